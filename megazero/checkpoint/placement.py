@@ -1,0 +1,62 @@
+"""Where a rank-local parameter lies in the model-wide tensor that a checkpoint stores.
+
+Glossary
+--------
+local tensor
+    The parameter as the rank's module holds it, after tensor parallelism and vocabulary padding.
+stored tensor
+    The tensor a checkpoint holds under ``name``: true vocabulary, no tensor-parallel split, the
+    Hugging Face layout where the family has one (fused or transposed tensors included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``length`` consecutive dim-0 rows of the local tensor and the row where they go.
+
+    With ``Placement.transposed`` the stored rows counted here are columns of the stored tensor.
+    """
+
+    local: int
+    length: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Map from a 1-D or 2-D local tensor to boxes of the stored tensor.
+
+    name: the stored tensor's fully qualified name (no rank, no stage, no local index in it).
+    shape: the stored tensor's shape, as stored.
+    local_shape: the rank's own shape (padded rows included).
+    segments: dim-0 row ranges, sorted by ``local``, disjoint. Local rows in no segment (vocabulary
+        padding) are not stored and are zero when loaded.
+    offset1: where the local dim-1 columns start (row-parallel weights); 0 for 1-D tensors.
+    transposed: the stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    offset1: int = 0
+    transposed: bool = False
+
+    @staticmethod
+    def plain(
+        name: str,
+        shape: Sequence[int],
+        local_shape: Sequence[int] | None = None,
+        offset0: int = 0,
+        offset1: int = 0,
+    ) -> Placement:
+        """One box: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end."""
+        local = tuple(local_shape if local_shape is not None else shape)
+        rows = max(0, min(local[0], shape[0] - offset0)) if local else 0
+        segments = (Segment(0, rows, offset0),) if rows else ()
+        return Placement(name, tuple(shape), local, segments, offset1)
