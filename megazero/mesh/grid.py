@@ -1,0 +1,146 @@
+"""Rank grid arithmetic: world ranks -> named axes. Pure; no torch, no environment.
+
+The world is a grid, outermost axis first: pp, then the data-parallel sub-axes, then tp (innermost, so
+that a tensor-parallel group never leaves its node). The d data-parallel ranks are cut at every shard
+factor and at the node boundary, so a sub-axis has one role (p, g, os or replica) and one link class
+(inside a node or across). Cuts between 1 and d, ascending, name the sub-axes from the innermost out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+INTRA = "intra_node"
+INTER = "inter_node"
+
+
+@dataclass(frozen=True)
+class AxisSpec:
+    """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
+
+    role: 'pp', 'tp', or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
+    link: INTRA if every group of the axis lies inside one node, else INTER.
+    """
+
+    name: str
+    role: str
+    size: int
+    stride: int
+    link: str
+
+    def index(self, rank: int) -> int:
+        return rank // self.stride % self.size
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """World ranks of the group of this axis that ``rank`` is in, by index along the axis."""
+        base = rank - self.index(rank) * self.stride
+        return tuple(base + i * self.stride for i in range(self.size))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first."""
+
+    world_size: int
+    ranks_per_node: int
+    tp: int
+    pp: int
+    shards: tuple[int, int, int]
+    axes: tuple[AxisSpec, ...]
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.tp * self.pp)
+
+    @property
+    def data_axes(self) -> tuple[AxisSpec, ...]:
+        return tuple(a for a in reversed(self.axes) if a.role not in ("pp", "tp"))
+
+    def axis(self, name: str) -> AxisSpec:
+        return next(a for a in self.axes if a.name == name)
+
+
+def data_ranks_per_node(world_size: int, ranks_per_node: int, tp: int, pp: int = 1) -> int:
+    """h: how many ranks of one data-parallel group share a node (pp outermost, tp innermost).
+
+    Raises ValueError naming the nearest legal sizes if groups would straddle nodes unevenly.
+    """
+    problems = []
+    if world_size % (tp * pp):
+        problems.append(
+            f"{world_size} ranks do not divide by tensor-parallel size {tp} x pipeline size {pp}; nearest "
+            f"world size: {nearest_multiple(world_size, tp * pp)}"
+        )
+    if world_size % ranks_per_node:
+        problems.append(
+            f"{world_size} ranks do not divide by {ranks_per_node} ranks per node; nearest ranks per node: "
+            f"{nearest_divisor(world_size, ranks_per_node)}"
+        )
+    if ranks_per_node % tp:
+        problems.append(
+            f"a node of {ranks_per_node} ranks does not hold whole tensor-parallel groups of {tp}; nearest "
+            f"tensor-parallel size: {nearest_divisor(ranks_per_node, tp)}"
+        )
+    if not problems:
+        d, room = world_size // (tp * pp), ranks_per_node // tp
+        h = min(d, room)
+        if d % h or room % h:
+            problems.append(
+                f"data-parallel groups of {d} ranks straddle nodes that hold {room} each unevenly; nearest "
+                f"data-parallel sizes: {gcd(d, room)} or a multiple of {room}"
+            )
+        else:
+            return h
+    raise ValueError("; ".join(problems))
+
+
+def data_cuts(d: int, h: int, shards: tuple[int, int, int]) -> list[int]:
+    """Ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks.
+
+    Each of P, G, OS and the node boundary h is a cut. Raises ValueError if they are not a chain in
+    which each divides the next (DESIGN of the shards: P | G | OS | d, each dividing h or divided by it).
+    """
+    cuts = sorted({1, *shards, h, d})
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        if high % low:
+            raise ValueError(
+                f"shard factors P,G,OS = {shards} with {h} data-parallel ranks per node of {d}: {low} does not "
+                f"divide {high}; nearest factor to {low}: {nearest_divisor(high, low)}"
+            )
+    if not (shards[0] <= shards[1] <= shards[2] <= d):
+        raise ValueError(f"shard factors must ascend P <= G <= OS <= {d}, got {shards}")
+    return cuts
+
+
+def make_grid(
+    world_size: int, ranks_per_node: int, tp: int = 1, pp: int = 1, shards: tuple[int, int, int] = (1, 1, 1)
+) -> Grid:
+    """Cut the world into named axes.
+
+    shards: (P, G, OS), how many data-parallel ranks share one copy of parameters, gradients, optimizer
+    states. Sub-axes are named by role and link, e.g. 'os_inter'; at most one of each exists.
+    """
+    h = data_ranks_per_node(world_size, ranks_per_node, tp, pp)
+    d = world_size // (tp * pp)
+    cuts = data_cuts(d, h, shards)
+    p, g, o = shards
+    inner: list[AxisSpec] = [AxisSpec("tp", "tp", tp, 1, INTRA)]
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        role = "p" if high <= p else "g" if high <= g else "os" if high <= o else "replica"
+        link = INTRA if high <= h else INTER
+        inner.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, tp * low, link))
+    stride = tp * d
+    inner.append(AxisSpec("pp", "pp", pp, stride, INTRA if pp == 1 or stride * pp <= ranks_per_node else INTER))
+    assert prod(a.size for a in inner) == world_size
+    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(reversed(inner)))
+
+
+def nearest_divisor(n: int, wanted: int) -> int:
+    """The divisor of n nearest to ``wanted`` (the smaller one on a tie)."""
+    return min((k for k in range(1, n + 1) if n % k == 0), key=lambda k: (abs(k - wanted), k))
+
+
+def nearest_multiple(n: int, base: int) -> int:
+    """The positive multiple of ``base`` nearest to n."""
+    return max(1, round(n / base)) * base

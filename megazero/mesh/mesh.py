@@ -1,0 +1,187 @@
+"""The process-group manager: one frozen Mesh that is passed, never a module global.
+
+Every axis with more than one rank has two communicators, so that gathers and reductions in flight
+do not queue behind each other (NCCL serialises per communicator; gloo has threads per group).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megazero.mesh.grid import AxisSpec, Grid, make_grid
+from megazero.mesh.launch import Launch
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis as this rank sees it. Groups are None when ``size`` is 1."""
+
+    spec: AxisSpec
+    index: int
+    ranks: tuple[int, ...]
+    gather_group: dist.ProcessGroup | None
+    reduce_group: dist.ProcessGroup | None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def size(self) -> int:
+        return self.spec.size
+
+    @property
+    def link(self) -> str:
+        return self.spec.link
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes by name, this rank's place in them, and the device that ranks compute on."""
+
+    grid: Grid
+    rank: int
+    device: torch.device
+    axes: dict[str, Axis] = field(repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.grid.world_size
+
+    @property
+    def tp(self) -> Axis:
+        return self.axes["tp"]
+
+    @property
+    def pp(self) -> Axis:
+        return self.axes["pp"]
+
+    @property
+    def data_axes(self) -> tuple[Axis, ...]:
+        """Data-parallel sub-axes, innermost first; each has more than one rank."""
+        return tuple(self.axes[a.name] for a in self.grid.data_axes)
+
+    @property
+    def dp_size(self) -> int:
+        return self.grid.dp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.grid.tp % self.grid.dp
+
+    @property
+    def is_replica(self) -> bool:
+        """True if another rank holds the same optimizer slice and counts (index 0 on every replica axis)."""
+        return any(a.index for a in self.data_axes if a.spec.role == "replica")
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows [world, k] of a 1-D tensor [k] on ``device``, by rank: for ordered scalar sums."""
+        if self.world_size == 1:
+            return row[None].clone()
+        out = row.new_empty(self.world_size * row.numel())
+        dist.all_gather_into_tensor(out, row.contiguous())
+        return out.view(self.world_size, -1)
+
+    def device_mesh(self) -> DeviceMesh:
+        """The same grid as a torch DeviceMesh over the gather communicators (axes of one rank left out)."""
+        axes = [a for a in (self.axes[s.name] for s in self.grid.axes) if a.size > 1]
+        if not axes:
+            return DeviceMesh(self.device.type, torch.arange(1), mesh_dim_names=("dp",))
+        ranks = torch.arange(self.world_size).view([a.size for a in axes])
+        return DeviceMesh.from_group(
+            [a.gather_group for a in axes],  # type: ignore[misc]
+            self.device.type,
+            ranks,
+            mesh_dim_names=tuple(a.name for a in axes),
+        )
+
+
+def create_mesh(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    shards: tuple[int, int, int] = (1, 1, 1),
+    ranks_per_node: int | None = None,
+    device: torch.device | str = "cpu",
+    timeout: timedelta | None = None,
+) -> Mesh:
+    """Build the mesh over the initialised default process group (or over one process without one).
+
+    shards: (P, G, OS). ranks_per_node: defaults to the whole world, i.e. one node.
+    Collective: every rank calls it with the same arguments.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards)
+    axes = {spec.name: _make_axis(spec, rank, timeout) for spec in grid.axes}
+    return Mesh(grid, rank, torch.device(device), axes)
+
+
+def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
+    ranks = spec.ranks(rank)
+    if spec.size == 1:
+        return Axis(spec, 0, ranks, None, None)
+
+    def new() -> dist.ProcessGroup:
+        # Only the members meet: a full enumeration costs world/size rendezvous on every rank.
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+    gather = new()
+    reduce = gather if spec.role in ("tp", "pp") else new()
+    return Axis(spec, spec.index(rank), ranks, gather, reduce)
+
+
+def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -> None:
+    """Join the default process group; CPU tensors always have gloo, CUDA tensors NCCL."""
+    if dist.is_initialized():
+        return
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=f"tcp://{launch.master_addr}:{launch.master_port}"
+        if launch.launcher == "SLURM"
+        else "env://",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+
+
+def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
+    """Ranks per node: the launcher's word, confirmed by exchanging host names; or the override.
+
+    The override lets one machine pretend to be several nodes. Raises ValueError on every rank if the
+    launcher and the host names disagree, if nodes differ in size, or if a node's ranks are not consecutive.
+    """
+    if launch.world_size == 1:
+        return 1
+    if override is not None:
+        return override
+    names: list[str | None] = [None] * launch.world_size
+    dist.all_gather_object(names, socket.gethostname())
+    return check_hosts([str(n) for n in names], launch.local_world_size)
+
+
+def check_hosts(names: Sequence[str], local_world_size: int) -> int:
+    """Host name of every rank against the launcher's ranks per node; returns the agreed number."""
+    cure = "start the same number of consecutive ranks on every node, or say --ranks-per-node"
+    counts = {n: names.count(n) for n in dict.fromkeys(names)}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"nodes hold different numbers of ranks: {counts}; {cure}")
+    size = next(iter(counts.values()))
+    if any(names[i] != names[i - i % size] for i in range(len(names))):
+        raise ValueError(f"ranks of one node are not consecutive: {list(names)}; {cure}")
+    if size != local_world_size:
+        raise ValueError(
+            f"the launcher says {local_world_size} ranks per node, the host names say {size} ({counts}); {cure}"
+        )
+    return size

@@ -1,0 +1,73 @@
+"""Rank grid, cuts at the node boundary, launcher environment, host-name cross-check."""
+
+import itertools
+
+import pytest
+
+from megazero.mesh.grid import INTER, INTRA, data_ranks_per_node, make_grid
+from megazero.mesh.launch import first_host, read_launch
+
+
+@pytest.mark.parametrize("tp,pp,nodes,per_node", [(1, 1, 2, 3), (2, 1, 2, 4), (2, 2, 4, 4), (1, 1, 1, 4)])
+def test_axes_tile_the_world(tp, pp, nodes, per_node):
+    world = nodes * per_node
+    d = world // (tp * pp)
+    h = data_ranks_per_node(world, per_node, tp, pp)
+    legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
+    for shards in itertools.combinations_with_replacement(legal, 3):
+        if shards[1] % shards[0] or shards[2] % shards[1]:
+            continue
+        grid = make_grid(world, per_node, tp, pp, shards)
+        coordinates = {tuple(a.index(r) for a in grid.axes) for r in range(world)}
+        assert len(coordinates) == world
+        for axis in grid.axes:
+            groups = {axis.ranks(r) for r in range(world)}
+            assert sorted(itertools.chain(*groups)) == list(range(world))
+            inside = all(len({r // per_node for r in g}) == 1 for g in groups)
+            assert axis.link == (INTRA if inside else INTER), (axis, shards)
+
+
+def test_zero3_over_two_nodes_is_cut_at_the_node():
+    grid = make_grid(8, 4, tp=2, shards=(4, 4, 4))
+    assert [(a.name, a.size, a.stride) for a in grid.data_axes] == [("p_intra", 2, 2), ("p_inter", 2, 4)]
+
+
+def test_bad_sizes_name_the_nearest():
+    with pytest.raises(ValueError, match="nearest tensor-parallel size: 2"):
+        make_grid(8, 4, tp=3)
+    with pytest.raises(ValueError, match="3 does not divide 4"):
+        make_grid(4, 4, shards=(3, 4, 4))
+    with pytest.raises(ValueError, match="nearest ranks per node: 4"):
+        make_grid(8, 5)
+
+
+def test_launchers():
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    launch = read_launch(torchrun)
+    assert (launch.rank, launch.world_size, launch.local_world_size) == (3, 4, 2)
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_TASKS_PER_NODE": "4(x2)",
+        "SLURM_STEP_NODELIST": "gpu[03-04]",
+        "SLURM_JOB_ID": "7",
+    }
+    launch = read_launch(slurm)
+    assert (launch.rank, launch.local_world_size, launch.master_addr) == (5, 4, "gpu03")
+    assert read_launch({}).world_size == 1
+    with pytest.raises(ValueError, match="different numbers of tasks"):
+        read_launch({**slurm, "SLURM_TASKS_PER_NODE": "4,3"})
+    assert first_host("n1,n2") == "n1"
+
+
+def test_host_names_are_cross_checked():
+    from megazero.mesh.mesh import check_hosts
+
+    assert check_hosts(["a", "a", "b", "b"], 2) == 2
+    with pytest.raises(ValueError, match="says 2 ranks per node, the host names say 4"):
+        check_hosts(["a"] * 4, 2)
+    with pytest.raises(ValueError, match="not consecutive"):
+        check_hosts(["a", "b", "a", "b"], 2)
+    with pytest.raises(ValueError, match="different numbers"):
+        check_hosts(["a", "a", "b"], 2)
