@@ -1,0 +1,138 @@
+"""Where everything of a unit lies: pure arithmetic over one flat buffer.
+
+Glossary
+--------
+unit buffer
+    n elements; every parameter starts on a block boundary. Two regions, coded and exact (small sensitive
+    parameters), each padded to a multiple of d x block and cut by the same rule.
+sub-axis j
+    j-th cut of the data-parallel ranks, innermost first, of size a_j; this rank's index on it is i_j.
+level m
+    the slice left after sub-axes 1..m: of a region of n elements it starts at
+    sum over j <= m of i_j * n / (a_1 ... a_j) and has n / (a_1 ... a_m) elements. Level 0 is the whole
+    buffer. The innermost sub-axis is the most significant, so slices of deeper levels are nested and every
+    step between neighbouring levels is one collective on one axis.
+compact
+    a level's slice stored by itself: its coded piece, then its exact piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter in the unit buffer: elements [start, start + numel)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous run of the unit buffer and where it lies in some level's compact buffer."""
+
+    start: int
+    compact: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters and regions of one unit, and how the data-parallel sub-axes cut it.
+
+    regions: (start, numel) of the coded and, if any, the exact region.
+    sizes, indices: of the sub-axes, innermost first.
+    """
+
+    slots: tuple[Slot, ...]
+    regions: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+    indices: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(n for _, n in self.regions)
+
+    def level_numel(self, level: int) -> int:
+        return self.numel // prod(self.sizes[:level])
+
+    def pieces(self, level: int) -> tuple[Piece, ...]:
+        """The level's slice of this rank: one piece per region, in compact order."""
+        return self.pieces_of(self.indices[:level])
+
+    def pieces_of(self, indices: Sequence[int]) -> tuple[Piece, ...]:
+        """The slice of the rank with these sub-axis indices (innermost first, as many as the level)."""
+        out, compact = [], 0
+        for start, n in self.regions:
+            for index, size in zip(indices, self.sizes, strict=False):
+                n //= size
+                start += index * n
+            out.append(Piece(start, compact, n))
+            compact += n
+        return tuple(out)
+
+    def within(self, level: int, outer: int) -> tuple[Piece, ...]:
+        """The level's pieces with ``start`` counted in the compact buffer of an outer (smaller) level."""
+        assert outer <= level
+        inside = zip(self.pieces(level), self.pieces(outer), strict=True)
+        return tuple(Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
+
+    def ranges(self, level: int) -> list[tuple[Slot, int, int, int]]:
+        """Parameters in the level's slice: (slot, first, last + 1 flat element of it, compact start)."""
+        out = []
+        for piece in self.pieces(level):
+            for slot in self.slots:
+                low = max(slot.start, piece.start)
+                high = min(slot.start + slot.numel, piece.start + piece.numel)
+                if low < high:
+                    out.append((slot, low - slot.start, high - slot.start, piece.compact + low - piece.start))
+        return out
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Padding: runs (start, end) of the unit buffer that belong to no parameter."""
+        out, at = [], 0
+        for slot in self.slots:
+            if slot.start > at:
+                out.append((at, slot.start))
+            at = slot.start + slot.numel
+        if at < self.numel:
+            out.append((at, self.numel))
+        return out
+
+
+def make_layout(
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    block: int,
+    sizes: Sequence[int],
+    indices: Sequence[int],
+    exact: frozenset[str] = frozenset(),
+) -> Layout:
+    """Lay out a unit's parameters in their order, coded ones first.
+
+    block: elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost first; their
+    product is d. exact: names of the parameters of the exact region.
+    """
+    quantum = block * prod(sizes)
+    slots: list[Slot] = []
+    regions: list[tuple[int, int]] = []
+    end = 0
+    for names in ([n for n in shapes if n not in exact], [n for n in shapes if n in exact]):
+        if not names:
+            continue
+        begin = at = end
+        for name in names:
+            slots.append(Slot(name, tuple(shapes[name]), at))
+            at += -(-slots[-1].numel // block) * block
+        end = begin + -(-(at - begin) // quantum) * quantum
+        regions.append((begin, end - begin))
+    return Layout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
