@@ -1,0 +1,147 @@
+"""The global batch size as a pure function of the samples consumed (--rampup-batch-size).
+
+Megatron's rule: from `start` to `target` in steps of `increment`, the steps spread evenly over the
+first `ramp_samples` samples. An iteration's batch is decided by the samples consumed before it.
+Megatron computes the step as int(consumed / (ramp_samples / steps)) in floating point; here it is
+consumed * steps // ramp_samples in integers, which is the same except where a float quotient that
+should be whole falls just short of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Global batch (sequences) over the course of a run; the same whatever the layout.
+
+    start, increment, target: global batch sizes in samples, each size on the way divisible by
+    micro_batch * data_parallel. start == target means no ramp-up (`BatchSchedule.constant`).
+    Raises ValueError naming the value, the rule and the nearest legal choice.
+    """
+
+    start: int
+    increment: int
+    ramp_samples: int
+    target: int
+    micro_batch: int
+    data_parallel: int
+
+    @classmethod
+    def constant(cls, batch: int, micro_batch: int, data_parallel: int) -> BatchSchedule:
+        return cls(batch, 0, 0, batch, micro_batch, data_parallel)
+
+    def __post_init__(self) -> None:
+        quantum = self.quantum
+        if self.micro_batch < 1 or self.data_parallel < 1:
+            raise ValueError(
+                f"--micro-batch-size {self.micro_batch} and the data-parallel size {self.data_parallel} "
+                "must both be at least 1"
+            )
+        rule = f"micro-batch {self.micro_batch} x data-parallel size {self.data_parallel} = {quantum}"
+        if self.target < 1 or self.target % quantum:
+            raise ValueError(
+                f"--global-batch-size {self.target} is not a positive multiple of {rule}; "
+                f"nearest: {_nearest_multiple(self.target, quantum)}"
+            )
+        if self.start < 1 or self.start % quantum:
+            raise ValueError(
+                f"--rampup-batch-size starts at {self.start}, not a positive multiple of {rule}; "
+                f"nearest: {_nearest_multiple(self.start, quantum)}"
+            )
+        if self.start > self.target:
+            raise ValueError(
+                f"--rampup-batch-size starts at {self.start}, above --global-batch-size {self.target}; "
+                f"nearest: {self.target}"
+            )
+        if self.start < self.target:
+            self._check_ramp(rule)
+
+    def _check_ramp(self, rule: str) -> None:
+        difference = self.target - self.start
+        if self.increment < 1 or difference % self.increment or self.increment % self.quantum:
+            legal = [i for i in range(self.quantum, difference + 1, self.quantum) if difference % i == 0]
+            raise ValueError(
+                f"--rampup-batch-size increment {self.increment} must divide {self.target} - {self.start} = "
+                f"{difference} and be a multiple of {rule}; "
+                f"nearest: {min(legal, key=lambda i: abs(i - self.increment))}"
+            )
+        if self.ramp_samples < 0:
+            raise ValueError(f"--rampup-batch-size over {self.ramp_samples} samples; give 0 or more")
+
+    @property
+    def quantum(self) -> int:
+        """Samples of one micro-batch on every data-parallel rank."""
+        return self.micro_batch * self.data_parallel
+
+    @property
+    def _steps(self) -> int:
+        return (self.target - self.start) // self.increment if self.start < self.target else 0
+
+    def batch_size(self, consumed: int) -> int:
+        """Global batch of the iteration that begins after `consumed` samples."""
+        if consumed >= self.ramp_samples or not self._steps:
+            return self.target
+        return self.start + consumed * self._steps // self.ramp_samples * self.increment
+
+    def micro_batches(self, consumed: int) -> int:
+        """Micro-batches of that iteration on each data-parallel rank."""
+        return self.batch_size(consumed) // self.quantum
+
+    def consumed_after(self, iterations: int, begin: int = 0) -> int:
+        """Samples consumed once `iterations` more have run, from `begin` consumed samples."""
+        consumed, left = begin, iterations
+        for batch, count in self._runs(begin):
+            done = left if count is None else min(left, count)
+            consumed, left = consumed + done * batch, left - done
+            if not left:
+                break
+        return consumed
+
+    def iterations_within(self, samples: int, begin: int = 0) -> int:
+        """The most iterations that consume at most `samples` in all, from `begin` consumed samples.
+
+        With begin = 0 and samples = --train-samples: the length of the run. A last batch that would
+        not be full is left out, in the ramp-up too (Megatron overshoots there).
+        """
+        iterations, consumed = 0, begin
+        for batch, count in self._runs(begin):
+            fit = max(samples - consumed, 0) // batch
+            done = fit if count is None else min(fit, count)
+            iterations, consumed = iterations + done, consumed + done * batch
+            if done == fit:
+                break
+        return iterations
+
+    def iteration_of(self, consumed: int) -> int:
+        """How many iterations consumed exactly `consumed` samples, from the start of the run.
+
+        ValueError if this schedule never stands there (it was changed since the checkpoint).
+        """
+        iteration = self.iterations_within(consumed)
+        below = self.consumed_after(iteration)
+        if below != consumed:
+            above = self.consumed_after(iteration + 1)
+            raise ValueError(
+                f"{consumed} consumed samples are not the end of an iteration of this batch schedule; "
+                f"nearest: {below if consumed - below <= above - consumed else above}. Was --global-batch-size "
+                "or --rampup-batch-size changed since the checkpoint?"
+            )
+        return iteration
+
+    def _runs(self, begin: int) -> Iterator[tuple[int, int | None]]:
+        """(batch, iterations at it) in order from `begin` samples; the last has None: no end."""
+        consumed = begin
+        while (batch := self.batch_size(consumed)) < self.target:
+            step = (batch - self.start) // self.increment
+            end = -(-(step + 1) * self.ramp_samples // self._steps)  # first sample count of the next size
+            count = -(-(end - consumed) // batch)
+            consumed += count * batch
+            yield batch, count
+        yield self.target, None
+
+
+def _nearest_multiple(value: int, quantum: int) -> int:
+    return max(quantum, round(value / quantum) * quantum)

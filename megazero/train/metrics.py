@@ -1,0 +1,248 @@
+"""metrics.jsonl: one JSON object per line, one line per iteration or evaluation.
+
+Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold
+iteration, consumed_samples, eval_lm_loss and eval_ppl. The file is the authority on a run:
+it survives a kill at any moment, and after a resume it still has one line per iteration.
+
+Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would not tell
+a NaN from an overflow); read_metrics turns them back into floats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+SUPERSEDED_FILE = "metrics.superseded.jsonl"
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationMetrics:
+    """What one iteration did. Bytes are those one rank sent in the iteration, by kind of link.
+
+    lm_loss is the mean over the valid tokens of the global batch (nats); tokens_per_s counts the
+    global batch, tflops_per_rank the model's FLOPs (recompute excluded); memory_bytes is the peak;
+    time_bill has the items of timebill.ITEMS in seconds, adding up to iteration_time_s.
+    """
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    iteration_time_s: float
+    tokens_per_s: float
+    tflops_per_rank: float
+    intra_node_bytes: int
+    inter_node_bytes: int
+    memory_bytes: int
+    time_bill: Mapping[str, float]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields in order, then the extra keys beside them (they may not shadow a field)."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        shadowed = fields.keys() & self.extra.keys()
+        assert not shadowed, f"extra metrics shadow fields: {sorted(shadowed)}"
+        return fields | {"time_bill": dict(self.time_bill)} | dict(self.extra)
+
+
+def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
+    """A log interval as one line: the last position, mean losses, norms, times and bytes, peak memory.
+
+    Rates are totals over total time, so a slow iteration weighs as long as it took. Non-finite norms
+    (their steps were skipped) are left out unless all are; the extra key `skipped` is summed.
+    """
+    last, count = lines[-1], len(lines)
+    norms = [m.grad_norm for m in lines if math.isfinite(m.grad_norm)] or [last.grad_norm]
+    skipped = sum(int(m.extra.get("skipped", 0)) for m in lines)
+    seconds = sum(m.iteration_time_s for m in lines)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / count
+
+    def rate(name: str) -> float:
+        return sum(getattr(m, name) * m.iteration_time_s for m in lines) / seconds if seconds > 0 else 0.0
+
+    return dataclasses.replace(
+        last,
+        lm_loss=mean(m.lm_loss for m in lines),
+        grad_norm=sum(norms) / len(norms),
+        iteration_time_s=seconds / count,
+        tokens_per_s=rate("tokens_per_s"),
+        tflops_per_rank=rate("tflops_per_rank"),
+        intra_node_bytes=round(mean(m.intra_node_bytes for m in lines)),
+        inter_node_bytes=round(mean(m.inter_node_bytes for m in lines)),
+        memory_bytes=max(m.memory_bytes for m in lines),
+        time_bill={name: mean(m.time_bill[name] for m in lines) for name in last.time_bill},
+        extra=dict(last.extra) | ({"skipped": skipped} if skipped else {}),
+    )
+
+
+class MetricsWriter:
+    """Appends lines to LOG_DIR/metrics.jsonl; made on one rank only.
+
+    iteration: the one training continues after (0: from the start). On opening, lines of later
+    iterations, which this run is about to write again, move to metrics.superseded.jsonl; a torn
+    line (the process was killed while writing) moves there as {"torn": text}. The first iteration
+    line after a resume has the extra key resumed_from.
+
+    Each line is one unbuffered write. A write that fails (disk full) warns once and training goes on.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str], *, iteration: int) -> None:
+        self.path = Path(log_dir) / METRICS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _supersede(self.path, iteration)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._resumed_from = iteration
+        self._torn = self._failed = False
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        line = metrics.as_dict()
+        if self._resumed_from:
+            line["resumed_from"], self._resumed_from = self._resumed_from, 0
+        self._write(line)
+
+    def evaluation(self, iteration: int, consumed_samples: int, loss: float, **extra: Any) -> dict[str, Any]:
+        """Write and return an evaluation line; loss in nats per valid token."""
+        line = {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "eval_lm_loss": loss,
+            "eval_ppl": perplexity(loss),
+        } | extra
+        self._write(line)
+        return line
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        data = (b"\n" if self._torn else b"") + encode(line).encode("ascii") + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._warn(str(error))
+            return
+        self._torn = written != len(data)
+        if self._torn:
+            self._warn(f"only {written} of {len(data)} bytes written")
+
+    def _warn(self, reason: str) -> None:
+        if not self._failed:
+            warnings.warn(f"{self.path}: {reason}; metrics are being lost, training goes on", stacklevel=4)
+        self._failed = True
+
+    def close(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    return math.exp(loss) if not loss > 709.0 else math.inf
+
+
+def encode(line: Mapping[str, Any]) -> str:
+    """One line of strict JSON, without the newline."""
+    return json.dumps(_encodable(line), allow_nan=False)
+
+
+def decode(text: str | bytes) -> dict[str, Any]:
+    """A line back as a dict; ValueError if it is not a whole JSON object."""
+    line = _decoded(json.loads(text))
+    if not isinstance(line, dict):
+        raise ValueError(f"not a JSON object: {text!r:.80}")
+    return line
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Every line of a metrics.jsonl (or of the one in a log directory), in order.
+
+    Torn lines are left out with a warning. FileNotFoundError, or ValueError if nothing in it is one.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / METRICS_FILE
+    good, torn = _parse(file.read_bytes())
+    if torn and not good:
+        raise ValueError(f"{file} is not a metrics file: none of its {len(torn)} lines is a JSON object")
+    if torn:
+        warnings.warn(f"{file}: {len(torn)} torn line(s) left out", stacklevel=2)
+    return [line for _, line in good]
+
+
+def _parse(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[bytes]]:
+    """Whole lines (their bytes and contents) and torn ones. Blank lines are neither."""
+    good: list[tuple[bytes, dict[str, Any]]] = []
+    torn: list[bytes] = []
+    for raw in data.split(b"\n"):
+        try:
+            if raw.strip():
+                good.append((raw, decode(raw)))
+        except ValueError:  # includes json.JSONDecodeError and UnicodeDecodeError
+            torn.append(raw)
+    return good, torn
+
+
+def _supersede(path: Path, iteration: int) -> None:
+    """Leave in `path` the whole lines up to `iteration`; move the rest beside it. Safe to repeat.
+
+    The moved lines are on disk before the file loses them: a kill in between repeats a move, whose
+    lines are then not appended twice.
+    """
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    good, torn = _parse(data)
+    keep = [raw for raw, line in good if line.get("iteration", 0) <= iteration]
+    move = [raw for raw, line in good if line.get("iteration", 0) > iteration]
+    move += [encode({"torn": raw.decode("utf-8", "replace")}).encode("ascii") for raw in torn]
+    kept = b"".join(raw + b"\n" for raw in keep)
+    if kept == data:
+        return
+    if move:
+        moved = b"".join(raw + b"\n" for raw in move)
+        with open(path.with_name(SUPERSEDED_FILE), "a+b") as side:
+            side.seek(max(0, side.tell() - len(moved)))
+            if side.read() != moved:
+                side.write(moved)
+            side.flush()
+            os.fsync(side.fileno())
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "wb") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encodable(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if not isinstance(value, float):
+        return _encodable(value.item())  # a numpy or torch scalar
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

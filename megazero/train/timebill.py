@@ -1,0 +1,88 @@
+"""Where an iteration's seconds went: a bill whose items add up to the iteration.
+
+Spans may nest; a moment belongs to the innermost one only, so nothing is counted twice. The engine's
+waits are spans inside the trainer's `compute`: `engine(timed=bill.span)`. Host clock: on CUDA, waits
+that the host does not see are measured by events and booked with `add`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Self
+
+ITEMS = ("compute", "exposed_gather", "exposed_reduce", "optimizer", "data", "other")
+_TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an iteration err by less
+
+
+class TimeBill:
+    """Seconds per item of ITEMS since the last `close`; `other` is what no span claimed.
+
+    One thread at a time: the autograd thread may enter spans while the caller waits in backward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds = dict.fromkeys(ITEMS, 0.0)
+        self._open: list[_Span] = []
+
+    def span(self, name: str) -> _Span:
+        """Context manager: its time, less that of the spans inside it, goes to item `name`."""
+        return _Span(self, _known(name))
+
+    def add(self, name: str, seconds: float) -> None:
+        """Book seconds measured elsewhere; they leave the span that is open now, if one is."""
+        self._seconds[_known(name)] += seconds
+        if self._open:
+            self._open[-1].inside += seconds
+
+    def close(self, total: float) -> dict[str, float]:
+        """The bill of an iteration of `total` seconds, in the order of ITEMS; starts the next one.
+
+        RuntimeError if an item came out negative, or the items exceed the total: something was
+        counted twice, or the total does not cover every span.
+        """
+        assert not self._open, f"the bill is closed inside the span {self._open[-1].name!r}"
+        seconds, self._seconds = self._seconds, dict.fromkeys(ITEMS, 0.0)
+        seconds["other"] += total - sum(seconds.values())
+        wrong = {name: value for name, value in seconds.items() if value < -_TOLERANCE}
+        if wrong:
+            raise RuntimeError(
+                f"time bill of an iteration of {total:.6f} s has negative items {wrong}: a time was booked "
+                f"twice, or outside the iteration; all items: {seconds}"
+            )
+        return seconds
+
+    def reset(self) -> None:
+        """Forget what was booked since the last close (evaluation, saving: not of any iteration)."""
+        assert not self._open, f"the bill is reset inside the span {self._open[-1].name!r}"
+        self._seconds = dict.fromkeys(ITEMS, 0.0)
+
+
+class _Span:
+    """One `with`: `inside` collects the seconds of the spans and additions within it."""
+
+    __slots__ = ("bill", "name", "inside", "began")
+
+    def __init__(self, bill: TimeBill, name: str) -> None:
+        self.bill, self.name, self.inside, self.began = bill, name, 0.0, 0.0
+
+    def __enter__(self) -> Self:
+        self.bill._open.append(self)
+        self.began = self.bill._clock()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        bill = self.bill
+        elapsed = bill._clock() - self.began
+        assert bill._open[-1] is self, "spans must close in the reverse order of their opening"
+        bill._open.pop()
+        bill._seconds[self.name] += elapsed - self.inside
+        if bill._open:
+            bill._open[-1].inside += elapsed
+
+
+def _known(name: str) -> str:
+    if name not in ITEMS:
+        raise ValueError(f"time bill item {name!r} is not one of {', '.join(ITEMS)}")
+    return name
