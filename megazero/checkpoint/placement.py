@@ -29,7 +29,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Map from a 1-D or 2-D local tensor to boxes of the stored tensor.
+    """Map from a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
 
     name: the stored tensor's fully qualified name (no rank, no stage, no local index in it).
     shape: the stored tensor's shape, as stored.
@@ -55,7 +55,10 @@ class Placement:
         offset0: int = 0,
         offset1: int = 0,
     ) -> Placement:
-        """One box: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end."""
+        """One box: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end.
+
+        A scalar (shape ``()``) is stored whole. More than two dims are cut along the first two only.
+        """
         local = tuple(local_shape if local_shape is not None else shape)
         rows = max(0, min(local[0], shape[0] - offset0)) if local else 0
         segments = (Segment(0, rows, offset0),) if rows else ()

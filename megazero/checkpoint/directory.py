@@ -1,0 +1,174 @@
+"""The directories under a save root, and the order of steps that keeps every kill harmless.
+
+SAVE/iter_0000100                      a checkpoint, if its manifest is there and agrees
+SAVE/.iter_0000100.partial-1a2b3c4d    being written; ignored by readers, removed by the next save
+SAVE/.iter_0000100.replaced-1a2b3c4d   the old one while a new one of its step takes its place
+SAVE/.iter_0000100.removed-1a2b3c4d    being deleted by retention
+
+One job at a time saves into a root. Nothing else under the root is ever touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    check_sizes,
+    read_manifest,
+    write_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"iter_(\d{7,})")
+_HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which older checkpoints stay after a save; the one just saved always does.
+
+    keep_last: how many of the most recently saved ones; None keeps all.
+    interval: those whose step is a multiple of it stay for good; None for no such rule.
+    """
+
+    keep_last: int | None = None
+    interval: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep_last", self.keep_last), ("interval", self.interval)):
+            if value is not None and value < 1:
+                raise ValueError(f"retention {name} is {value}; it must be at least 1, or None to do without")
+
+
+def checkpoint_name(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def complete(path: Path) -> Manifest | None:
+    """The manifest of ``path`` if its files are all there with their sizes, else None. Reads no tensor."""
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+    except (CheckpointError, OSError):
+        return None
+    return manifest
+
+
+def checkpoints(root: str | os.PathLike) -> list[Path]:
+    """The complete checkpoints under ``root``, oldest first in order of saving.
+
+    The order is that of saving, not of steps: after a roll-back to step 80 the newest is the 90 that
+    was saved since, not the 120 of the abandoned run. Found by looking; no tracker file is trusted.
+    """
+    found = []
+    for path in _entries(Path(root)):
+        hidden = _HIDDEN.fullmatch(path.name)
+        stands_in = hidden and hidden[2] == "replaced" and complete(path.with_name(hidden[1])) is None
+        if (_NAME.fullmatch(path.name) or stands_in) and (manifest := complete(path)) is not None:
+            found.append((manifest.serial, manifest.step, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def latest(root: str | os.PathLike) -> Path | None:
+    """The newest complete checkpoint under ``root``, or None when there is none."""
+    found = checkpoints(root)
+    return found[-1] if found else None
+
+
+def prepare(root: Path, step: int, overwrite: bool) -> Path:
+    """Check that step ``step`` may be saved, clean up after a killed save, make the directory to write in."""
+    final = root / checkpoint_name(step)
+    if final.exists() or final.is_symlink():
+        if not overwrite:
+            raise CheckpointError(
+                f"'{final}' exists already and was kept; ask for overwriting, or save elsewhere"
+            )
+        if not (final / MANIFEST_FILE).exists():
+            raise CheckpointError(f"'{final}' is not a checkpoint of megazero and was kept; move it away")
+    new_root = not root.exists()
+    root.mkdir(parents=True, exist_ok=True)
+    if new_root:
+        fsync_directory(root.parent)
+    _clean(root)
+    temporary = _hidden(final, "partial")
+    temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Make ``temporary`` the checkpoint ``final``: manifest last, then one rename.
+
+    A checkpoint already at ``final`` is moved aside first and deleted after; killed in between, the
+    next look finds it where it was put (``checkpoints``).
+    """
+    check_sizes(temporary, manifest)  # as this rank sees them: catches directories that are not shared
+    serial = max((read_manifest(path).serial for path in checkpoints(final.parent)), default=-1) + 1
+    write_manifest(temporary, replace(manifest, serial=serial))
+    fsync_directory(temporary)
+    aside = _hidden(final, "replaced") if final.exists() else None
+    if aside is not None:
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    fsync_directory(final.parent)
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def retain(root: Path, saved: Path, rule: Retention) -> None:
+    """Delete the complete checkpoints that ``rule`` does not keep; never ``saved``.
+
+    A directory that cannot be deleted is reported in the log: the save itself has succeeded.
+    """
+    if rule.keep_last is None:
+        return
+    for path in checkpoints(root)[: -rule.keep_last]:
+        name = _NAME.fullmatch(path.name)
+        if path == saved or name is None or (rule.interval and int(name[1]) % rule.interval == 0):
+            continue
+        try:
+            doomed = _hidden(path, "removed")
+            os.rename(path, doomed)  # a kill inside rmtree must not leave half a checkpoint by its name
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("old checkpoint '%s' could not be removed: %s", path, error)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the directory's entries durable (POSIX: renames are not until their directory is synced)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clean(root: Path) -> None:
+    """Remove what killed saves left; put back a checkpoint that was moved aside and not replaced."""
+    for path in _entries(root):
+        hidden = _HIDDEN.fullmatch(path.name)
+        if hidden is None:
+            continue
+        final = path.with_name(hidden[1])
+        if hidden[2] == "replaced" and complete(final) is None and complete(path) is not None:
+            if not final.exists():
+                os.rename(path, final)
+        else:
+            shutil.rmtree(path)
+
+
+def _entries(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
+def _hidden(final: Path, state: str) -> Path:
+    return final.with_name(f".{final.name}.{state}-{secrets.token_hex(4)}")

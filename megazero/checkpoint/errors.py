@@ -1,0 +1,63 @@
+"""One error for everything that can be wrong with a checkpoint, raised on every rank or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+T = TypeVar("T")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read; the message names the cause and the cure."""
+
+
+def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) -> list[T]:
+    """Run ``action`` on every rank of ``group`` and return every rank's result, by rank.
+
+    Raises CheckpointError with the same text on every rank when it failed on any. The results are
+    pickled between ranks: keep them small. Without a group the one result is returned in a list.
+    """
+    result, failures = _run(group, action)
+    answers: list = [(result, failures)]
+    if group is not None:
+        answers = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, (result, failures), group=group)
+    merged = {rank: text for _, failed in answers for rank, text in failed.items()}
+    if merged:
+        raise CheckpointError(f"{doing}: {_by_cause(merged, len(answers))}")
+    return [value for value, _ in answers]
+
+
+def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) -> T:
+    """As ``agree``, but each rank gets its own result, which is not sent."""
+    results: list[T] = []
+    agree(group, doing, lambda: results.append(action()))
+    return results[0]
+
+
+def _run(group: dist.ProcessGroup | None, action: Callable[[], T]) -> tuple[T | None, dict[int, str]]:
+    """The result of ``action``, or None and the causes by rank."""
+    try:
+        return action(), {}
+    except CheckpointException as error:  # from torch.distributed.checkpoint, alike on every rank
+        return None, {rank: _text(cause) for rank, (cause, _) in error.failures.items()}
+    except Exception as error:
+        return None, {dist.get_rank(group) if group is not None else 0: _text(error)}
+
+
+def _text(error: BaseException) -> str:
+    return f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _by_cause(failures: dict[int, str], world_size: int) -> str:
+    """'cause' when every rank says the same or there is one rank, else 'rank 1, 3: cause; rank 2: other'."""
+    causes: dict[str, list[int]] = {}
+    for rank, text in sorted(failures.items()):
+        causes.setdefault(text, []).append(rank)
+    if len(causes) == 1 and len(failures) == world_size:
+        return next(iter(causes))
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in causes.items())

@@ -1,0 +1,147 @@
+"""The manifest: what makes a directory a checkpoint. Written last, read first."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = "megazero-checkpoint"
+VERSION = 1
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """size: bytes. crc32: zlib's, of the whole file (2.5 GB/s on one core here; blake2b 0.6, sha256 1.5)."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """step: training step. serial: order of saving within one root (a rolled-back run repeats steps).
+
+    kinds: kind of value to the dtypes it is stored in. layout: the ranks' arrangement, free form.
+    configuration: of the run, free form. files: every other file of the directory.
+    """
+
+    step: int
+    serial: int
+    world_size: int
+    kinds: Mapping[str, tuple[str, ...]]
+    layout: Mapping[str, Any]
+    configuration: Mapping[str, Any]
+    files: Mapping[str, FileEntry]
+
+
+def to_json(value: Any, what: str) -> Any:
+    """``value`` as JSON gives it back (tuples become lists), or CheckpointError."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} must be plain JSON (numbers, text, lists, dicts): {error}") from error
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write ``manifest`` into the directory ``path``, with a checksum of itself, and fsync it."""
+    body = asdict(manifest)
+    head = {"format": FORMAT, "version": VERSION, "crc32": _crc32(body)}
+    write_file(path / MANIFEST_FILE, json.dumps({**head, **body}, indent=1).encode())
+
+
+def read_manifest(path: str | os.PathLike) -> Manifest:
+    """The manifest of the checkpoint directory ``path``.
+
+    Raises CheckpointError if the directory or the manifest is absent, damaged or of another format.
+    """
+    file = Path(path) / MANIFEST_FILE
+    if not Path(path).is_dir():
+        raise CheckpointError(f"there is no checkpoint directory '{path}'; check the path")
+    try:
+        body = json.loads(file.read_bytes())
+        head, crc32 = (body.pop("format"), body.pop("version")), body.pop("crc32")
+        if head == (FORMAT, VERSION) and crc32 == _crc32(body):
+            return _parse(body)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"'{path}' is no complete checkpoint: it has no '{MANIFEST_FILE}'. Give a directory such as "
+            "SAVE/iter_0000100 that has one"
+        ) from None
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"'{file}' is damaged ({error}); load an older checkpoint") from error
+    if head != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"'{file}' is of format {head[0]!r} version {head[1]!r}; this megazero reads '{FORMAT}' version "
+            f"{VERSION}"
+        )
+    raise CheckpointError(f"'{file}' is damaged (its checksum differs); load an older checkpoint")
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
+    for name in files:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise ValueError(f"'{name}' is not a file of its own directory")
+    kinds = {kind: tuple(dtypes) for kind, dtypes in body.pop("kinds").items()}
+    return Manifest(**body, kinds=kinds, files=files)
+
+
+def check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless every file of the manifest is there with its size."""
+    for name, entry in manifest.files.items():
+        size = file_size(path / name)
+        if size != entry.size:
+            found = "missing" if size is None else f"{size} bytes long instead of {entry.size}"
+            raise CheckpointError(
+                f"checkpoint '{path}' is incomplete: '{name}' is {found}. Restore the file or load an older "
+                "checkpoint"
+            )
+
+
+def check_checksum(path: Path, name: str, entry: FileEntry) -> None:
+    """Raise CheckpointError unless the file's bytes are the ones that were written."""
+    crc32 = checksum(path / name).crc32
+    if crc32 != entry.crc32:
+        raise CheckpointError(
+            f"checkpoint '{path}' is damaged: '{name}' has checksum {crc32:08x} instead of {entry.crc32:08x}. "
+            "Restore the file or load an older checkpoint"
+        )
+
+
+def checksum(file: Path) -> FileEntry:
+    """Size and checksum of a file, read in pieces."""
+    size = crc32 = 0
+    with open(file, "rb", buffering=0) as stream:
+        while piece := stream.read(_READ_BYTES):
+            size += len(piece)
+            crc32 = zlib.crc32(piece, crc32)
+    return FileEntry(size, crc32)
+
+
+def file_size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def write_file(file: Path, data: bytes) -> FileEntry:
+    """Write and fsync a new file."""
+    with open(file, "xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileEntry(len(data), zlib.crc32(data))
+
+
+def _crc32(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

@@ -1,0 +1,155 @@
+"""torch.distributed.checkpoint planners over flat slices: no DTensor, no nested state dict.
+
+A record's range becomes boxes (megazero.checkpoint.boxes), each box a chunk of the stored tensor
+'kind/name' in global coordinates, so any layout can read what any other wrote. DCP removes duplicate
+chunks by (name, offset) only, hence ``SliceRecord.owner``. Replicas that cut a tensor identically
+(key-value heads shared by tensor-parallel ranks) may all be owners.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megazero.checkpoint.boxes import Box, boxes, gaps
+from megazero.checkpoint.records import SliceRecord, split_name, stored_name
+
+CHUNK_ELEMENTS = 1 << 24  # 64 MiB of fp32: bounds what a rank reads to get a part of a chunk
+
+
+def box_view(record: SliceRecord, kind: str, box: Box) -> torch.Tensor:
+    """The box as the stored tensor sees it: a view of the record's flat tensor, maybe transposed."""
+    first = box.offset - record.start
+    view = record.tensors[kind][first : first + prod(box.shape)].view(box.shape)
+    return view.t() if record.placement.transposed else view
+
+
+class SliceSavePlanner(DefaultSavePlanner):
+    """Writes every box of every owned record of this rank."""
+
+    def __init__(self, records: Sequence[SliceRecord]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.records = records
+        self.views: dict[tuple[str, torch.Size | None], torch.Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for record in self.records:
+            if record.owner:
+                for box in boxes(record.placement, record.start, record.stop, CHUNK_ELEMENTS):
+                    items += [self._item(record, kind, box) for kind in record.tensors]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _item(self, record: SliceRecord, kind: str, box: Box) -> WriteItem:
+        view = box_view(record, kind, box)
+        offsets, sizes = torch.Size(box.stored_offsets), torch.Size(box.stored_sizes)
+        index = MetadataIndex(stored_name(kind, record.placement.name), offsets)
+        if (index.fqn, offsets) in self.views:
+            raise ValueError(
+                f"'{index.fqn}' has two owners of the box at {tuple(offsets)} on one rank: give one of the "
+                "records owner=False (tied parameters have one owner)"
+            )
+        self.views[index.fqn, offsets] = view
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, sizes),
+            properties=TensorProperties(dtype=view.dtype),
+            size=torch.Size(record.placement.shape),
+        )
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.views[index.fqn, index.offset].contiguous()  # copies a transposed box only
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)  # refuses overlaps
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            covered = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+            if covered != prod(tensor.size):  # torch checks this on more than one rank only
+                raise ValueError(
+                    f"'{name}' {tuple(tensor.size)}: the owners' records hold {covered} of its "
+                    f"{prod(tensor.size)} elements; every element needs one owner"
+                )
+        return plans, metadata
+
+
+class SliceLoadPlanner(DefaultLoadPlanner):
+    """Reads what this rank's records need, in place, whatever slices the checkpoint was written in.
+
+    kinds: kind in the records to kind in the checkpoint ({'master': 'weights'} starts the masters from
+    the weights). Records whose stored tensor the checkpoint lacks are left alone (the caller compares
+    names first). Padding that the checkpoint does not store becomes zero in ``finish``.
+    """
+
+    def __init__(self, records: Sequence[SliceRecord], kinds: Mapping[str, str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.records = records
+        self.kinds = kinds
+        self.views: list[torch.Tensor] = []
+        self.padding: list[torch.Tensor] = []
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for record in self.records:
+            for kind in [kind for kind in record.tensors if kind in self.kinds]:
+                items += self._items(record, kind)
+        return LoadPlan(items)
+
+    def _items(self, record: SliceRecord, kind: str) -> list[ReadItem]:
+        assert self.metadata is not None
+        name = stored_name(self.kinds[kind], record.placement.name)
+        stored = self.metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            return []
+        for low, high in gaps(record.placement, record.start, record.stop):
+            self.padding.append(record.tensors[kind][low - record.start : high - record.start])
+        items: list[ReadItem] = []
+        for box in boxes(record.placement, record.start, record.stop):
+            chunk = ChunkStorageMetadata(torch.Size(box.stored_offsets), torch.Size(box.stored_sizes))
+            found = create_read_items_for_chunk_list(name, stored, [chunk])
+            if sum(prod(item.lengths) for item in found) != prod(chunk.sizes):
+                raise ValueError(f"'{name}': the checkpoint does not hold all of {chunk}")
+            target = MetadataIndex(name, chunk.offsets, len(self.views))  # index tells two readers apart
+            self.views.append(box_view(record, kind, box))
+            items += [dataclasses.replace(item, dest_index=target) for item in found]
+        return items
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.index is not None
+        return self.views[index.index]
+
+    def finish(self) -> None:
+        """Zero the local rows that no stored row fills."""
+        for padding in self.padding:
+            padding.zero_()
+
+
+def stored_tensors(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
+    """Kind to name to description of every tensor of a checkpoint."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for stored, tensor in metadata.state_dict_metadata.items():
+        kind, name = split_name(stored)
+        kinds.setdefault(kind, {})[name] = tensor
+    return kinds

@@ -1,0 +1,57 @@
+"""What one rank holds of one parameter, as views of its own flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from megazero.checkpoint.placement import Placement
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """The flat range [start, stop) of a local tensor, once per kind of value kept for it.
+
+    placement: where the local tensor lies in the stored one.
+    start, stop: flat indices into the row-major local tensor; an empty range is legal.
+    tensors: kind ('weights', 'master', 'exp_avg', ...) to a contiguous 1-D tensor of ``stop - start``
+        elements, any dtype and device; saving reads it, loading writes it in place.
+    owner: whether this rank writes the range. Every stored element needs one owner; replicas (of
+        data-parallel ranks, tied parameters) have ``owner=False`` and load all the same.
+    """
+
+    placement: Placement
+    start: int
+    stop: int
+    tensors: Mapping[str, torch.Tensor]
+    owner: bool = True
+
+    def __post_init__(self) -> None:
+        elements = prod(self.placement.local_shape)
+        if not 0 <= self.start <= self.stop <= elements:
+            raise ValueError(
+                f"record of '{self.placement.name}': range [{self.start}, {self.stop}) does not lie in the "
+                f"local tensor of {elements} elements {self.placement.local_shape}"
+            )
+        for kind, tensor in self.tensors.items():
+            if "/" in kind or not kind:
+                raise ValueError(f"record of '{self.placement.name}': '{kind}' cannot name a kind (no '/')")
+            if tensor.shape != (self.stop - self.start,) or not tensor.is_contiguous():
+                raise ValueError(
+                    f"record of '{self.placement.name}': '{kind}' must be contiguous, of shape "
+                    f"({self.stop - self.start},); it is {tuple(tensor.shape)}, stride {tensor.stride()}"
+                )
+
+
+def stored_name(kind: str, name: str) -> str:
+    """The name under which a checkpoint holds one kind of a stored tensor."""
+    return f"{kind}/{name}"
+
+
+def split_name(stored: str) -> tuple[str, str]:
+    """The (kind, name) of ``stored_name``."""
+    kind, _, name = stored.partition("/")
+    return kind, name

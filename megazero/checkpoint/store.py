@@ -1,0 +1,341 @@
+"""Save and load sharded checkpoints: atomic, verified, independent of the layout they were written in.
+
+Every function that takes ``group`` is collective over it (a CPU-capable process group, such as gloo;
+tensors may live on CUDA) and raises the same CheckpointError on every rank or on none. ``group=None``
+is this process alone; torch.distributed need not be initialised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import torch as safetensors
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megazero.checkpoint import directory
+from megazero.checkpoint.directory import Retention, checkpoints, latest
+from megazero.checkpoint.errors import CheckpointError, agree, agree_local
+from megazero.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    check_checksum,
+    check_sizes,
+    checksum,
+    read_manifest,
+    to_json,
+    write_file,
+)
+from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.planners import SliceLoadPlanner, SliceSavePlanner, stored_tensors
+from megazero.checkpoint.records import SliceRecord
+from megazero.checkpoint.storage import METADATA_FILE, Reader, Writer, read_metadata
+
+__all__ = [
+    "CheckpointError",
+    "LoadedState",
+    "Manifest",
+    "Retention",
+    "SliceRecord",
+    "Snapshot",
+    "checkpoints",
+    "latest",
+    "load",
+    "load_full",
+    "read_manifest",
+    "save",
+    "verify",
+]
+
+STATE_FILE = "state.json"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank saves.
+
+    step: training step, names the directory. records: this rank's slices. rank_tensors: small tensors
+    of this rank alone (random generators). state, layout, configuration: plain JSON values, the same
+    on every rank (the first rank's are stored).
+    """
+
+    step: int
+    records: Sequence[SliceRecord]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    rank_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """state: as saved. rank_tensors: this rank's, on the CPU; None when the layout is not the saved one."""
+
+    state: dict[str, Any]
+    rank_tensors: dict[str, torch.Tensor] | None
+    manifest: Manifest
+
+
+def save(
+    root: str | os.PathLike,
+    snapshot: Snapshot,
+    *,
+    group: dist.ProcessGroup | None = None,
+    retention: Retention | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write ``root/iter_<step>`` from every rank's snapshot and return its path.
+
+    All or nothing: an error on one rank (a full disk, say) or a kill leaves the older checkpoints as
+    they were. An existing directory of the same step is kept and is an error, unless ``overwrite``.
+    Raises CheckpointError on every rank.
+    """
+    root = Path(root)
+    rank, world_size = _rank_and_size(group)
+    final = root / directory.checkpoint_name(snapshot.step)
+    doing = f"checkpoint '{final}' not saved, older ones are unharmed"
+
+    def on_first(action: Any) -> Any:
+        return agree(group, doing, lambda: action() if rank == 0 else None)[0]
+
+    temporary: Path = on_first(lambda: directory.prepare(root, snapshot.step, overwrite))
+    try:
+        written = agree(group, doing, partial(_write_local, temporary, snapshot, rank))
+        written += agree(group, doing, partial(_write_tensors, temporary, snapshot.records, rank, group))
+        files = {name: entry for part in written for name, entry in part.items()}
+        on_first(
+            lambda: directory.commit(temporary, final, _manifest(temporary, snapshot, files, world_size))
+        )
+    except CheckpointError:  # agreed on by every rank, so nobody writes any more
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    on_first(lambda: directory.retain(root, final, retention or Retention()))
+    return final
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    records: Sequence[SliceRecord],
+    group: dist.ProcessGroup | None = None,
+    kinds: Sequence[str] | Mapping[str, str] = ("weights",),
+    layout: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    convert: bool = False,
+) -> LoadedState:
+    """Fill the records' tensors in place from the checkpoint directory ``path``, after checking it whole.
+
+    kinds: the kinds to fill; as a mapping, kind in the records to kind in the checkpoint. Other kinds of
+        the records are left alone. ``read_manifest(path).kinds`` says what is there.
+    layout: when equal to the saved one (and as many ranks), ``rank_tensors`` are returned.
+    strict: the ranks' records together must name exactly the checkpoint's tensors; otherwise the common
+        ones are filled. Shapes must agree in any case.
+    convert: allow a record's dtype to differ from the stored one.
+
+    Raises CheckpointError on every rank: absent, incomplete, damaged or malicious checkpoint, another
+    model, kinds or dtypes that do not match. Nothing is filled before all checks have passed.
+    """
+    path = Path(path)
+    rank, world_size = _rank_and_size(group)
+    chosen = dict(kinds) if isinstance(kinds, Mapping) else {kind: kind for kind in kinds}
+    doing = f"checkpoint '{path}' not loaded"
+    manifest = agree_local(group, doing, partial(_open, path))
+    agree_local(group, doing, partial(_check_files, path, manifest, rank, world_size))
+    metadata = agree_local(group, doing, partial(_read_metadata, path, manifest))
+    shapes = agree(group, doing, partial(_record_shapes, records, chosen))
+    agree_local(group, doing, partial(_check_model, metadata, shapes, chosen, strict))
+    if not convert:
+        agree_local(group, doing, partial(_check_dtypes, metadata, records, chosen))
+    agree_local(group, doing, partial(_read_tensors, path, metadata, records, chosen))
+    same = world_size == manifest.world_size and layout is not None
+    same = same and to_json(layout, "layout") == manifest.layout
+    state, tensors = agree_local(group, doing, partial(_read_local, path, manifest, rank if same else None))
+    return LoadedState(state, tensors, manifest)
+
+
+def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch.Tensor]:
+    """Every whole tensor of one kind by its stored name, on the CPU, in the stored dtype. Checks all files."""
+    manifest = _open(Path(path))
+    stored = stored_tensors(_read_metadata(Path(path), manifest))
+    tensors, records = {}, []
+    for name, tensor in stored.get(kind, {}).items():
+        shape = tuple(tensor.size)
+        tensors[name] = torch.empty(shape, dtype=tensor.properties.dtype)
+        records.append(
+            SliceRecord(Placement.plain(name, shape), 0, prod(shape), {kind: tensors[name].view(-1)})
+        )
+    load(path, records=records, kinds=(kind,))
+    return tensors
+
+
+def verify(path: str | os.PathLike) -> Manifest:
+    """Check every file of the checkpoint directory ``path`` against its manifest; CheckpointError if not."""
+    manifest = _open(Path(path))
+    _check_files(Path(path), manifest, 0, 1)
+    _read_metadata(Path(path), manifest)
+    return manifest
+
+
+def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _write_local(path: Path, snapshot: Snapshot, rank: int) -> dict[str, FileEntry]:
+    files = {}
+    if rank == 0:
+        state = json.dumps(to_json(snapshot.state, "state"), indent=1)
+        files[STATE_FILE] = write_file(path / STATE_FILE, state.encode())
+    if snapshot.rank_tensors:
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in snapshot.rank_tensors.items()}
+        name = _rank_file(rank)
+        files[name] = write_file(path / name, safetensors.save(tensors))
+    return files
+
+
+def _write_tensors(
+    path: Path, records: Sequence[SliceRecord], rank: int, group: dist.ProcessGroup | None
+) -> dict[str, FileEntry]:
+    writer = Writer(path, rank)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
+        dcp.save(
+            {},
+            storage_writer=writer,
+            planner=SliceSavePlanner(records),
+            process_group=group,
+            no_dist=group is None,
+        )
+    if rank == 0:
+        writer.files[METADATA_FILE] = checksum(path / METADATA_FILE)
+    return writer.files
+
+
+def _manifest(path: Path, snapshot: Snapshot, files: Mapping[str, FileEntry], world_size: int) -> Manifest:
+    kinds = {
+        kind: tuple(
+            sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
+        )
+        for kind, tensors in stored_tensors(read_metadata(path)).items()
+    }
+    return Manifest(
+        step=snapshot.step,
+        serial=0,  # given by directory.commit
+        world_size=world_size,
+        kinds=kinds,
+        layout=to_json(snapshot.layout, "layout"),
+        configuration=to_json(snapshot.configuration, "configuration"),
+        files=files,
+    )
+
+
+def _open(path: Path) -> Manifest:
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    return manifest
+
+
+def _check_files(path: Path, manifest: Manifest, rank: int, world_size: int) -> None:
+    """Checksums of every ``world_size``-th file: together the ranks read each file once."""
+    for name in sorted(manifest.files)[rank::world_size]:
+        check_checksum(path, name, manifest.files[name])
+
+
+def _read_metadata(path: Path, manifest: Manifest) -> Metadata:
+    metadata = read_metadata(path)
+    for info in metadata.storage_data.values():
+        if info.relative_path not in manifest.files:
+            raise CheckpointError(
+                f"'{path}' refers to '{info.relative_path}', which its manifest does not list"
+            )
+    return metadata
+
+
+def _record_shapes(
+    records: Sequence[SliceRecord], kinds: Mapping[str, str]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Stored kind to name to shape of what the records ask for; tensors without elements are not stored."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {stored: {} for stored in kinds.values()}
+    for record in records:
+        if prod(record.placement.shape):
+            for kind in [kind for kind in record.tensors if kind in kinds]:
+                shapes[kinds[kind]][record.placement.name] = tuple(record.placement.shape)
+    return shapes
+
+
+def _check_model(
+    metadata: Metadata,
+    wanted: Sequence[Mapping[str, Mapping[str, tuple[int, ...]]]],
+    kinds: Mapping[str, str],
+    strict: bool,
+) -> None:
+    stored = stored_tensors(metadata)
+    for kind in dict.fromkeys(kinds.values()):
+        if kind not in stored:
+            raise CheckpointError(
+                f"it holds no '{kind}', only {', '.join(map(repr, sorted(stored)))}; ask for a kind it holds"
+            )
+        there = {name: tuple(tensor.size) for name, tensor in stored[kind].items()}
+        ours = {name: shape for rank in wanted for name, shape in rank[kind].items()}
+        names = sorted(ours.keys() | there.keys() if strict else ours.keys() & there.keys())
+        different = [name for name in names if ours.get(name) != there.get(name)]
+        if different:
+            lines = [
+                f"'{name}': model {ours.get(name, 'absent')}, checkpoint {there.get(name, 'absent')}"
+                for name in different[:_SHOWN]
+            ]
+            raise CheckpointError(
+                f"it is of another model: {len(different)} of {len(names)} tensors of '{kind}' differ: "
+                f"{'; '.join(lines)}{'; ...' if len(different) > _SHOWN else ''}. Start with the model sizes "
+                "the checkpoint was written with (its manifest has the configuration)"
+            )
+
+
+def _check_dtypes(metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]) -> None:
+    stored = stored_tensors(metadata)
+    for record in records:
+        for kind in [kind for kind in record.tensors if kind in kinds]:
+            tensor = stored[kinds[kind]].get(record.placement.name)
+            if tensor is not None and tensor.properties.dtype != record.tensors[kind].dtype:
+                raise CheckpointError(
+                    f"'{record.placement.name}': '{kind}' is {record.tensors[kind].dtype} here and "
+                    f"'{kinds[kind]}' is stored as {tensor.properties.dtype}; use the stored dtype or ask for "
+                    "conversion"
+                )
+
+
+def _read_tensors(
+    path: Path, metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]
+) -> None:
+    """DCP's planner and reader, driven without its collectives: what a rank reads concerns it alone."""
+    reader, planner = Reader(path), SliceLoadPlanner(records, kinds)
+    planner.set_up_planner({}, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    planner.finish()
+
+
+def _read_local(
+    path: Path, manifest: Manifest, rank: int | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
+    state = json.loads((path / STATE_FILE).read_bytes())
+    if rank is None:
+        return state, None
+    name = _rank_file(rank)
+    return state, safetensors.load((path / name).read_bytes()) if name in manifest.files else {}
