@@ -1,0 +1,15 @@
+"""One exception for everything that is wrong with a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """Every error found, at once; ``errors`` has one line for each: value, rule, nearest legal choice."""
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        self.errors = tuple(errors)
+        count = len(self.errors)
+        head = f"{count} configuration error{'s' if count > 1 else ''}:"
+        super().__init__("\n".join([head, *(f"  - {line}" for line in self.errors)]))

@@ -1,0 +1,118 @@
+"""What an option is, said once in its dataclass: default, help, choices, range. Flags, keys, docs come from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """One configuration field seen as an option.
+
+    kind: 'int', 'float', 'bool', 'str', 'ints' or 'strs' (the last two take one or more values).
+    low, high: inclusive bounds; above, below: exclusive ones.
+    consts: further flags without a value, by the value they set (--bf16 sets 'bf16').
+    aliases: other names of the same flag. negative: name of the flag that sets a boolean to false.
+    """
+
+    name: str
+    section: str
+    kind: str
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    required: bool = False
+    consts: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    negative: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("_", "-")
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key
+
+    @property
+    def negative_key(self) -> str:
+        return self.negative or "no-" + self.key
+
+
+def option(default: Any, help: str, **meta: Any) -> Any:
+    """A dataclass field that is an option; ``meta`` holds fields of Option."""
+    return field(default=default, metadata={"help": help, **meta})
+
+
+KINDS = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
+KINDS |= {"tuple[int, ...]": "ints", "tuple[str, ...]": "strs"}
+
+
+def section_options(section: str, cls: type) -> list[Option]:
+    """Options of one dataclass, in the order written."""
+    return [
+        Option(
+            name=f.name,
+            section=section,
+            kind=KINDS[str(f.type).removesuffix(" | None")],
+            default=f.default,
+            **f.metadata,
+        )
+        for f in dataclasses.fields(cls)
+    ]
+
+
+def convert(opt: Option, raw: Any) -> Any:
+    """The value of ``opt`` that a flag's text or a YAML value means. Raises ValueError with the rule broken."""
+    if opt.kind in ("ints", "strs"):
+        return _convert_many(opt, raw)
+    if isinstance(raw, list | tuple | dict):
+        raise ValueError(f"takes one value, got {raw!r}")
+    if opt.kind == "str":
+        if isinstance(raw, bool):
+            raise ValueError(f"takes text, got {raw!r}")
+        return str(raw)
+    if opt.kind == "bool":
+        if not isinstance(raw, bool):
+            raise ValueError(f"takes true or false, got {raw!r}")
+        return raw
+    return _number(opt.kind, raw)
+
+
+def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
+    items = list(raw) if isinstance(raw, list | tuple) else [raw]
+    if opt.kind == "strs":
+        return tuple(str(item) for item in items)
+    pieces = [
+        p for item in items for p in (item.replace(",", " ").split() if isinstance(item, str) else [item])
+    ]
+    return tuple(_number("int", piece) for piece in pieces)
+
+
+def _number(kind: str, raw: Any) -> int | float:
+    if isinstance(raw, bool) or raw is None or (kind == "int" and isinstance(raw, float) and raw != int(raw)):
+        raise ValueError(f"takes {'a whole number' if kind == 'int' else 'a number'}, got {raw!r}")
+    try:
+        value = int(raw) if kind == "int" else float(raw)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"takes {'a whole number' if kind == 'int' else 'a number'}, got {raw!r}") from None
+    if not math.isfinite(value):
+        raise ValueError(f"takes a finite number, got {raw!r}")
+    return value
+
+
+def show(value: Any) -> str:
+    """A value as it is typed after a flag."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) if value and isinstance(value[0], str) else ",".join(map(str, value))
+    return "unset" if value is None else str(value).removesuffix(".0")

@@ -1,0 +1,128 @@
+"""Layers of values: what one source (flags, a YAML file, a DeepSpeed file) says, and how layers are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.fields import Option, convert, show
+from megazero.config.nearest import did_you_mean
+from megazero.config.run import all_options
+
+# Megatron flags that name what always holds here: accepted, and said in the notes.
+FACTS: Mapping[str, str] = MappingProxyType(
+    {
+        "use-distributed-optimizer": "is zero1, the default; another --zero-preset, --zero-stage, --zero-shard decides",
+        "overlap-grad-reduce": "reductions always overlap with backward",
+        "overlap-param-gather": "gathers always run ahead of use",
+        "accumulate-allreduce-grads-in-fp32": "gradients always accumulate in at least fp32",
+        "exit-on-missing-checkpoint": "a missing --load is always an error, unless --allow-fresh-start is given",
+        "log-throughput": "throughput is always logged",
+        "use-mcore-models": "there is one decoder",
+        "use-flash-attn": "attention always goes through torch's scaled_dot_product_attention",
+        "group-query-attention": "follows from --num-query-groups",
+    }
+)
+# Flags that users will try, with what to do instead.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "fp16": "needs loss scaling, which is not built; use --bf16",
+        "num-layers-per-virtual-pipeline-stage": "pipelines are not built yet; leave it out",
+        "use-tp-pp-dp-mapping": "pipelines are not built yet; leave it out",
+    }
+)
+# At most one of each group may come from one source; a stronger source replaces the whole group of a weaker one.
+EXCLUSIVE = (
+    ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size"),
+    ("train_iters", "train_samples"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("global_batch_size", "gradient_accumulation_steps"),
+)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A name that may follow '--' or stand in YAML. ``sets``: the value it means, None if a value follows."""
+
+    option: Option
+    sets: Any = None
+
+
+@lru_cache(maxsize=1)
+def all_switches() -> Mapping[str, Switch]:
+    """Key (flag without '--') -> switch."""
+    table: dict[str, Switch] = {}
+    for opt in all_options().values():
+        if opt.kind == "bool":
+            table[opt.key], table[opt.negative_key] = Switch(opt, True), Switch(opt, False)
+        else:
+            table[opt.key] = Switch(opt)
+        table.update({key: Switch(opt, value) for key, value in opt.consts.items()})
+        table.update({key: Switch(opt) for key in opt.aliases})
+    return MappingProxyType(table)
+
+
+@dataclass
+class Layer:
+    """What one source says: values by field name, Megatron facts by key, errors, notes."""
+
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
+    facts: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+
+    def put(self, opt: Option, raw: Any, name: str) -> None:
+        """Convert and keep a value; a second, different one for the same field wins and is noted."""
+        try:
+            value = _adam_is_adamw(self, opt, convert(opt, raw))
+        except ValueError as error:
+            self.errors.append(f"{name} {error}")
+            self.failed.add(opt.name)
+            return
+        if opt.name in self.values and self.values[opt.name] != value:
+            self.notes.append(f"{name} {show(value)} replaces the earlier {show(self.values[opt.name])}")
+        self.values[opt.name] = value
+
+    def unknown(self, key: str, prefix: str, extra: Sequence[str] = ()) -> None:
+        """Record a name that does not exist, with the nearest that does."""
+        if key in REFUSED:
+            self.errors.append(f"{prefix}{key} {REFUSED[key]}")
+        else:
+            known = [*all_switches(), *FACTS, *extra]
+            self.errors.append(f"{prefix}{key} does not exist{did_you_mean(key, known, prefix)}")
+
+
+def _adam_is_adamw(layer: Layer, opt: Option, value: Any) -> Any:
+    if opt.name == "optimizer" and value == "adam":
+        layer.notes.append("--optimizer adam is adamw: weight decay is decoupled, as in Megatron")
+        return "adamw"
+    return value
+
+
+def merge(layers: Sequence[Layer]) -> Layer:
+    """One layer out of several, weakest first. What a stronger one overrides is noted."""
+    out = Layer("merged")
+    origin: dict[str, str] = {}
+    for layer in layers:
+        for name, value in layer.values.items():
+            group = next((g for g in EXCLUSIVE if name in g), (name,))
+            for other in group:
+                if other in out.values and origin[other] != layer.source:
+                    old = out.values.pop(other)
+                    if (other, old) != (name, value):
+                        out.notes.append(
+                            f"{name.replace('_', '-')} {show(value)} from {layer.source} overrides "
+                            f"{other.replace('_', '-')} {show(old)} from {origin[other]}"
+                        )
+            out.values[name], origin[name] = value, layer.source
+        out.facts += [fact for fact in layer.facts if fact not in out.facts]
+        out.errors += layer.errors
+        out.notes += layer.notes
+        out.failed |= layer.failed
+    out.failed -= set(out.values)
+    return out

@@ -1,0 +1,33 @@
+"""The nearest legal choice, for error lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from math import gcd
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """'; nearest: X' for the known word most like ``word``, or '' if none is near."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; nearest: {prefix}{close[0]}" if close else ""
+
+
+def around(legal: Iterable[int], wanted: int) -> str:
+    """The largest legal number below ``wanted`` and the smallest above: '4 or 6', or the one there is."""
+    numbers = sorted(legal)
+    below = [k for k in numbers if k < wanted][-1:]
+    above = [k for k in numbers if k > wanted][:1]
+    return " or ".join(map(str, below + above))
+
+
+def common_divisors(*numbers: int) -> list[int]:
+    """All numbers that divide each of ``numbers``."""
+    common = gcd(*numbers)
+    return [k for k in range(1, common + 1) if common % k == 0]
+
+
+def multiples_around(n: int, base: int) -> str:
+    """Multiples of ``base`` just below and above n, at least ``base``: '24 or 30'."""
+    low = n // base * base
+    return f"{low} or {low + base}" if low else str(base)

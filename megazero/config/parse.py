@@ -1,0 +1,66 @@
+"""argv -> RunConfig: flags over YAML over DeepSpeed JSON over defaults, every fault reported at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megazero.config.deepspeed import read_deepspeed
+from megazero.config.errors import ConfigError
+from megazero.config.files import read_yaml
+from megazero.config.flags import help_text, read_flags
+from megazero.config.layers import Layer, merge
+from megazero.config.nearest import did_you_mean
+from megazero.config.resolve import resolve
+from megazero.config.run import RunConfig, World, all_options
+from megazero.config.validate import find_errors
+
+
+def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
+    """The resolved, validated configuration of a command line (without the program's name).
+
+    Without a world, whatever needs its size stays unchecked, and a global batch that is not given stays None.
+    Raises ConfigError with every fault. --help prints and leaves through SystemExit(0), as argparse does.
+    """
+    flags = read_flags(argv)
+    if flags.help:
+        print(help_text(os.path.basename(sys.argv[0])))
+        raise SystemExit(0)
+    readers = {"deepspeed-config": read_deepspeed, "config": read_yaml}
+    layers = [read(flags.files[key]) for key, read in readers.items() if key in flags.files]
+    return _finish(merge([*layers, flags.layer]), world)
+
+
+def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
+    """parse for a program's main: prints the faults on stderr and exits with status 2."""
+    try:
+        return parse(argv, world)
+    except ConfigError as error:
+        exit_with(error)
+
+
+def exit_with(error: ConfigError) -> NoReturn:
+    print(error, file=sys.stderr)
+    print("--help lists every flag", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
+    """The resolved, validated configuration of values by field name, from Python. Raises ConfigError."""
+    layer = Layer("values")
+    for name, value in values.items():
+        if name in all_options():
+            layer.put(all_options()[name], value, name)
+        else:
+            layer.errors.append(f"{name} does not exist{did_you_mean(name, all_options())}")
+    return _finish(layer, world)
+
+
+def _finish(said: Layer, world: World | None) -> RunConfig:
+    config, faults = resolve(said, world)
+    errors = [*said.errors, *faults, *find_errors(config, world, skip=said.failed)]
+    if errors:
+        raise ConfigError(errors)
+    return config

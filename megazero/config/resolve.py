@@ -1,0 +1,108 @@
+"""From what the user said to a complete RunConfig: family defaults, derived sizes, ZeRO preset, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megazero.config.fields import show
+from megazero.config.layers import FACTS, Layer
+from megazero.config.model import FAMILIES
+from megazero.config.run import RunConfig, World, all_options, section_types
+from megazero.config.shards import DEFAULT_PRESET, STAGE_PRESETS
+
+
+def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
+    """The completed configuration, its notes in it, and what cannot be completed as error lines."""
+    values = dict(said.values)
+    accumulation = values.pop("gradient_accumulation_steps", None)
+    notes, errors = list(said.notes), list[str]()
+    notes += [f"--{fact}: {FACTS[fact]}" for fact in said.facts]
+    if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
+        errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
+    _complete_model(values)
+    errors += _complete_zero(values, notes)
+    errors += _complete_batch(values, accumulation, world, notes)
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
+    return _assemble(values, notes), errors
+
+
+def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:
+    by_section: dict[str, dict[str, Any]] = {section: {} for section in section_types()}
+    for name, value in values.items():
+        by_section[all_options()[name].section][name] = value
+    sections = {section: cls(**by_section[section]) for section, cls in section_types().items()}
+    return RunConfig(**sections, notes=tuple(notes))
+
+
+def _complete_model(values: dict[str, Any]) -> None:
+    family = FAMILIES.get(values.get("model_family", all_options()["model_family"].default), {})
+    for name, value in family.items():
+        if values.get(name) is None:
+            values[name] = value
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    derived = {"num_query_groups": heads, "max_position_embeddings": values.get("seq_length")}
+    if hidden:
+        derived["ffn_hidden_size"] = -(-hidden * 8 // 3 // 64) * 64 if values.get("swiglu") else 4 * hidden
+    if hidden and heads and heads > 0:
+        derived["kv_channels"] = max(1, hidden // heads)
+    for name, value in derived.items():
+        if values.get(name) is None:
+            values[name] = value
+
+
+def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
+    """Set zero_preset from whichever of the ZeRO options is given; one error line for each contradiction."""
+    stage, preset = values.get("zero_stage"), values.get("zero_preset")
+    shard, partition = values.get("zero_shard"), values.get("zero_hpz_partition_size")
+    errors = []
+    if shard is not None:
+        given = [
+            n for n in ("zero_preset", "zero_stage", "zero_hpz_partition_size") if values.get(n) is not None
+        ]
+        errors += [
+            f"--zero-shard {show(shard)} excludes --{n.replace('_', '-')}; leave one out" for n in given
+        ]
+        return errors
+    if preset is None and partition is not None and stage in (None, 3):
+        preset = "hpz"
+        notes.append(f"--zero-hpz-partition-size {partition} is preset hpz")
+    if partition is not None and preset != "hpz":
+        errors.append(
+            f"--zero-hpz-partition-size {partition} needs preset hpz (ZeRO stage 3), not "
+            f"{f'preset {preset}' if preset else f'stage {stage}'}; nearest: --zero-preset hpz without --zero-stage"
+        )
+    if stage is not None and 0 <= stage <= 3:
+        own = STAGE_PRESETS[stage]
+        legal = (own, "mics", "hsdp", "hpz") if stage == 3 else (own,)
+        if preset is not None and preset not in legal:
+            errors.append(
+                f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out"
+            )
+        preset = preset or own
+    values["zero_preset"] = preset or DEFAULT_PRESET
+    return errors
+
+
+def _complete_batch(
+    values: dict[str, Any], accumulation: int | None, world: World | None, notes: list[str]
+) -> list[str]:
+    """Global batch from micro-batch x data-parallel size (x DeepSpeed's accumulation), or check that they agree."""
+    micro, batch = values.get("micro_batch_size"), values.get("global_batch_size")
+    ranks = values.get("tensor_model_parallel_size", 1) * values.get("pipeline_model_parallel_size", 1)
+    if world is None or not micro or micro < 1 or ranks < 1 or world.world_size % ranks:
+        return []
+    d = world.world_size // ranks
+    if batch is None:
+        values["global_batch_size"] = micro * d * (accumulation or 1)
+        notes.append(
+            f"global batch {values['global_batch_size']} = {micro} x {d} ranks x {accumulation or 1}"
+        )
+    elif accumulation and batch != micro * d * accumulation:
+        fits = f"; nearest: gradient_accumulation_steps {max(1, round(batch / (micro * d)))}"
+        return [
+            f"train_batch_size {batch} is not train_micro_batch_size_per_gpu {micro} x data-parallel size {d} x "
+            f"gradient_accumulation_steps {accumulation} = {micro * d * accumulation}{fits}"
+        ]
+    return []

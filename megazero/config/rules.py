@@ -1,0 +1,184 @@
+"""Rules between options, whatever the size of the world. Each yields error lines with the nearest legal choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megazero.config.fields import show
+from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.run import RunConfig
+
+Rule = Callable[[RunConfig], Iterator[str]]
+
+
+def _heads(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    assert hidden and heads and groups
+    if heads % groups:
+        yield (
+            f"--num-attention-heads {heads} do not divide into --num-query-groups {groups}; nearest groups: "
+            f"{around(common_divisors(heads), groups)}"
+        )
+    if hidden % heads and model.kv_channels == max(1, hidden // heads):
+        yield (
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads} (and --kv-channels does not "
+            f"say otherwise); nearest hidden size: {multiples_around(hidden, heads)}"
+        )
+
+
+def _rotary(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    assert model.kv_channels
+    if model.position_embedding_type == "rope" and model.kv_channels % 2:
+        yield (
+            f"--kv-channels {model.kv_channels} must be even for rotary positions; nearest: "
+            f"{model.kv_channels - 1 or 2} or {model.kv_channels + 1}"
+        )
+    if model.rotary_scaling == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
+        yield (
+            f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
+            f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
+        )
+
+
+def _sequence(config: RunConfig) -> Iterator[str]:
+    length, longest = config.model.seq_length, config.model.max_position_embeddings
+    assert length and longest
+    if length > longest:
+        yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
+
+
+def _tensor_parallel(config: RunConfig) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    sizes = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_query_groups,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+    }
+    if model.num_query_groups == model.num_attention_heads:  # one line, not two
+        del sizes["--num-query-groups"]
+    if config.parallel.sequence_parallel:
+        sizes["--seq-length"] = model.seq_length
+    legal = common_divisors(*(size for size in sizes.values() if size))
+    for flag, size in sizes.items():
+        if size and size % tp:
+            yield (
+                f"{flag} {size} does not divide by --tensor-model-parallel-size {tp}; nearest size that fits all: "
+                f"{around(legal, tp)}"
+            )
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    pp = config.parallel.pipeline_model_parallel_size
+    if pp != 1:
+        yield f"--pipeline-model-parallel-size {pp}: pipelines are not built yet; nearest: 1"
+
+
+def _ramp(config: RunConfig) -> Iterator[str]:
+    ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
+    assert ramp is not None and target
+    if len(ramp) != 3 or min(ramp) < 1:
+        yield f"--rampup-batch-size {show(ramp)} must be START INCREMENT SAMPLES, three numbers of at least 1"
+        return
+    start, increment, _ = ramp
+    if start > target:
+        yield f"--rampup-batch-size starts at {start}, above --global-batch-size {target}; nearest: {target}"
+    elif (target - start) % increment:
+        yield (
+            f"--rampup-batch-size from {start} in steps of {increment} does not reach --global-batch-size {target}; "
+            f"nearest steps: {around(common_divisors(target - start), increment)}"
+        )
+
+
+def _length(config: RunConfig) -> Iterator[str]:
+    training, opt = config.training, config.optimizer
+    if (training.train_iters is None) == (training.train_samples is None):
+        yield "exactly one of --train-iters and --train-samples is required"
+        return
+    unit = config.lr_span.unit
+    other = "samples" if unit == "iterations" else "iters"
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(opt, f"{name}_{other}"):
+            right = f"--{name}_{'iters' if other == 'samples' else 'samples'}".replace("_", "-")
+            yield (
+                f"--{name.replace('_', '-')}-{other} has no meaning where the run's length is in {unit}; use {right}"
+            )
+    if opt.lr_warmup_fraction is not None and (opt.lr_warmup_iters or opt.lr_warmup_samples):
+        yield "--lr-warmup-fraction and a warm-up in iterations or samples exclude each other; leave one out"
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    opt, span = config.optimizer, config.lr_span
+    assert opt.lr is not None
+    if opt.min_lr > opt.lr:
+        yield f"--min-lr {opt.min_lr:g} exceeds --lr {opt.lr:g}; nearest: {opt.lr:g}"
+    if span.total and span.warmup >= span.decay:
+        yield (
+            f"a warm-up of {span.warmup} {span.unit} must be shorter than the decay of {span.decay} that contains "
+            f"it; nearest: {max(span.decay - 1, 0)}"
+        )
+    if opt.lr_decay_style != "WSD" or not span.total:
+        return
+    room = span.decay - span.warmup
+    if not 0 < span.wsd_decay <= room:
+        unit = "iters" if span.unit == "iterations" else "samples"
+        yield (
+            f"--lr-decay-style WSD needs --lr-wsd-decay-{unit} of 1 to {room} (the decay without its warm-up), got "
+            f"{span.wsd_decay or 'none'}; nearest: {min(max(span.wsd_decay, 1), max(room, 1))}"
+        )
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if bool(data.data_path) == data.mock_data:
+        yield "exactly one of --data-path and --mock-data is required"
+    for flag, text, parse in (
+        ("--data-path", " ".join(data.data_path), lambda: data.blend),
+        ("--split", data.split, lambda: data.split_weights),
+    ):
+        try:
+            parse()
+        except ValueError as error:
+            form = "WEIGHT PREFIX WEIGHT PREFIX ..." if flag == "--data-path" else "such as 969,30,1"
+            yield f"{flag} {text!r}: {error}; nearest form: {form}"
+    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
+        yield "--tokenizer-type NullTokenizer needs --vocab-size"
+    if data.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer") and not data.tokenizer_model:
+        yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model"
+    if data.tokenizer_type is None and config.model.vocab_size is None:
+        yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
+
+
+def _retention(config: RunConfig) -> Iterator[str]:
+    keep, every = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
+    assert keep and every
+    if keep % every:
+        yield (
+            f"--save-retain-interval {keep} is not a multiple of --save-interval {every}; nearest: "
+            f"{multiples_around(keep, every)}"
+        )
+
+
+# (options that must be known and legal by themselves, rule)
+RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), _heads),
+    (("kv_channels", "position_embedding_type"), _rotary),
+    (("seq_length", "max_position_embeddings"), _sequence),
+    (
+        (
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "seq_length",
+            "tensor_model_parallel_size",
+        ),
+        _tensor_parallel,
+    ),
+    (("pipeline_model_parallel_size",), _pipeline),
+    (("rampup_batch_size", "global_batch_size"), _ramp),
+    ((), _length),
+    (("lr",), _schedule),
+    ((), _data),
+    (("save_retain_interval", "save_interval"), _retention),
+)

@@ -1,0 +1,194 @@
+"""The whole configuration of a run, and the questions that need the size of the world to answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.errors import ConfigError
+from megazero.config.fields import Option, section_options, show
+from megazero.config.model import FAMILIES, ModelConfig
+from megazero.config.nearest import did_you_mean
+from megazero.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+    ZeroConfig,
+)
+from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
+from megazero.mesh.grid import data_ranks_per_node
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks in all, and ranks on one node as the launcher says (--ranks-per-node overrides it)."""
+
+    world_size: int
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Lengths of the learning-rate schedule. unit: 'iterations' or 'samples'; all lengths are in it."""
+
+    unit: str
+    total: int
+    decay: int
+    warmup: int
+    wsd_decay: int
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Frozen sections. ``notes`` says in words what was accepted, implied or overridden on the way."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def get(self, name: str) -> Any:
+        """The value of an option by its field name (unique over all sections)."""
+        return getattr(getattr(self, all_options()[name].section), name)
+
+    def values(self) -> dict[str, Any]:
+        return {name: self.get(name) for name in all_options()}
+
+    def ranks_per_node(self, world: World) -> int:
+        return self.parallel.ranks_per_node or world.ranks_per_node
+
+    def data_parallel_size(self, world: World) -> int:
+        """d: ranks of one data-parallel group."""
+        return world.world_size // (
+            self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
+        )
+
+    def data_ranks_per_node(self, world: World) -> int:
+        """h: ranks of one data-parallel group that share a node. ValueError if groups straddle nodes unevenly."""
+        return data_ranks_per_node(
+            world.world_size,
+            self.ranks_per_node(world),
+            self.parallel.tensor_model_parallel_size,
+            self.parallel.pipeline_model_parallel_size,
+        )
+
+    def shards(self, world: World) -> Shards:
+        """Sharing factors and lifetime of the ZeRO policy on this world. ValueError if there are none."""
+        return resolve_shards(
+            self.zero.zero_shard or self.zero.zero_preset or DEFAULT_PRESET,
+            self.data_parallel_size(world),
+            self.data_ranks_per_node(world),
+            self.zero.zero_params_lifetime,
+            self.zero.zero_hpz_partition_size,
+        )
+
+    def num_micro_batches(self, world: World) -> int:
+        """Micro-batches of one rank and step at the full global batch (after any ramp-up)."""
+        batch = self.batch
+        assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
+        return batch.global_batch_size // (batch.micro_batch_size * self.data_parallel_size(world))
+
+    @property
+    def lr_span(self) -> Span:
+        """Schedule lengths with their defaults filled in."""
+        opt, by_samples = self.optimizer, self.training.train_samples is not None
+        total = (self.training.train_samples if by_samples else self.training.train_iters) or 0
+        decay = (opt.lr_decay_samples if by_samples else opt.lr_decay_iters) or total
+        warmup = opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters
+        if opt.lr_warmup_fraction is not None:
+            warmup = int(opt.lr_warmup_fraction * decay)
+        wsd = (opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0
+        return Span("samples" if by_samples else "iterations", total, decay, warmup, wsd)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Sections of plain JSON values; also a legal --config file."""
+        return {
+            section: {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in dataclasses.asdict(getattr(self, section)).items()
+            }
+            for section in section_types()
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+        """Inverse of to_dict. Raises ConfigError naming every section or key that does not exist."""
+        errors, sections = [], {}
+        for section, values in stored.items():
+            kind = section_types().get(section)
+            if kind is None:
+                errors.append(f"section {section!r} does not exist{did_you_mean(section, section_types())}")
+                continue
+            names = [f.name for f in dataclasses.fields(kind)]
+            errors += [
+                f"{section}.{key} does not exist{did_you_mean(key, names)}"
+                for key in values
+                if key not in names
+            ]
+            tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
+            sections[section] = kind(**tuples)
+        if errors:
+            raise ConfigError(errors)
+        return cls(**sections)
+
+    def describe(self, world: World | None = None) -> list[str]:
+        """Readable lines by section; '*' marks what is not the default. ``world`` adds the layout."""
+        lines = []
+        family = FAMILIES.get(self.model.model_family, {})
+        for section in section_types():
+            lines.append(section)
+            for opt in all_options().values():
+                if opt.section == section:
+                    value = self.get(opt.name)
+                    mark = "*" if value != family.get(opt.name, opt.default) else " "
+                    lines.append(f"  {mark} {opt.key:<36} {show(value)}")
+        if world is not None:
+            lines += ["layout", *(f"    {line}" for line in self._layout(world))]
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def _layout(self, world: World) -> list[str]:
+        d, h, shards = self.data_parallel_size(world), self.data_ranks_per_node(world), self.shards(world)
+        tp = self.parallel.tensor_model_parallel_size
+        return [
+            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: "
+            f"{tp} tensor-parallel x {d} data-parallel, {h} of them on one node",
+            f"{self.zero.zero_preset or 'shards as given'}: P,G,OS = {','.join(map(str, shards.factors))}, "
+            f"parameter shards live for: {shards.lifetime}",
+            f"{self.num_micro_batches(world)} micro-batches of {self.batch.micro_batch_size} samples on each rank",
+        ]
+
+
+@lru_cache(maxsize=1)
+def section_types() -> Mapping[str, type]:
+    """Section name -> dataclass, in order."""
+    return MappingProxyType(
+        {
+            f.name: type(getattr(RunConfig(), f.name))
+            for f in dataclasses.fields(RunConfig)
+            if f.name != "notes"
+        }
+    )
+
+
+@lru_cache(maxsize=1)
+def all_options() -> Mapping[str, Option]:
+    """Field name -> option, over all sections."""
+    options = [opt for section, cls in section_types().items() for opt in section_options(section, cls)]
+    assert len({opt.name for opt in options}) == len(options), "option names are unique over sections"
+    return MappingProxyType({opt.name: opt for opt in options})

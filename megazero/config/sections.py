@@ -1,0 +1,198 @@
+"""All sections except the model. A field here is a flag, a YAML key and a line of docs/flags.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.fields import option
+from megazero.config.shards import LIFETIMES, PRESETS
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks are laid out."""
+
+    tensor_model_parallel_size: int = option(1, "ranks that share each layer", low=1)
+    pipeline_model_parallel_size: int = option(1, "pipeline stages (only 1 is built)", low=1)
+    sequence_parallel: bool = option(False, "split norms and dropout over the sequence between tensor ranks")
+    ranks_per_node: int | None = option(
+        None, "override of the node size that the launcher says: one machine can pretend to be several", low=1
+    )
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """How model state is sharded over data-parallel ranks. --zero-preset and --zero-shard exclude each other."""
+
+    zero_stage: int | None = option(None, "ZeRO stage: 0 ddp, 1 zero1, 2 zero2, 3 zero3", low=0, high=3)
+    zero_preset: str | None = option(
+        None, "sharding by name (default: zero1; mics and hsdp are one)", choices=PRESETS
+    )
+    zero_shard: tuple[int, ...] | None = option(
+        None,
+        "sharding by factors P,G,OS: ranks that share one copy of parameters, gradients, optimizer states",
+    )
+    zero_hpz_partition_size: int | None = option(
+        None, "ranks that share hpz's copy of the parameters (default: those of a node)", low=1
+    )
+    zero_params_lifetime: str | None = option(
+        None,
+        "how long gathered parameter shards live (default: resident for P = 1, use for P = OS, else step)",
+        choices=LIFETIMES,
+    )
+    zero_prefetch_bytes: int = option(64 * 2**20, "bytes of parameters gathered ahead of use", low=0)
+    zero_block_size: int = option(256, "elements of the blocks that parameters are aligned to", low=8)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Compute dtype. Master weights, moments, accumulated gradients and sums are at least fp32."""
+
+    params_dtype: str = option(
+        "fp32",
+        "dtype of parameters and activations",
+        choices=("bf16", "fp32", "fp64"),
+        consts={"bf16": "bf16", "fp32": "fp32", "fp64": "fp64"},
+    )
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Sizes in samples."""
+
+    micro_batch_size: int | None = option(
+        None, "samples of one forward pass on one rank", low=1, required=True
+    )
+    global_batch_size: int | None = option(
+        None, "samples of one step over all ranks (default: micro-batch x data-parallel size)", low=1
+    )
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
+
+    optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=("adamw", "sgd"))
+    lr: float | None = option(None, "peak learning rate", above=0, required=True)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
+    lr_decay_style: str = option(
+        "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_decay_iters: int | None = option(None, "iterations to decay over (default: --train-iters)", low=1)
+    lr_decay_samples: int | None = option(None, "samples to decay over (default: --train-samples)", low=1)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
+    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
+    lr_wsd_decay_style: str = option(
+        "exponential",
+        "WSD: shape of the last phase",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
+    weight_decay: float = option(0.01, "decoupled weight decay (norms and biases have none)", low=0)
+    adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
+    adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
+    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length of the run, evaluation, recomputation, device."""
+
+    train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
+    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
+    exit_interval: int | None = option(None, "save and exit at iterations divisible by this", low=1)
+    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
+    eval_interval: int = option(1000, "iterations between evaluations", low=1)
+    eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
+    seed: int = option(1234, "seed of weights, samples and dropout", low=0)
+    deterministic_mode: bool = option(False, "only deterministic kernels")
+    recompute_granularity: str = option(
+        "none", "what backward recomputes", choices=("none", "selective", "full")
+    )
+    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
+    device: str = option(
+        "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text and tokenizer."""
+
+    data_path: tuple[str, ...] = option((), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
+    split: str = option("969,30,1", "weights of train, validation and test")
+    data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
+    mock_data: bool = option(False, "made-up tokens instead of --data-path")
+    tokenizer_type: str | None = option(
+        None,
+        "tokenizer that made the data",
+        choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+    )
+    tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
+    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
+
+    @property
+    def blend(self) -> tuple[tuple[float, str], ...]:
+        """(weight, prefix) of every data set; one prefix alone has weight 1. ValueError if not such pairs."""
+        path = self.data_path
+        if len(path) <= 1:
+            return tuple((1.0, prefix) for prefix in path)
+        if len(path) % 2:
+            raise ValueError(f"{len(path)} words are not pairs of WEIGHT and PREFIX")
+        blend = tuple((float(w), prefix) for w, prefix in zip(path[::2], path[1::2], strict=True))
+        for weight, prefix in blend:
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"weight {weight:g} of {prefix} is not above 0")
+        return blend
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """Weights of train, validation, test, adding up to 1. ValueError if not up to three weights."""
+        parts = [float(p) for p in self.split.replace(":", ",").split(",")]
+        if len(parts) > 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
+            raise ValueError("not up to three weights of at least 0 with a sum above 0")
+        first, second, third = [p / sum(parts) for p in parts] + [0.0] * (3 - len(parts))
+        return first, second, third
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = option(None, "folder to save checkpoints in")
+    load: str | None = option(
+        None, "folder to load the newest complete checkpoint from; none there is an error"
+    )
+    allow_fresh_start: bool = option(
+        False, "start from random weights where --load holds no checkpoint (first job of a chain)"
+    )
+    save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
+    save_retain_interval: int | None = option(
+        None, "iterations between checkpoints that are kept for ever", low=1
+    )
+    save_keep_last: int | None = option(
+        None, "how many of the newest checkpoints to keep (default: all)", low=1
+    )
+    finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
+    load_optim: bool = option(True, "load optimizer states")
+    load_rng: bool = option(True, "load RNG states")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is written beside the checkpoints. Throughput is always logged."""
+
+    log_interval: int = option(10, "iterations between console lines", low=1)
+    log_dir: str = option("logs", "folder of metrics.jsonl and of the resolved configuration")
+    tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
+    wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
+    wandb_exp_name: str | None = option(None, "name of the run there")
+    wandb_save_dir: str | None = option(None, "folder of its local files")

@@ -1,0 +1,117 @@
+"""Presets and shard factors: how many data-parallel ranks share one copy of each part of the model state.
+
+P, G, OS: sharing factors of parameters, accumulated gradients, and optimizer states with master weights.
+d: data-parallel ranks; h: those of them that share a node. Each of P, G, OS divides the next, OS divides d,
+and each divides h or is a multiple of it, so that every transition is one collective on one mesh axis.
+Presets: ZeRO stages (Rajbhandari et al. 2020, section 5), MiCS (Zhang et al. 2022, section 3), hpZ (ZeRO++,
+Wang et al. 2023, section 3.2), HSDP (the name of MiCS in FSDP).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz")
+STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
+DEFAULT_PRESET = "zero1"  # the fewest bytes of the exact presets, and less memory than ddp
+LIFETIMES = ("use", "step", "resident")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Resolved factors, and how long the P copy lives: 'use', 'step' (to the last backward) or 'resident'."""
+
+    p: int
+    g: int
+    os: int
+    lifetime: str
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        return self.p, self.g, self.os
+
+
+def resolve_shards(
+    policy: str | tuple[int, ...], d: int, h: int, lifetime: str | None = None, partition: int | None = None
+) -> Shards:
+    """Factors and lifetime of a preset's name or of an explicit (P, G, OS).
+
+    partition: P of hpz where it is not h. lifetime: None takes the default (resident for P = 1, where the full
+    parameters exist anyway; use for P = OS; else step). Raises ValueError naming the nearest legal choice.
+    """
+    p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
+    faults = factor_faults((p, g, os), d, h)
+    if faults:
+        nearest = ",".join(map(str, nearest_factors((p, g, os), d, h)))
+        raise ValueError(
+            f"shard factors P,G,OS = {p},{g},{os} over {d} data-parallel ranks, {h} per node: "
+            f"{', '.join(faults)}; nearest legal: {nearest}"
+        )
+    if lifetime is None:
+        lifetime = "resident" if p == 1 else "use" if p == os else "step"
+    if lifetime not in LIFETIMES:
+        raise ValueError(f"parameter lifetime {lifetime!r} is not one of {', '.join(LIFETIMES)}")
+    if lifetime == "use" and p != os:
+        raise ValueError(
+            f"parameter lifetime 'use' needs P = OS, but P = {p} and OS = {os} (a dropped copy would cross nodes "
+            "again at every use); nearest legal: step"
+        )
+    return Shards(p, g, os, lifetime)
+
+
+def _triple(policy: tuple[int, ...]) -> tuple[int, int, int]:
+    if len(policy) != 3:
+        raise ValueError(f"shard factors are three numbers P,G,OS, got {len(policy)}: {policy}")
+    return policy[0], policy[1], policy[2]
+
+
+def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple[int, int, int]:
+    table = {
+        "ddp": (1, 1, 1),
+        "zero1": (1, 1, d),
+        "zero2": (1, d, d),
+        "zero3": (d, d, d),
+        "mics": (h, h, h),
+        "hsdp": (h, h, h),
+        "hpz": (partition or h, d, d),
+    }
+    if preset not in table:
+        raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
+    factors = table[preset]
+    if preset in ("mics", "hsdp", "hpz") and factors[0] == 1:
+        raise ValueError(
+            f"preset {preset} shards parameters over ranks of one node, but only {partition or h} data-parallel "
+            "rank shares a node here; nearest legal preset: zero3"
+        )
+    return factors
+
+
+def factor_faults(factors: tuple[int, int, int], d: int, h: int) -> list[str]:
+    """Every rule of the chain that (P, G, OS) breaks; empty if legal."""
+    if min(factors) < 1:
+        return ["factors are at least 1"]
+    chain = list(zip(("P", "G", "OS", "d"), (*factors, d), strict=True))
+    faults = [
+        f"{low} = {a} does not divide {high} = {b}"
+        for (low, a), (high, b) in zip(chain, chain[1:], strict=False)
+        if b % a
+    ]
+    faults += [
+        f"{name} = {k} neither divides nor is a multiple of the {h} ranks per node"
+        for name, k in {k: (name, k) for name, k in chain[:3]}.values()
+        if h % k and k % h
+    ]
+    return faults
+
+
+def nearest_factors(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
+    """The legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted`` (less memory on a tie)."""
+    legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
+    candidates = [(p, g, o) for o in legal for g in legal if o % g == 0 for p in legal if g % p == 0]
+
+    def distance(triple: tuple[int, int, int]) -> tuple[float, tuple[int, ...]]:
+        gap = sum(abs(math.log(a / max(b, 1))) for a, b in zip(triple, wanted, strict=True))
+        return round(gap, 9), tuple(-k for k in triple)
+
+    return min(candidates, key=distance)

@@ -1,0 +1,130 @@
+"""One pass over a configuration that reports every error at once: the value, the rule, the nearest legal choice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from megazero.config.errors import ConfigError
+from megazero.config.fields import Option, show
+from megazero.config.nearest import did_you_mean, multiples_around
+from megazero.config.rules import RULES
+from megazero.config.run import RunConfig, World, all_options
+
+
+def validate(config: RunConfig, world: World | None = None) -> None:
+    """Raises ConfigError with every fault. Without a world, rules that need its size are left out."""
+    errors = find_errors(config, world)
+    if errors:
+        raise ConfigError(errors)
+
+
+def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = ()) -> list[str]:
+    """All error lines. Options in ``skip`` have been reported already and count as unknown."""
+    broken, errors = set(skip), []
+    for opt in all_options().values():
+        if opt.name not in broken and (fault := _own_fault(opt, config)):
+            errors.append(fault)
+            broken.add(opt.name)
+    unknown = {name for name, value in config.values().items() if value is None} | broken
+    for needs, rule in RULES:
+        if not unknown.intersection(needs):
+            errors += rule(config)
+    errors += _without_effect(config, broken)
+    if world is not None:
+        errors += _layout(config, world, broken)
+    return errors
+
+
+def _own_fault(opt: Option, config: RunConfig) -> str:
+    """The range or choice that one value breaks, '' if none."""
+    value = config.get(opt.name)
+    if value is None:
+        return f"{opt.flag} is required" if opt.required else ""
+    if opt.choices and value not in opt.choices:
+        return f"{opt.flag} {value} is not one of {', '.join(opt.choices)}{did_you_mean(str(value), opt.choices)}"
+    if opt.kind in ("int", "float"):
+        if opt.low is not None and value < opt.low:
+            return f"{opt.flag} {show(value)} must be at least {opt.low:g}; nearest: {opt.low:g}"
+        if opt.high is not None and value > opt.high:
+            return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
+        if opt.above is not None and value <= opt.above:
+            return f"{opt.flag} {show(value)} must be above {opt.above:g}; the default is {show(opt.default)}"
+        if opt.below is not None and value >= opt.below:
+            return f"{opt.flag} {show(value)} must be below {opt.below:g}; the default is {show(opt.default)}"
+    return ""
+
+
+def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]:
+    """Options that were changed although another option makes them meaningless: never ignored silently."""
+    model, opt, save, load = config.model, config.optimizer, config.checkpoint.save, config.checkpoint.load
+    rotary = [name for name in all_options() if name.startswith("rotary_")]
+    llama3 = ["rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position"]
+    wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
+    table: tuple[tuple[list[str], bool, str], ...] = (
+        (rotary, model.position_embedding_type == "rope", "--position-embedding-type rope"),
+        (["rotary_scaling_factor"], model.rotary_scaling != "none", "--rotary-scaling linear or llama3"),
+        (llama3, model.rotary_scaling == "llama3", "--rotary-scaling llama3"),
+        (["adam_beta1", "adam_beta2", "adam_eps"], opt.optimizer == "adamw", "--optimizer adamw"),
+        (["sgd_momentum"], opt.optimizer == "sgd", "--optimizer sgd"),
+        (wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"),
+        (["save_interval", "save_retain_interval", "save_keep_last"], save is not None, "--save"),
+        (["allow_fresh_start", "finetune", "load_optim", "load_rng"], load is not None, "--load"),
+        (
+            ["save_retain_interval", "save_keep_last"],
+            config.checkpoint.save_interval is not None,
+            "--save-interval",
+        ),
+        (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
+        (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
+    )
+    said: set[str] = set()
+    for names, holds, cure in table:
+        for name in names:
+            option = all_options()[name]
+            value = config.get(name)
+            if not holds and value != option.default and name not in said and name not in broken:
+                said.add(name)
+                typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
+                yield f"{typed} has no effect without {cure}; leave it out or add that"
+
+
+def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
+    """Rules over the size of the world: nodes, shards, batch."""
+    sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"}
+    if sizes & set(broken) or config.parallel.pipeline_model_parallel_size != 1:
+        return
+    try:
+        config.data_ranks_per_node(world)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not {opt.name for opt in all_options().values() if opt.section == "zero"} & set(broken):
+        try:
+            config.shards(world)
+        except ValueError as error:
+            yield str(error)
+    if not {"micro_batch_size", "global_batch_size", "rampup_batch_size"} & set(broken):
+        yield from _batch(config, world)
+
+
+def _batch(config: RunConfig, world: World) -> Iterator[str]:
+    micro, batch, ramp = (
+        config.batch.micro_batch_size,
+        config.batch.global_batch_size,
+        config.batch.rampup_batch_size,
+    )
+    if not micro or not batch:
+        return
+    d = config.data_parallel_size(world)
+    rule = f"micro-batch size {micro} x data-parallel size {d} = {micro * d}"
+    if batch % (micro * d):
+        yield (
+            f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, micro * d)}"
+        )
+    if ramp and len(ramp) == 3:
+        for word, value in (("start", ramp[0]), ("increment", ramp[1])):
+            if value % (micro * d):
+                yield (
+                    f"--rampup-batch-size {word} {value} is not a multiple of {rule}; nearest: "
+                    f"{multiples_around(value, micro * d)}"
+                )
