@@ -1,1 +1,22 @@
+"""Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy, sequence parallel."""
 
+from megazero.tp.collectives import reduce_output, sequence_slice, start_all_gather
+from megazero.tp.context import TensorParallel
+from megazero.tp.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
+from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from megazero.tp.vocabulary import VocabParallelEmbedding, VocabShard, padded_vocab_size
+
+__all__ = [
+    "IGNORED_LABEL",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "TensorParallel",
+    "VocabParallelEmbedding",
+    "VocabShard",
+    "column_parallel",
+    "padded_vocab_size",
+    "reduce_output",
+    "sequence_slice",
+    "start_all_gather",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,177 @@
+"""The decoder: embedding, layers, head. Activations between them are [s, b, h].
+
+Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the
+module is called, so all calls go through ``__call__`` and nothing reads another unit's parameters.
+Under tied embeddings the head holds the embedding's Parameter object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.checkpoint.placement import Placement
+from megazero.models.decoder_config import DecoderConfig
+from megazero.models.dropout import keyed_dropout
+from megazero.models.initialization import initializer
+from megazero.models.layer import DecoderLayer, make_norm, sharded_key
+from megazero.models.placements import decoder_placements, replicated_names
+from megazero.models.positions import Positions
+from megazero.tp import (
+    TensorParallel,
+    VocabParallelEmbedding,
+    VocabShard,
+    column_parallel,
+    sequence_slice,
+    start_all_gather,
+    vocab_parallel_cross_entropy,
+)
+
+_EMBEDDING = -1  # the embedding's layer number in dropout keys
+
+
+class Embedding(nn.Module):
+    """Token embedding, with learned positions and a norm where the configuration has them."""
+
+    def __init__(self, config: DecoderConfig, tp: TensorParallel, **factory: Any) -> None:
+        super().__init__()
+        self.config, self.tp = config, tp
+        shard = VocabShard.of(config.vocab_size, config.make_vocab_size_divisible_by, tp)
+        self.tokens = VocabParallelEmbedding(shard, config.hidden_size, tp, **factory)
+        self.positions = (
+            nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size, **factory))
+            if config.position == "learned"
+            else None
+        )
+        self.norm = make_norm(config, **factory) if config.embedding_norm else None
+
+    def forward(self, tokens: Tensor, dropout_key: int | None = None) -> Tensor:
+        """tokens: int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
+        length = tokens.shape[1]
+        x = self.tokens(tokens.t())
+        if self.positions is not None:
+            if length > self.positions.shape[0]:
+                raise ValueError(
+                    f"sequence length {length} exceeds the {self.positions.shape[0]} learned positions; "
+                    "shorten the sequence or raise max_position_embeddings"
+                )
+            x = x + self.positions[sequence_slice(length, self.tp)].unsqueeze(1)
+        if self.norm is not None:
+            x = self.norm(x)
+        if dropout_key is None or not self.training:
+            return x
+        key = sharded_key((dropout_key, _EMBEDDING, 0), self.tp, sharded=self.tp.sharded_sequence)
+        return keyed_dropout(x, self.config.hidden_dropout, key)
+
+
+class Head(nn.Module):
+    """Final norm, projection to the vocabulary, and the loss.
+
+    weight: [vocabulary rows of this rank, h]; the embedding's Parameter when tied.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, tp: TensorParallel, tied: nn.Parameter | None, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.shard = VocabShard.of(config.vocab_size, config.make_vocab_size_divisible_by, tp)
+        self.norm = make_norm(config, **factory)
+        if tied is None:
+            tied = nn.Parameter(torch.empty(self.shard.rows, config.hidden_size, **factory))
+        self.weight = tied
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x: [s, b, h] or its slice under sequence parallel; labels: int [b, s].
+
+        Returns the loss of each token [b, s] in at least fp32; without labels this rank's part of the
+        padded vocabulary's logits, [b, s, rows].
+        """
+        (logits,) = column_parallel(self.norm(x), [(self.weight, None)], self.tp)
+        if labels is None:
+            return logits.transpose(0, 1)
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp).t()
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer on one tensor-parallel rank.
+
+    Built with uninitialised parameters on any device, meta included: ``initialize``,
+    ``load_hf_state_dict`` or the ZeRO engine (through ``initializer``) fills them.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tp: TensorParallel | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """ValueError when the configuration cannot be built over ``tp``."""
+        super().__init__()
+        self.config = config
+        self.tp = tp = tp if tp is not None else TensorParallel()
+        config.validate(tp.size)
+        factory = {"device": device, "dtype": dtype}
+        positions = Positions(config, tp)
+        self.embedding = Embedding(config, tp, **factory)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, tp, positions, index, **factory) for index in range(config.num_layers)
+        )
+        tied = self.embedding.tokens.weight if config.tied_embeddings else None
+        self.head = Head(config, tp, tied, **factory)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, dropout_key: int | None = None) -> Tensor:
+        """tokens, labels: int [b, s]; labels[:, i] is the token after tokens[:, i] (no shift here).
+
+        dropout_key: names the micro-batch, differently on each data-parallel rank; needed when training
+        with dropout. Returns as ``Head.forward``.
+        """
+        config = self.config
+        if self.training and dropout_key is None and max(config.hidden_dropout, config.attention_dropout) > 0:
+            raise ValueError("training with dropout needs a dropout_key; pass one, or call eval() first")
+        x = self.embedding(tokens, dropout_key)
+        for layer in self.layers:
+            x = layer(x, dropout_key)
+        return self.head(x, labels)
+
+    def full_logits(self, tokens: Tensor) -> Tensor:
+        """Logits of the true vocabulary, [b, s, vocab_size], gathered over the tp axis."""
+        local = self(tokens)
+        if self.tp.size > 1:
+            parts = start_all_gather(local.permute(2, 1, 0), self.tp).wait()
+            local = parts.permute(2, 1, 0)
+        return local[..., : self.config.vocab_size]
+
+    def units(self) -> list[tuple[nn.Module, ...]]:
+        """The modules whose parameters are gathered together, in order of use."""
+        return [(self.embedding,), *((layer,) for layer in self.layers), (self.head,)]
+
+    def initialize(self, seed: int) -> None:
+        """Fill the parameters with the values ``initializer(self, seed)`` gives. Not on meta."""
+        value = initializer(self, seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(value(name))
+
+    def placements(self) -> dict[str, Placement]:
+        """Where each parameter lies in the family's Hugging Face tensors; tied weights once."""
+        return decoder_placements(self.config, self.tp)
+
+    def replicated_parameters(self) -> set[str]:
+        """Parameters every rank of the tp axis holds whole (they count once in a norm)."""
+        return replicated_names(self.config)
+
+    def partial_gradients(self) -> set[str]:
+        """Parameters whose gradient on this rank is one term of a sum over the tp axis.
+
+        Under sequence parallel a replicated parameter sees this rank's positions only.
+        """
+        return self.replicated_parameters() if self.tp.sharded_sequence else set()
+
+    def no_weight_decay(self) -> set[str]:
+        """Norms and biases."""
+        return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}

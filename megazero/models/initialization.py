@@ -1,0 +1,70 @@
+"""Initial weights that depend on the seed and the model, not on how the model is laid out.
+
+A stored tensor (the family's Hugging Face shape, true vocabulary) is a stack of blocks of rows, each
+drawn from its own generator, seeded by (seed, tensor name, block number). A rank draws the blocks its
+slice touches and no others, always in fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.placement import Placement
+from megazero.models.decoder_config import DecoderConfig
+
+if TYPE_CHECKING:
+    from megazero.models.decoder import Decoder
+
+BLOCK_ROWS = 256
+
+
+def _block(seed: int, name: str, block: int, shape: tuple[int, int]) -> Tensor:
+    """Standard normal fp32 values of one block of rows."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _normal(seed: int, placement: Placement) -> Tensor:
+    """Standard normal values of the local tensor: fp32 [r, c]; rows in no segment are zero."""
+    stored = placement.shape[::-1] if placement.transposed else placement.shape
+    total, width = stored
+    columns = slice(placement.offset1, placement.offset1 + placement.local_shape[1])
+    out = torch.zeros(placement.local_shape, dtype=torch.float32, device="cpu")
+    for segment in placement.segments:
+        at, end = segment.stored, segment.stored + segment.length
+        while at < end:
+            number, skip = divmod(at, BLOCK_ROWS)
+            rows = min(BLOCK_ROWS, total - number * BLOCK_ROWS)
+            count = min(end - at, rows - skip)
+            local = segment.local + at - segment.stored
+            values = _block(seed, placement.name, number, (rows, width))
+            out[local : local + count] = values[skip : skip + count, columns]
+            at += count
+    return out
+
+
+def init_tensor(config: DecoderConfig, seed: int, name: str, placement: Placement) -> Tensor:
+    """The local fp32 tensor of parameter ``name``.
+
+    Biases 0, norms 1, weights normal with ``init_std``, those that write to the residual (o_proj,
+    down_proj) divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3; Megatron's default).
+    """
+    if len(placement.local_shape) == 1:
+        value = 0.0 if name.endswith(".bias") else 1.0
+        return torch.full(placement.local_shape, value, dtype=torch.float32, device="cpu")
+    output = name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = config.init_std / math.sqrt(2 * config.num_layers) if output else config.init_std
+    return _normal(seed, placement).mul_(std)
+
+
+def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:
+    """A function from parameter name to this rank's fp32 initial tensor (on the CPU)."""
+    placements = decoder.placements()
+    return lambda name: init_tensor(decoder.config, seed, name, placements[name])

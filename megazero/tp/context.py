@@ -1,0 +1,43 @@
+"""The tensor-parallel context that layers are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tp axis as one rank sees it: its group, its index in it, and the group's size.
+
+    With ``size`` 1 nothing communicates and ``group`` is not looked at. With ``group`` None and a
+    larger size the context serves for shapes, placements and initialisation only: communication
+    needs the group by name, since torch.distributed reads None as the whole world.
+
+    sequence_parallel: between the parallel linears, activations are cut along the sequence (dim 0)
+        over the axis (Korthikanti et al. 2022, section 4.2.2).
+    """
+
+    group: ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"tensor-parallel rank {self.rank} is not in [0, {self.size})")
+
+    @property
+    def sharded_sequence(self) -> bool:
+        """Whether activations between the parallel linears hold only this rank's part of the sequence."""
+        return self.sequence_parallel and self.size > 1
+
+    def share(self, total: int, what: str) -> int:
+        """``total / size``; ValueError naming ``what`` when it does not divide."""
+        if total % self.size:
+            raise ValueError(
+                f"{what} = {total} does not divide over tensor parallel size {self.size}; "
+                f"the nearest multiple is {max(1, round(total / self.size)) * self.size}"
+            )
+        return total // self.size
