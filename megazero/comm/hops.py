@@ -17,10 +17,12 @@ warnings.filterwarnings("ignore", message=r"`torch\.distributed\.all_gather_into
 def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, traffic: Traffic) -> dist.Work:
     """All-gather over one axis: out [size * m] from each rank's own [m], by index along the axis.
 
+    kind "reduce" (the way back of an all-reduce) takes the reduction's communicator.
     ``own`` may be the part of ``out`` at this rank's index (in place: nothing is copied).
     """
     traffic.add(kind, axis.link, (axis.size - 1) * own.numel() * own.element_size())
-    return dist.all_gather_into_tensor(out, own, group=axis.gather_group, async_op=True)
+    group = axis.reduce_group if kind == "reduce" else axis.gather_group
+    return dist.all_gather_into_tensor(out, own, group=group, async_op=True)
 
 
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:

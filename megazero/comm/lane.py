@@ -69,12 +69,17 @@ class Lane:
         if not self.tickets:
             return
         reserved: set[str] = set()  # axes that older chains still have to use
+        older: set[str] = set()  # units of older chains: their sums come first
         for ticket in self.tickets:
             while not ticket.done and (ticket.work is None or ticket.work.is_completed()):
                 if ticket.issued < len(ticket.plan) and ticket.plan[ticket.issued] in reserved:
                     break
+                if ticket.issued and ticket.label in older:
+                    break
                 self._advance(ticket)
-            reserved.update(ticket.plan[ticket.issued :])
+            if not ticket.done:
+                reserved.update(ticket.plan[ticket.issued :])
+                older.add(ticket.label)
         while self.tickets and self.tickets[0].done:
             self.tickets.popleft()
 
@@ -155,4 +160,3 @@ class Lane:
 def no_timing(_: str) -> Any:
     """``timed`` for engines that nobody watches."""
     return nullcontext()
-

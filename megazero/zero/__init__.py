@@ -1,1 +1,56 @@
+"""ZeRO data parallelism: one verb, ``shard``."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megazero.comm.lane import no_timing
+from megazero.mesh.mesh import Mesh
+from megazero.zero.build import Init, UnitSpec, build_units
+from megazero.zero.engine import Engine, StepInfo
+from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
+from megazero.zero.policy import Policy
+
+__all__ = ["Engine", "Policy", "StepInfo", "Traits", "default_adamw", "shard"]
+
+
+def shard(
+    module: nn.Module,
+    *,
+    mesh: Mesh,
+    policy: Policy | None = None,
+    units: Iterable[UnitSpec] = (),
+    optimizer: OptimizerFactory | None = None,
+    clip_norm: float | None = None,
+    traits: Callable[[str, nn.Parameter], Traits] | None = None,
+    init: Init | None = None,
+    timed: Callable[[str], Any] = no_timing,
+) -> Engine:
+    """Shard a torch module's parameters, gradients and optimizer states over the mesh's data-parallel axes.
+
+    mesh: from ``create_mesh``; its cuts are the shard factors P, G, OS.
+    units: modules (or tuples of modules) whose parameters are gathered together, in forward order; parameters
+        of no listed module form one more unit, gathered around the whole forward.
+    optimizer: from a list of param groups to an elementwise torch optimizer; default AdamW, fused.
+    clip_norm: limit of the global gradient norm. traits: optimizer options and tensor-parallel replication of
+        each parameter; default: no weight decay for 1-D parameters.
+    init: for modules on the meta device: from a parameter's name to its full tensor, called unit by unit.
+    timed: context manager factory, called with 'exposed_gather', 'exposed_reduce', 'optimizer'.
+
+    Returns the engine. Collective; every rank must pass the same. Raises ValueError for units that nest or mix
+    dtypes and for policies that the shard factors do not allow.
+    """
+    policy = policy or Policy()
+    choose = traits or _no_decay_for_vectors
+    chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
+    plan = build_units(module, units, mesh, policy, chosen, init)
+    slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
+    return Engine(module, mesh, policy, plan, slices, clip_norm, timed)
+
+
+def _no_decay_for_vectors(name: str, param: nn.Parameter) -> Traits:
+    return Traits(options=(("weight_decay", 0.0),)) if param.ndim < 2 else Traits()

@@ -88,13 +88,16 @@ class Layout:
 
     def ranges(self, level: int) -> list[tuple[Slot, int, int, int]]:
         """Parameters in the level's slice: (slot, first, last + 1 flat element of it, compact start)."""
+        return [found for piece in self.pieces(level) for found in self.ranges_of(piece)]
+
+    def ranges_of(self, piece: Piece) -> list[tuple[Slot, int, int, int]]:
+        """``ranges`` of one piece of a level."""
         out = []
-        for piece in self.pieces(level):
-            for slot in self.slots:
-                low = max(slot.start, piece.start)
-                high = min(slot.start + slot.numel, piece.start + piece.numel)
-                if low < high:
-                    out.append((slot, low - slot.start, high - slot.start, piece.compact + low - piece.start))
+        for slot in self.slots:
+            low = max(slot.start, piece.start)
+            high = min(slot.start + slot.numel, piece.start + piece.numel)
+            if low < high:
+                out.append((slot, low - slot.start, high - slot.start, piece.compact + low - piece.start))
         return out
 
     def gaps(self) -> list[tuple[int, int]]:

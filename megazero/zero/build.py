@@ -1,0 +1,128 @@
+"""From a torch module to units: which parameters are gathered together, in which order they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megazero.mesh.mesh import Mesh
+from megazero.zero.layout import make_layout
+from megazero.zero.optimizer import Traits
+from megazero.zero.policy import Levels, Policy
+from megazero.zero.unit import Unit, at_least_fp32
+
+Init = Callable[[str], torch.Tensor]
+UnitSpec = nn.Module | Sequence[nn.Module]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Units in forward order and, for every hooked module, the units it needs."""
+
+    units: list[Unit]
+    needs: list[tuple[nn.Module, list[Unit]]]
+
+
+def build_units(
+    module: nn.Module,
+    specs: Iterable[UnitSpec],
+    mesh: Mesh,
+    policy: Policy,
+    traits: Mapping[str, Traits],
+    init: Init | None,
+) -> Plan:
+    """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
+
+    A parameter shared by several modules belongs to the first spec that holds it; the others' hooks gather
+    that unit too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init.
+    """
+    groups = [tuple(s) if isinstance(s, Sequence) else (s,) for s in specs]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
+    names = {id(p): n for n, p in module.named_parameters()}
+    owner: dict[int, Unit] = {}
+    units: list[Unit] = []
+    for group in [*groups, (module,)]:
+        params = {
+            names[id(p)]: p for m in group for p in m.parameters() if id(p) in names and id(p) not in owner
+        }
+        if params:
+            label = next(n for n, m in modules.items() if m is group[0]) or "root"
+            unit = _make_unit(label, params, group, mesh, policy, traits, init)
+            units.append(unit)
+            # Swapping keeps identity, so ids stay valid.
+            owner.update((id(p), unit) for p in params.values())
+    needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for g in groups for m in g]
+    listed = {id(p) for m, _ in needs for p in m.parameters()}
+    rest = _unique(owner[id(p)] for p in module.parameters() if id(p) in owner and id(p) not in listed)
+    if rest:
+        needs.append((module, rest))
+    return Plan(units, needs)
+
+
+def _make_unit(label, params, group, mesh, policy, traits, init) -> Unit:
+    levels = Levels.of(mesh)
+    dtype = policy.dtype or _one_dtype(label, params)
+    ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
+    exact = frozenset(n for n, p in params.items() if p.numel() <= policy.exact_numel)
+    axes = mesh.data_axes
+    layout = make_layout(
+        {n: params[n].shape for n in ordered},
+        block=policy.block,
+        sizes=[a.size for a in axes],
+        indices=[a.index for a in axes],
+        exact=exact,
+    )
+    values = _initial_values(label, params, group, init, mesh.device, at_least_fp32(dtype))
+    unit = Unit(label, params, layout, levels, dtype, mesh.device, levels.lifetime(policy.lifetime))
+    unit.adopt(values)
+    return unit
+
+
+def _initial_values(label, params, group, init, device, sum_dtype) -> dict[str, torch.Tensor]:
+    """Full values of a unit's parameters: as they are, or, for meta parameters, from ``init`` in at least fp32."""
+    meta = [n for n, p in params.items() if p.is_meta]
+    if meta and init is None:
+        raise ValueError(
+            f"parameters of unit {label!r} are on the meta device ({meta[0]}, ...): give init=, a function from "
+            "the parameter's name to its tensor"
+        )
+    values = {n: p.detach() for n, p in params.items() if not p.is_meta}
+    for name in meta:
+        assert init is not None
+        value = init(name)
+        if tuple(value.shape) != tuple(params[name].shape):
+            raise ValueError(
+                f"init gave {name!r} shape {tuple(value.shape)}, its shape is {tuple(params[name].shape)}"
+            )
+        values[name] = value.to(device=device, dtype=sum_dtype)
+    return values
+
+
+def _one_dtype(label: str, params: Mapping[str, nn.Parameter]) -> torch.dtype:
+    dtypes = {p.dtype for p in params.values()}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"unit {label!r} mixes dtypes {sorted(map(str, dtypes))}: one flat buffer has one; "
+            "say Policy(dtype=...) to convert all, or split the unit"
+        )
+    return dtypes.pop()
+
+
+def _refuse_nested(listed: Sequence[nn.Module], names: Mapping[int, str]) -> None:
+    for m in listed:
+        if id(m) not in names:
+            raise ValueError(f"unit {type(m).__name__} is not a submodule of the module that is sharded")
+        inner = {id(x) for x in m.modules()} - {id(m)}
+        for other in listed:
+            if id(other) in inner:
+                raise ValueError(
+                    f"unit {names[id(other)]!r} lies inside unit {names[id(m)]!r}: a parameter has one unit; list one"
+                )
+
+
+def _unique(units: Iterable[Unit]) -> list[Unit]:
+    return list(dict.fromkeys(units))

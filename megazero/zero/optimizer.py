@@ -1,0 +1,186 @@
+"""The optimizer over slices: any elementwise torch optimizer, fp32 (at least) master weights, global norm.
+
+A run is a contiguous stretch of a unit's compact OS slice whose parameters share optimizer options and
+replication: one leaf tensor for the optimizer, a view of the master, with .grad a view of the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.zero.layout import Slot
+from megazero.zero.unit import Unit
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What decides a parameter's run.
+
+    options: optimizer options of its group, sorted items (for example weight_decay 0). replicated: every
+    tensor-parallel rank holds it, the norm counts it once. partial: its gradient is a partial sum over the
+    tensor-parallel ranks. frozen: no gradient, no update.
+    """
+
+    options: tuple[tuple[str, Any], ...] = ()
+    replicated: bool = False
+    partial: bool = False
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """[start, stop) of the unit's compact OS slice; ``leaf`` and ``leaf.grad`` are set by SliceOptimizer."""
+
+    unit: Unit
+    traits: Traits
+    start: int
+    stop: int
+    grad_start: int
+    leaf: nn.Parameter
+
+    @property
+    def grad(self) -> torch.Tensor:
+        assert self.unit.grad is not None
+        return self.unit.grad[self.grad_start : self.grad_start + self.stop - self.start]
+
+
+def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
+    """Cut the OS slice where traits change; padding goes to the run before it (it stays zero)."""
+    layout, levels = unit.layout, unit.levels
+    runs = []
+    for piece, in_grad in zip(layout.pieces(levels.os), layout.within(levels.os, levels.g), strict=True):
+        cuts: list[tuple[int, Traits]] = []
+        for slot, _, _, at in layout.ranges_of(piece):
+            if not cuts or cuts[-1][1] != traits[slot.name]:
+                cuts.append((at, traits[slot.name]))
+        ends = [*(start for start, _ in cuts[1:]), piece.compact + piece.numel]
+        for (start, mine), stop in zip(cuts, ends, strict=False):  # an all-padding piece has no cut
+            if not mine.frozen:
+                leaf = nn.Parameter(unit.master[start:stop])
+                runs.append(Run(unit, mine, start, stop, in_grad.start + start - piece.compact, leaf))
+    return runs
+
+
+def default_adamw(**options: Any) -> OptimizerFactory:
+    """AdamW, fused (CPU and CUDA builds of torch >= 2.4 have it)."""
+    return lambda groups: torch.optim.AdamW(groups, fused=True, **options)
+
+
+class SliceOptimizer:
+    """Owns the runs and the torch optimizer over their leaves."""
+
+    def __init__(
+        self, units: Iterable[Unit], traits: Mapping[str, Traits], factory: OptimizerFactory
+    ) -> None:
+        self.runs = [run for unit in units for run in make_runs(unit, traits)]
+        groups: dict[tuple, dict[str, Any]] = {}
+        for each in traits.values():  # every rank has every group, even one it holds no slice of
+            if not each.frozen:
+                groups.setdefault(each.options, {"params": [], **dict(each.options)})
+        for run in self.runs:
+            groups[run.traits.options]["params"].append(run.leaf)
+        if not groups:
+            groups[()] = {"params": []}
+        if not self.runs:  # torch refuses an optimizer without parameters
+            next(iter(groups.values()))["params"].append(nn.Parameter(torch.zeros(0)))
+        self.torch = factory(list(groups.values()))
+        _refuse_unless_elementwise(self.torch)
+
+    def squared_norm(self, count_replicated: bool) -> torch.Tensor:
+        """Sum of squares of this rank's gradient slices, fp64 scalar; replicated ones if this rank counts them."""
+        runs = [r for r in self.runs if count_replicated or not r.traits.replicated]
+        if not runs:
+            return torch.zeros((), dtype=torch.float64)
+        norms = torch._foreach_norm([r.grad for r in runs])
+        return torch.stack([n.double() for n in norms]).square().sum()
+
+    def scale(self, factor: float) -> None:
+        if factor != 1.0 and self.runs:
+            torch._foreach_mul_([r.grad for r in self.runs], factor)
+
+    def update(self) -> None:
+        for run in self.runs:
+            run.leaf.grad = run.grad
+        self.torch.step()
+        for run in self.runs:
+            run.leaf.grad = None
+
+    # -- state, for checkpoints --------------------------------------------------------------------
+
+    def ensure_state(self) -> None:
+        """Create the optimizer's state tensors without changing weights: one step with lr 0 and zero gradients."""
+        if all(self.torch.state.get(r.leaf) for r in self.runs):
+            return
+        saved = [(g["lr"], g.get("weight_decay")) for g in self.torch.param_groups]
+        for group in self.torch.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for run in self.runs:
+            run.leaf.grad = torch.zeros_like(run.leaf)
+        self.torch.step()
+        for group, (lr, _) in zip(self.torch.param_groups, saved, strict=True):
+            group["lr"] = lr
+        for run in self.runs:
+            run.leaf.grad = None
+            for name, value in self.torch.state[run.leaf].items():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+                elif isinstance(value, (int, float)):
+                    self.torch.state[run.leaf][name] = 0
+
+    def elementwise_state(self, unit: Unit, slot: Slot, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """State tensors of the compact OS range [start, stop) of one parameter, by torch's name for them."""
+        run = next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
+        if run is None:
+            return {}
+        return {
+            name: value[start - run.start : stop - run.start]
+            for name, value in self.torch.state[run.leaf].items()
+            if isinstance(value, torch.Tensor) and value.shape == run.leaf.shape
+        }
+
+    def scalars(self) -> dict[str, float]:
+        """Scalar state (Adam's step count), equal over all slices."""
+        out: dict[str, float] = {}
+        for run in self.runs:
+            for name, value in self.torch.state.get(run.leaf, {}).items():
+                if not isinstance(value, torch.Tensor) or value.shape != run.leaf.shape:
+                    out.setdefault(name, float(value))
+                    assert out[name] == float(value), (name, out[name], float(value))
+        return out
+
+    def load_scalars(self, scalars: Mapping[str, float]) -> None:
+        for run in self.runs:
+            state = self.torch.state[run.leaf]
+            for name, value in scalars.items():
+                if isinstance(state.get(name), torch.Tensor):
+                    state[name].fill_(value)
+                elif name in state:
+                    state[name] = type(state[name])(value)
+
+
+def clip_factor(norm: float, limit: float | None, divisor: float) -> float:
+    """What gradients are multiplied by: 1/divisor, and clip/norm where the norm is above the limit.
+
+    norm: of the divided gradients. limit: None or 0 for no clipping (Megatron's --clip-grad).
+    """
+    clip = min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0
+    return clip / divisor
+
+
+def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Slices are 1-D cuts of parameters: an optimizer that needs a whole matrix would compute something else."""
+    matrix = {"Muon", "LBFGS", "Adafactor"}
+    name = type(optimizer).__name__
+    if name in matrix:
+        raise ValueError(
+            f"{name} is not elementwise: it needs whole parameters, and ZeRO gives it slices; "
+            "nearest legal choices: AdamW, Adam, SGD, Adagrad, RMSprop"
+        )

@@ -1,0 +1,187 @@
+"""A unit: parameters that are gathered together, in one flat buffer with its states.
+
+Glossary (n: elements of the unit; compact: see layout.py)
+--------
+full      [n], parameter dtype. Storage of the Parameters, which are views of it for life. With P > 1 its
+          storage is resized to 0 when released and materialised again by the gather.
+copy      compact [n/P], parameter dtype: this rank's P copy. Is ``full`` where P = 1.
+master    compact [n/OS], at least fp32: what the optimizer updates. A part of ``copy`` where both have one
+          dtype and the copy is never dropped (then the refresh's encoding is free).
+grad      compact [n/G], at least fp32: sum of this step's gradients; after the step's reduction its OS
+          part holds the sum over all data-parallel ranks.
+staging   [n], parameter dtype: one micro-batch's raw gradients on their way to ``grad`` where G > 1;
+          allocated by the first gradient, freed by the reduce lane.
+versions  master_version counts optimizer updates; copy_version says which of them ``copy`` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from megazero.comm.codec import Identity
+from megazero.comm.lane import Ticket
+from megazero.zero.layout import Layout
+from megazero.zero.policy import Levels
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Unit:
+    """Buffers and counters of one unit; what moves between ranks is in movement.py."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        layout: Layout,
+        levels: Levels,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: str,
+    ) -> None:
+        self.name, self.params, self.layout, self.levels = name, dict(params), layout, levels
+        self.dtype, self.device, self.lifetime = dtype, device, lifetime
+        self.sum_dtype = at_least_fp32(dtype)
+        self.codec = Identity(dtype)  # refresh and gather
+        self.slots = {slot.name: slot for slot in layout.slots}
+        self.trainable = [n for n, p in self.params.items() if p.requires_grad]
+        self.full = torch.empty(layout.numel, dtype=dtype, device=device)
+        whole = levels.p == 0
+        self.copy = (
+            self.full if whole else torch.empty(layout.level_numel(levels.p), dtype=dtype, device=device)
+        )
+        aliased = dtype == self.sum_dtype and (
+            levels.p == levels.os or (lifetime == "resident" and len(layout.regions) == 1)
+        )
+        self.master = (
+            self.os_views(self.copy, levels.p)[0]
+            if aliased
+            else torch.zeros(layout.level_numel(levels.os), dtype=self.sum_dtype, device=device)
+        )
+        if aliased and levels.p == levels.os:
+            self.master = self.copy
+        self.grad: torch.Tensor | None = None
+        self.master_version = 1
+        self.copy_version = 0
+        self.copy_present = True
+        self.full_present = True
+        self.staging: torch.Tensor | None = None
+        self.ticket: Ticket | None = None  # gather in flight
+        self.active = 0  # modules in forward that use it now
+        self.in_backward = False
+        self.pending: set[str] = set()  # trainable parameters without a gradient in this micro-batch
+        self.touched: set[str] = set()  # parameters whose part of grad was written in this step
+        self.backwards = 0  # completed backwards in this step
+
+    # -- storage ---------------------------------------------------------------------------------
+
+    def os_views(self, buffer: torch.Tensor, base: int) -> list[torch.Tensor]:
+        """The OS slice inside a compact buffer of level ``base``, one view per region."""
+        return [buffer[p.start : p.start + p.numel] for p in self.layout.within(self.levels.os, base)]
+
+    def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take the parameters' values [shape of each] into the master and make the Parameters views of full."""
+        self.master.zero_()
+        for slot, low, high, at in self.layout.ranges(self.levels.os):
+            self.master[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
+        for slot in self.layout.slots:
+            view = self.full[slot.start : slot.start + slot.numel].view(slot.shape)
+            param = self.params[slot.name]
+            fresh = nn.Parameter(view, requires_grad=param.requires_grad)
+            if param.device == view.device and param.dtype == view.dtype:
+                param.data = view
+            else:  # set_data refuses another device or dtype; swapping keeps the one Parameter object
+                fresh.__dict__.update(param.__dict__)
+                torch.utils.swap_tensors(param, fresh)
+        if self.levels.p:
+            self.drop_full()
+
+    def materialise_full(self) -> None:
+        if not self.full_present:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self.full_present = True
+
+    def drop_full(self) -> None:
+        """Free the gathered parameters (P > 1)."""
+        if self.full_present:
+            self.full.untyped_storage().resize_(0)
+            self.full_present = False
+
+    def drop_copy(self) -> None:
+        """End of a step for lifetime 'step': the P copy goes, and the full buffer where it is the copy."""
+        if self.levels.p:
+            self.copy.untyped_storage().resize_(0)
+        else:
+            self.drop_full()
+        self.copy_present, self.copy_version = False, 0
+
+    def encode(self) -> None:
+        """Master slice into its place in the P copy, in the parameters' dtype: the refresh's message."""
+        if not self.copy_present:
+            if self.levels.p:
+                self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
+            else:
+                self.materialise_full()
+            self.copy_present = True
+        own = self.os_views(self.copy, self.levels.p)
+        for view, piece in zip(own, self.layout.pieces(self.levels.os), strict=True):
+            source = self.master[piece.compact : piece.compact + piece.numel]
+            self.codec.decode(self.codec.encode(source), view)
+
+    @property
+    def ready(self) -> bool:
+        """Full parameters of the current version are there."""
+        return self.full_present and self.copy_version == self.master_version and self.ticket is None
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def stage(self, name: str, param: nn.Parameter) -> None:
+        """Move a parameter's fresh gradient into staging (G > 1) or add it to ``grad`` (G = 1)."""
+        assert param.grad is not None
+        slot = self.slots[name]
+        if self.levels.g:
+            if self.staging is None:
+                self.staging = self.full.new_empty(self.layout.numel)
+                for low, high in self.layout.gaps():
+                    self.staging[low:high].zero_()
+            target = self.staging[slot.start : slot.start + slot.numel].view(slot.shape)
+            target.copy_(param.grad)
+        else:
+            assert self.grad is not None
+            target = self.grad[slot.start : slot.start + slot.numel].view(slot.shape)
+            if name in self.touched:
+                target.add_(param.grad)
+            else:
+                target.copy_(param.grad)
+                self.touched.add(name)
+        param.grad = None
+
+    def fill_missing(self) -> None:
+        """Parameters without gradient contribute zeros, in staging (every micro-batch) or in grad (at the last)."""
+        if self.levels.g:
+            if self.staging is None:
+                self.staging = self.full.new_zeros(self.layout.numel)
+                return
+            missing = set(self.slots) - (set(self.trainable) - self.pending)
+            buffer = self.staging
+        else:
+            assert self.grad is not None
+            missing, buffer = set(self.slots) - self.touched, self.grad
+        for name in missing:
+            slot = self.slots[name]
+            buffer[slot.start : slot.start + slot.numel].zero_()
+
+    def begin_step(self) -> None:
+        if self.grad is None and self.trainable:
+            self.grad = torch.zeros(
+                self.layout.level_numel(self.levels.g), dtype=self.sum_dtype, device=self.device
+            )
+        self.backwards = 0
+        self.touched.clear()
+        self.pending = set(self.trainable)
+        self.staging = None
