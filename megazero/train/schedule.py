@@ -67,7 +67,7 @@ class LearningRate:
             )
         if not 0.0 <= self.warmup_init <= self.peak:
             raise ValueError(
-                f"--lr-warmup-init {self.warmup_init} must lie between 0 and --lr {self.peak}; "
+                f"the warm-up starts at {self.warmup_init}, which must lie between 0 and --lr {self.peak}; "
                 f"nearest: {min(max(self.warmup_init, 0.0), self.peak)}"
             )
         if self.decay < 1:

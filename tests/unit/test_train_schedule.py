@@ -55,7 +55,7 @@ def test_learning_rate_by_hand() -> None:
     [
         ({"style": "cosin"}, "'cosin'.*nearest: cosine"),
         ({"minimum": 2.0}, "--min-lr 2.0.*nearest: 1.0"),
-        ({"warmup_init": 2.0}, "--lr-warmup-init 2.0.*nearest: 1.0"),
+        ({"warmup_init": 2.0}, "starts at 2.0.*nearest: 1.0"),
         ({"warmup": 100}, "warm-up of 100.*nearest: 99"),
         ({"decay": 0}, "0 steps"),
         ({"style": "WSD"}, "--lr-wsd-decay-iters"),

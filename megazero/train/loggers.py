@@ -1,0 +1,132 @@
+"""TensorBoard and Weights & Biases behind one small interface; metrics.jsonl stays the authority.
+
+Starting a logger that was asked for and cannot run is a ValueError with the cure. Once training
+runs, a logger that fails is dropped with one warning: a full disk of events or a broken network
+never stops a run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+
+class Logger(Protocol):
+    """Takes the values of an iteration; nested mappings become names joined by '/'."""
+
+    def log(self, iteration: int, values: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardLogger:
+    """Scalars as TensorBoard events; those of later iterations than `iteration` (a resume) are purged."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, iteration: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f"--tensorboard-dir {directory} needs TensorBoard ({error}): pip install tensorboard"
+            ) from error
+        self._writer = SummaryWriter(str(directory), purge_step=iteration + 1)
+
+    def log(self, iteration: int, values: Mapping[str, Any]) -> None:
+        for name, value in scalars(values):
+            self._writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """One wandb run, continued across restarts by its id (new_run_id, kept in the trainer's state).
+
+    directory: where its local files go (--wandb-save-dir; none: wandb's choice). Mode and account are
+    wandb's own business and variables: WANDB_MODE=offline needs no account. The x axis is
+    `iteration`, so a resume from an earlier checkpoint may log again what wandb's own step counter
+    would refuse.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        run_id: str,
+        name: str | None = None,
+        directory: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(f"--wandb-project {project} needs wandb ({error}): pip install wandb") from error
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=run_id,
+                dir=directory,
+                resume="allow",
+                config=dict(config or {}),
+            )
+        except Exception as error:
+            raise ValueError(
+                f"--wandb-project {project}: wandb does not start ({error}). Run `wandb login`, or set "
+                "WANDB_MODE=offline to need neither account nor network"
+            ) from error
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def log(self, iteration: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(scalars(values)) | {"iteration": iteration})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Loggers:
+    """Several loggers as one; a failing member is dropped with a warning."""
+
+    def __init__(self, members: Sequence[Logger] = ()) -> None:
+        self._members = list(members)
+
+    def log(self, iteration: int, values: Mapping[str, Any]) -> None:
+        for member in tuple(self._members):
+            self._guarded(member, partial(member.log, iteration, values))
+
+    def close(self) -> None:
+        for member in tuple(self._members):
+            self._guarded(member, member.close)
+        self._members.clear()
+
+    def _guarded(self, member: Logger, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever it is, training is worth more
+            self._members.remove(member)
+            warnings.warn(
+                f"{type(member).__name__} failed and is switched off ({type(error).__name__}: {error}); "
+                "training goes on, metrics.jsonl has every line",
+                stacklevel=3,
+            )
+
+
+def new_run_id() -> str:
+    """A fresh wandb run id (8 characters, the form wandb makes itself); not from the training seed."""
+    return secrets.token_hex(4)
+
+
+def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in nested mappings as ("time_bill/compute", 0.1); text and None are left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{name}/")
+        elif hasattr(value, "item"):
+            yield f"{prefix}{name}", float(value.item())
+        elif isinstance(value, (bool, int, float)):
+            yield f"{prefix}{name}", float(value)

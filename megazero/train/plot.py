@@ -1,0 +1,73 @@
+"""The loss curve of one or more runs as a PNG."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megazero.train.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot_loss(
+    metrics: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, title: str = "loss"
+) -> Path:
+    """Draw training loss (line), evaluation loss (points) and resumes (dashed lines) over iterations.
+
+    metrics: metrics.jsonl files or their log directories, one curve each. output: a .png, replaced
+    whole. Returns its path. ValueError without matplotlib, without files, or if a file has no losses.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            f"drawing the loss curve needs matplotlib ({error}): pip install matplotlib"
+        ) from error
+    if not metrics:
+        raise ValueError("no metrics files to draw; give at least one metrics.jsonl or log directory")
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display and without pyplot's global state
+    axes = figure.add_subplot(xlabel="iteration", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    for index, name in enumerate(_names(metrics)):
+        path = Path(metrics[index])
+        _draw(axes, read_metrics(path), path, f"C{index}", f"{name} " if name else "")
+    axes.legend()
+    target = Path(output)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(target.name + ".tmp")
+    figure.savefig(beside, format="png")
+    os.replace(beside, target)
+    return target
+
+
+def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], path: Path, colour: str, prefix: str) -> None:
+    train = [line for line in lines if "lm_loss" in line]
+    evaluations = [line for line in lines if "eval_lm_loss" in line]
+    if not train and not evaluations:
+        raise ValueError(f"{path} has no line with lm_loss or eval_lm_loss; is it the right file?")
+    if train:
+        iterations, losses = [m["iteration"] for m in train], [m["lm_loss"] for m in train]
+        axes.plot(iterations, losses, color=colour, linewidth=1, alpha=0.8, label=f"{prefix}train")
+    if evaluations:
+        iterations = [m["iteration"] for m in evaluations]
+        losses = [m["eval_lm_loss"] for m in evaluations]
+        axes.plot(iterations, losses, "o--", color=colour, markersize=5, markeredgecolor="black",
+                  label=f"{prefix}evaluation")  # fmt: skip
+    resumes = [m["resumed_from"] for m in train if "resumed_from" in m]
+    for number, iteration in enumerate(resumes):
+        label = f"{prefix}resume" if number == 0 else None
+        axes.axvline(iteration, color=colour, linestyle="--", linewidth=1, alpha=0.6, label=label)
+
+
+def _names(metrics: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """How the legend tells files apart: nothing for one, else the directory or the file's stem."""
+    if len(metrics) == 1:
+        return [""]
+    paths = [Path(item) for item in metrics]
+    return [p.parent.name if p.name == "metrics.jsonl" else p.stem for p in paths]

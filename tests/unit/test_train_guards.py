@@ -1,0 +1,161 @@
+"""Exit conditions, signals, non-finite guards, and errors of collectives made readable."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from megazero.train.guards import (
+    ExitConditions,
+    LocalStep,
+    NonFiniteGuard,
+    NonFiniteLoss,
+    RankFailure,
+    StopSignals,
+    collective_symptom,
+    readable_failures,
+)
+
+
+def _alone(flag: bool) -> bool:
+    return flag
+
+
+def test_exit_interval_needs_no_agreement() -> None:
+    def never(flag: bool) -> bool:
+        raise AssertionError("a collective for nothing")
+
+    conditions = ExitConditions(agree=never, exit_interval=5)
+    assert [i for i in range(1, 16) if conditions.reason(i)] == [5, 10, 15]
+    assert ExitConditions(agree=never).reason(1) is None
+
+
+def test_exit_duration() -> None:
+    now = [100.0]
+    conditions = ExitConditions(agree=_alone, exit_duration_in_mins=2, began=100.0, clock=lambda: now[0])
+    assert conditions.reason(1) is None
+    now[0] = 219.9
+    assert conditions.reason(2) is None
+    now[0] = 220.0
+    assert "--exit-duration-in-mins is 2" in (conditions.reason(3) or "")
+
+
+def test_ranks_agree_and_call_alike() -> None:
+    """One rank's signal stops all; every rank calls the collective once per iteration."""
+    calls: list[bool] = []
+
+    def agree_others_want(flag: bool) -> bool:
+        calls.append(flag)
+        return True
+
+    quiet = ExitConditions(agree=agree_others_want, signals=StopSignals(), exit_interval=1)
+    assert "another rank" in (quiet.reason(1) or "")
+    signalled = StopSignals()
+    signalled.received = signal.SIGTERM
+    loud = ExitConditions(agree=agree_others_want, signals=signalled, exit_interval=1)
+    assert loud.reason(1) == "received SIGTERM"
+    assert calls == [False, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_are_noted_and_handlers_restored(number: signal.Signals) -> None:
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    with StopSignals() as signals:
+        conditions = ExitConditions(agree=_alone, signals=signals)
+        assert conditions.reason(1) is None
+        os.kill(os.getpid(), number)
+        assert conditions.reason(2) == f"received {number.name}"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert {n: signal.getsignal(n) for n in before} == before
+
+
+def test_exit_conditions_refuse() -> None:
+    with pytest.raises(ValueError, match="--exit-interval 0"):
+        ExitConditions(agree=_alone, exit_interval=0)
+    with pytest.raises(ValueError, match="--exit-duration-in-mins nan"):
+        ExitConditions(agree=_alone, exit_duration_in_mins=math.nan)
+
+
+def _gathers(*steps: LocalStep) -> Callable[[LocalStep], list[LocalStep]]:
+    return lambda mine: list(steps)
+
+
+def _must_not_gather(mine: LocalStep) -> list[LocalStep]:
+    raise AssertionError("a collective although all is well")
+
+
+GOOD = LocalStep(0, 3.0, (0, 1))
+BAD = LocalStep(5, math.nan, (40, 41))
+
+
+def test_non_finite_loss_names_iteration_rank_samples_cure() -> None:
+    guard = NonFiniteGuard()
+    guard.check_loss(1, 3.0, GOOD, _must_not_gather)
+    for mine in (GOOD, BAD):  # the healthy rank stops with the same message
+        with pytest.raises(NonFiniteLoss, match=r"iteration 7: the loss is nan.*rank 5 .*40, 41.*--lr"):
+            guard.check_loss(7, math.nan, mine, _gathers(GOOD, BAD))
+    with pytest.raises(NonFiniteLoss, match="every rank's own loss is finite"):
+        guard.check_loss(8, math.inf, GOOD, _gathers(GOOD))
+    many = [LocalStep(r, math.inf, tuple(range(40))) for r in range(20)]
+    with pytest.raises(NonFiniteLoss, match="and 24 more.*and 12 more ranks"):
+        guard.check_loss(9, math.inf, GOOD, _gathers(*many))
+
+
+def test_norms_skip_and_stop_after_a_row() -> None:
+    guard = NonFiniteGuard(max_skips=3)
+    norms = [1.0, math.inf, math.nan, 1.0, math.inf, math.inf]
+    skips = [guard.check_norm(i, norm, GOOD, _must_not_gather) for i, norm in enumerate(norms)]
+    assert skips == [False, True, True, False, True, True]
+    with pytest.raises(NonFiniteLoss, match="iteration 6: the gradient norm is inf.*3 steps in a row"):
+        guard.check_norm(6, math.inf, GOOD, _gathers(GOOD))
+    with pytest.raises(ValueError, match="at least 1"):
+        NonFiniteGuard(0)
+
+
+# Messages as gloo printed them (torch 2.13) when a peer was killed, and when it slept too long.
+KILLED = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:58601: "
+    "Connection reset by peer. This is typically caused by a remote worker hanging\nmore"
+)
+SLEPT = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms "
+    "for recv operation to complete"
+)
+
+
+def _failing(error: Exception) -> None:
+    with readable_failures(
+        rank=3, host="node1", timeout_s=600, phase=lambda: "backward of iteration 12",
+        hosts={"10.0.0.2": "node2, ranks 8-15"},
+    ):  # fmt: skip
+        raise error
+
+
+def test_failed_collectives_become_readable() -> None:
+    with pytest.raises(
+        RankFailure,
+        match=r"rank 3 on node1, in backward of iteration 12.*node2, ranks 8-15: its process ended "
+        r"\(time-out 600 s\).*--load",
+    ):
+        _failing(RuntimeError(KILLED))
+    with pytest.raises(RankFailure, match="another rank: it did not reach this collective.*4000ms") as caught:
+        _failing(RuntimeError(SLEPT))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="^shape mismatch$"):
+        _failing(RuntimeError("shape mismatch"))
+    with pytest.raises(NonFiniteLoss):
+        _failing(NonFiniteLoss("iteration 1: the loss is nan"))
+
+
+def test_a_real_store_time_out_is_recognised() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(milliseconds=200))
+    with pytest.raises(RuntimeError) as caught:
+        store.get("never set")
+    assert collective_symptom(caught.value) == "it did not reach this point within the time-out"
