@@ -77,9 +77,9 @@ def convert(opt: Option, raw: Any) -> Any:
     if isinstance(raw, list | tuple | dict):
         raise ValueError(f"takes one value, got {raw!r}")
     if opt.kind == "str":
-        if isinstance(raw, bool):
-            raise ValueError(f"takes text, got {raw!r}")
-        return str(raw)
+        if not isinstance(raw, str):  # YAML reads 9:1 and yes as other things than text
+            raise ValueError(f"takes text, got {raw!r}; put it in quotes")
+        return raw
     if opt.kind == "bool":
         if not isinstance(raw, bool):
             raise ValueError(f"takes true or false, got {raw!r}")
@@ -89,11 +89,13 @@ def convert(opt: Option, raw: Any) -> Any:
 
 def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
-    if opt.kind == "strs":
+    if opt.kind == "strs":  # numbers are weights of a blend
         return tuple(str(item) for item in items)
     pieces = [
         p for item in items for p in (item.replace(",", " ").split() if isinstance(item, str) else [item])
     ]
+    if not pieces:
+        raise ValueError("takes at least one number, got none")
     return tuple(_number("int", piece) for piece in pieces)
 
 

@@ -59,7 +59,7 @@ def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> N
         else:
             layer.errors.append(f"{where}{name} cannot be {value!r}: {FACTS[key]}; leave it out")
     elif switch is None:
-        layer.unknown(key, where)
+        layer.unknown(key, where, () if section else tuple(section_types()))
     elif section and switch.option.section != section:
         layer.errors.append(f"{where}{name} belongs to section {switch.option.section}")
     elif value is None:

@@ -62,9 +62,10 @@ def _put(flags: Flags, word: str, words: list[str]) -> None:
         layer.unknown(key, word[: len(word) - len(word.lstrip("-"))])
         layer.errors[-1] += " (flags start with --)"
     elif key in FILES:
-        if len(words) != 1:
-            layer.errors.append(f"{word} takes one file, got {len(words)} values")
-        flags.files[key] = words[0] if words else ""
+        if len(words) != 1 or key in flags.files:
+            layer.errors.append(f"{word} takes one file and stands once, got {' '.join(words) or 'none'}")
+        else:
+            flags.files[key] = words[0]
     elif key in FACTS:
         _refuse_values(layer, word, words)
         layer.facts.append(key)

@@ -15,7 +15,7 @@ from megazero.config.run import all_options
 # Megatron flags that name what always holds here: accepted, and said in the notes.
 FACTS: Mapping[str, str] = MappingProxyType(
     {
-        "use-distributed-optimizer": "is zero1, the default; another --zero-preset, --zero-stage, --zero-shard decides",
+        "use-distributed-optimizer": "is zero1, the default; --zero-preset, --zero-stage, --zero-shard decide",
         "overlap-grad-reduce": "reductions always overlap with backward",
         "overlap-param-gather": "gathers always run ahead of use",
         "accumulate-allreduce-grads-in-fp32": "gradients always accumulate in at least fp32",
@@ -40,6 +40,13 @@ EXCLUSIVE = (
     ("train_iters", "train_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     ("global_batch_size", "gradient_accumulation_steps"),
+)
+
+
+# What a value from a stronger source replaces in weaker ones.
+REPLACES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {name: group for group in EXCLUSIVE for name in group}
+    | {"micro_batch_size": ("micro_batch_size", "gradient_accumulation_steps")}
 )
 
 
@@ -110,8 +117,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
     origin: dict[str, str] = {}
     for layer in layers:
         for name, value in layer.values.items():
-            group = next((g for g in EXCLUSIVE if name in g), (name,))
-            for other in group:
+            for other in REPLACES.get(name, (name,)):
                 if other in out.values and origin[other] != layer.source:
                     old = out.values.pop(other)
                     if (other, old) != (name, value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from megazero.config.deepspeed import read_deepspeed
 from megazero.config.errors import ConfigError
@@ -38,19 +38,16 @@ def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
     try:
         return parse(argv, world)
     except ConfigError as error:
-        exit_with(error)
-
-
-def exit_with(error: ConfigError) -> NoReturn:
-    print(error, file=sys.stderr)
-    print("--help lists every flag", file=sys.stderr)
-    raise SystemExit(2)
+        print(f"{error}\n--help lists every flag", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
-    """The resolved, validated configuration of values by field name, from Python. Raises ConfigError."""
+    """The resolved, validated configuration of values by field name (None: not said). Raises ConfigError."""
     layer = Layer("values")
     for name, value in values.items():
+        if name in all_options() and value is None:
+            continue
         if name in all_options():
             layer.put(all_options()[name], value, name)
         else:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.fields import Option, section_options, show
+from megazero.config.fields import Option, convert, section_options, show
 from megazero.config.model import FAMILIES, ModelConfig
 from megazero.config.nearest import did_you_mean
 from megazero.config.sections import (
@@ -129,20 +129,23 @@ class RunConfig:
     @classmethod
     def from_dict(cls, stored: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         """Inverse of to_dict. Raises ConfigError naming every section or key that does not exist."""
-        errors, sections = [], {}
+        errors: list[str] = []
+        sections: dict[str, Any] = {}
         for section, values in stored.items():
-            kind = section_types().get(section)
-            if kind is None:
+            if section not in section_types():
                 errors.append(f"section {section!r} does not exist{did_you_mean(section, section_types())}")
                 continue
-            names = [f.name for f in dataclasses.fields(kind)]
-            errors += [
-                f"{section}.{key} does not exist{did_you_mean(key, names)}"
-                for key in values
-                if key not in names
-            ]
-            tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
-            sections[section] = kind(**tuples)
+            known = {opt.name: opt for opt in all_options().values() if opt.section == section}
+            read: dict[str, Any] = {}
+            for key, value in values.items():
+                try:
+                    if key in known:
+                        read[key] = None if value is None else convert(known[key], value)
+                    else:
+                        errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
+                except ValueError as error:
+                    errors.append(f"{section}.{key} {error}")
+            sections[section] = section_types()[section](**read)
         if errors:
             raise ConfigError(errors)
         return cls(**sections)

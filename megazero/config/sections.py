@@ -156,7 +156,7 @@ class DataConfig:
     @property
     def split_weights(self) -> tuple[float, float, float]:
         """Weights of train, validation, test, adding up to 1. ValueError if not up to three weights."""
-        parts = [float(p) for p in self.split.replace(":", ",").split(",")]
+        parts = [float(p) for p in self.split.split(",")]
         if len(parts) > 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
             raise ValueError("not up to three weights of at least 0 with a sum above 0")
         first, second, third = [p / sum(parts) for p in parts] + [0.0] * (3 - len(parts))

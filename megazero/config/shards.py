@@ -45,7 +45,7 @@ def resolve_shards(
     if faults:
         nearest = ",".join(map(str, nearest_factors((p, g, os), d, h)))
         raise ValueError(
-            f"shard factors P,G,OS = {p},{g},{os} over {d} data-parallel ranks, {h} per node: "
+            f"shard factors P,G,OS = {p},{g},{os} over {d} data-parallel ranks: "
             f"{', '.join(faults)}; nearest legal: {nearest}"
         )
     if lifetime is None:
@@ -98,7 +98,7 @@ def factor_faults(factors: tuple[int, int, int], d: int, h: int) -> list[str]:
         if b % a
     ]
     faults += [
-        f"{name} = {k} neither divides nor is a multiple of the {h} ranks per node"
+        f"{name} = {k} neither divides nor is a multiple of the {h} data-parallel ranks per node"
         for name, k in {k: (name, k) for name, k in chain[:3]}.values()
         if h % k and k % h
     ]

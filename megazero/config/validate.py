@@ -9,6 +9,7 @@ from megazero.config.fields import Option, show
 from megazero.config.nearest import did_you_mean, multiples_around
 from megazero.config.rules import RULES
 from megazero.config.run import RunConfig, World, all_options
+from megazero.config.shards import resolve_shards
 
 
 def validate(config: RunConfig, world: World | None = None) -> None:
@@ -32,6 +33,8 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     errors += _without_effect(config, broken)
     if world is not None:
         errors += _layout(config, world, broken)
+    elif config.zero.zero_shard:
+        errors += _shard_chain(config)
     return errors
 
 
@@ -43,14 +46,15 @@ def _own_fault(opt: Option, config: RunConfig) -> str:
     if opt.choices and value not in opt.choices:
         return f"{opt.flag} {value} is not one of {', '.join(opt.choices)}{did_you_mean(str(value), opt.choices)}"
     if opt.kind in ("int", "float"):
+        default = "" if opt.default is None else f"; the default is {show(opt.default)}"
         if opt.low is not None and value < opt.low:
             return f"{opt.flag} {show(value)} must be at least {opt.low:g}; nearest: {opt.low:g}"
         if opt.high is not None and value > opt.high:
             return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
         if opt.above is not None and value <= opt.above:
-            return f"{opt.flag} {show(value)} must be above {opt.above:g}; the default is {show(opt.default)}"
+            return f"{opt.flag} {show(value)} must be above {opt.above:g}{default}"
         if opt.below is not None and value >= opt.below:
-            return f"{opt.flag} {show(value)} must be below {opt.below:g}; the default is {show(opt.default)}"
+            return f"{opt.flag} {show(value)} must be below {opt.below:g}{default}"
     return ""
 
 
@@ -86,6 +90,16 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
                 said.add(name)
                 typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
                 yield f"{typed} has no effect without {cure}; leave it out or add that"
+
+
+def _shard_chain(config: RunConfig) -> Iterator[str]:
+    """Without a world: with d = OS and h = 1 only P | G | OS and the lifetime are left to check."""
+    shard = config.zero.zero_shard
+    assert shard
+    try:
+        resolve_shards(shard, max(shard[-1], 1), 1, config.zero.zero_params_lifetime)
+    except ValueError as error:
+        yield str(error)
 
 
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:

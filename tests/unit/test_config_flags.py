@@ -1,0 +1,322 @@
+"""Flags, YAML and DeepSpeed files: what they mean, what they refuse, who wins."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megazero.config import ConfigError, RunConfig, World, make_config, parse
+from megazero.config.docs import markdown
+from megazero.config.layers import FACTS, REFUSED, all_switches
+from megazero.config.run import all_options
+
+ROOT = Path(__file__).parents[2]
+BASE = [
+    "--num-layers=4",
+    "--hidden-size=64",
+    "--num-attention-heads=4",
+    "--seq-length=32",
+    "--micro-batch-size=2",
+]
+BASE += ["--lr=1e-3", "--train-iters=10", "--mock-data", "--vocab-size=100"]
+WORLD = World(8, 4)
+
+
+def run(text="", world=WORLD):
+    return parse([*BASE, *text.split()], world)
+
+
+def errors(text="", world=WORLD):
+    with pytest.raises(ConfigError) as caught:
+        run(text, world)
+    return caught.value.errors
+
+
+def write(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content)
+    return str(path)
+
+
+def test_values_of_every_kind():
+    config = run(
+        "--tensor-model-parallel-size=2 --bf16 --adam-beta2 .95 --zero-shard 2,2,4 --data-cache-path c"
+    )
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.precision.params_dtype == "bf16"
+    assert config.optimizer.adam_beta2 == 0.95
+    assert config.zero.zero_shard == (2, 2, 4)
+    assert run("--rampup-batch-size 16 16 9_600 --global-batch-size 64").batch.rampup_batch_size == (
+        16,
+        16,
+        9600,
+    )
+    blend = parse(
+        [*[w for w in BASE if w != "--mock-data"], "--data-path", "0.3", "a", "0.7", "b"], WORLD
+    ).data
+    assert blend.blend == ((0.3, "a"), (0.7, "b"))
+    assert blend.split_weights == pytest.approx((0.969, 0.03, 0.001))
+
+
+def test_families_and_booleans_both_ways():
+    assert run().model.normalization == "RMSNorm" and run().model.swiglu
+    bloom = run("--model-family bloom --no-embed-layernorm --untie-embeddings-and-output-weights").model
+    assert bloom.position_embedding_type == "alibi" and bloom.add_bias_linear
+    assert not bloom.embed_layernorm and bloom.untie_embeddings_and_output_weights
+    assert not run("--model-family gpt --disable-bias-linear").model.add_bias_linear
+    assert run().model.ffn_hidden_size == 192 and run("--no-swiglu").model.ffn_hidden_size == 256
+    assert run("--use-rope-scaling --rope-scaling-factor 4").model.rotary_scaling_factor == 4.0
+    config = run("--load x --no-load-optim --no-load-rng")
+    assert not config.checkpoint.load_optim and not config.checkpoint.load_rng
+
+
+def test_negative_numbers_are_values_not_flags():
+    assert errors("--weight-decay -1") == ("--weight-decay -1 must be at least 0; nearest: 0",)
+    assert errors("--weight-decay -.5e-1")[0].startswith("--weight-decay -0.05")
+
+
+def test_a_repeated_flag_wins_and_is_noted():
+    config = run("--seed 1 --seed 2")
+    assert config.training.seed == 2
+    assert "--seed 2 replaces the earlier 1" in config.notes
+
+
+def test_all_faults_at_once_with_the_nearest_flag():
+    found = errors("--num-layrs 3 --nope --lr x --fp16 --swiglu 3 --seed --clip-grad 1 2 --zero-preset zero4")
+    assert "--num-layrs does not exist; nearest: --num-layers" in found
+    assert "--nope does not exist" in found[1]
+    assert "--lr takes a number, got 'x'" in found
+    assert any(line.startswith("--fp16") and "--bf16" in line for line in found)
+    assert "--swiglu takes no value, got 3" in found
+    assert "--seed takes one value, got none" in found
+    assert "--clip-grad takes one value, got 1 2" in found
+    assert "--zero-preset zero4 is not one of" in found[-1] and "nearest: zero" in found[-1]
+    assert len(found) == 8
+
+
+def test_stray_words_and_single_dashes():
+    with pytest.raises(ConfigError, match="'word' does not belong to a flag"):
+        parse(["word", *BASE])
+    assert "nearest" in errors("-seed 3")[0]
+
+
+@pytest.mark.parametrize("raw", ["nan", "inf", "1e400"])
+def test_non_finite_numbers_are_refused(raw):
+    assert "finite" in errors(f"--weight-decay {raw}")[0]
+
+
+def test_facts_are_accepted_and_said():
+    config = run(" ".join(f"--{fact}" for fact in FACTS) + " --num-query-groups 2")
+    for fact, text in FACTS.items():
+        assert f"--{fact}: {text}" in config.notes
+    assert config.zero.zero_preset == "zero1"
+    assert "needs --num-query-groups" in errors("--group-query-attention")[0]
+
+
+def test_names_do_not_collide():
+    own = set(all_switches())
+    assert not own & (set(FACTS) | set(REFUSED) | {"help", "config", "deepspeed-config"})
+    spelled = [opt.key for opt in all_options().values()]
+    spelled += [opt.negative_key for opt in all_options().values() if opt.kind == "bool"]
+    spelled += [key for opt in all_options().values() for key in (*opt.consts, *opt.aliases)]
+    assert sorted(spelled) == sorted(own)
+
+
+def test_yaml_flat_or_by_section_and_flags_override(tmp_path):
+    path = write(
+        tmp_path,
+        "run.yaml",
+        "model: {num-layers: 6, swiglu: false, hidden_size: 128}\nbf16: true\nadam_eps: 1e-6\n"
+        "zero-preset: hpz\nno-load-rng: true\nload: x\nsplit: '9,1,0'\noverlap-grad-reduce: true\nsave: null\n",
+    )
+    config = run(f"--config {path} --zero-shard 2,2,2")
+    assert config.model.num_layers == 4 and config.model.hidden_size == 64  # the flags of BASE
+    assert config.model.swiglu is False and config.precision.params_dtype == "bf16"
+    assert config.optimizer.adam_eps == 1e-6 and not config.checkpoint.load_rng
+    assert config.zero.zero_shard == (2, 2, 2) and config.zero.zero_preset is None
+    assert f"num-layers 4 from flags overrides num-layers 6 from {path}" in config.notes
+    assert f"zero-shard 2,2,2 from flags overrides zero-preset hpz from {path}" in config.notes
+
+
+def test_yaml_faults(tmp_path):
+    path = write(
+        tmp_path,
+        "bad.yaml",
+        "modle: {}\nmodel: {num-layrs: 3, lr: 1}\nseed: yes\nseed: 2\nsplit: 9:1\nbf16: false\nlog-throughput: no\n",
+    )
+    found = "\n".join(errors(f"--config {path}"))
+    for part in (
+        f"{path}: modle does not exist; nearest",
+        "model.num-layrs does not exist; nearest: ",
+        "model.lr belongs to section optimizer",
+        "seed stands there twice",
+        "split takes text",
+        "bf16 takes only true",
+        "log-throughput cannot be False",
+    ):
+        assert part in found, part
+    assert "cannot be read" in errors("--config /nowhere.yaml")[0]
+    assert "is not YAML" in errors(f"--config {write(tmp_path, 'x.yaml', 'a: [')}")[0]
+    assert "not a mapping" in errors(f"--config {write(tmp_path, 'y.yaml', '[1]')}")[0]
+    assert "takes one file" in errors("--config")[0]
+    assert "stands once" in errors(f"--config {tmp_path / 'x.yaml'} --config {path}")[-1]
+
+
+def deepspeed(tmp_path, content):
+    return "--deepspeed-config " + write(tmp_path, "ds.json", json.dumps(content))
+
+
+def test_deepspeed_keys_map(tmp_path):
+    zero = {
+        "stage": 3,
+        "zero_hpz_partition_size": 2,
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": 1000,
+    }
+    content = {
+        "train_batch_size": 48,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero | {"zero_quantized_weights": False, "offload_param": {"device": "none"}},
+    }
+    config = run(deepspeed(tmp_path, content))
+    assert config.batch.global_batch_size == 48 and config.num_micro_batches(WORLD) == 3
+    assert config.optimizer.clip_grad == 0.5 and config.precision.params_dtype == "bf16"
+    assert config.zero.zero_preset == "hpz" and config.shards(WORLD).factors == (2, 8, 8)
+    assert config.zero.zero_prefetch_bytes == 2000
+    assert any("overlap_comm" in note for note in config.notes)
+    mics = run(deepspeed(tmp_path, {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}))
+    assert mics.shards(WORLD).factors == (4, 4, 4)
+    off = run(deepspeed(tmp_path, {"zero_optimization": {"stage": 2, "mics_shard_size": -1}}))
+    assert off.zero.zero_preset == "zero2"
+
+
+def test_deepspeed_faults(tmp_path):
+    content = {
+        "bf16": {"enabled": "yes"},
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "Adam"},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "gradient_acumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 5,
+            "zero_quantized_gradients": True,
+            "zeropp_loco_param": {"err_beta": 0.8},
+            "reduce_bucket_size": 5e8,
+            "offload_optimizer": {"device": "cpu"},
+            "overlap_comm": False,
+        },
+    }
+    found = errors(deepspeed(tmp_path, content))
+    for part in (
+        "bf16.enabled takes true or false",
+        "fp16.enabled is not supported",
+        "optimizer is not supported: use --optimizer",
+        "grad_accum_dtype cannot be 'bf16'",
+        "gradient_acumulation_steps is not supported; nearest: gradient_accumulation_steps",
+        "zero_quantized_gradients is not supported",
+        "zeropp_loco_param is not supported",
+        "reduce_bucket_size is not supported",
+        "offload_optimizer is not supported",
+        "overlap_comm cannot be False",
+        "--zero-stage 5 must be at most 3; nearest: 3",
+    ):
+        assert sum(part in line for line in found) == 1, part
+    assert len(found) == 11
+
+
+def test_deepspeed_accumulation_is_checked_and_flags_replace_it(tmp_path):
+    flags = [w for w in BASE if not w.startswith("--micro")]
+    sizes = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    path = deepspeed(tmp_path, sizes).split()
+    with pytest.raises(ConfigError, match="= 32; nearest: gradient_accumulation_steps 3"):
+        parse([*flags, *path], WORLD)
+    assert run(" ".join(path)).num_micro_batches(WORLD) == 3  # BASE says --micro-batch-size
+    assert parse([*flags, *path, "--global-batch-size", "64"], WORLD).num_micro_batches(WORLD) == 4
+    del sizes["train_batch_size"]
+    assert parse([*flags, *deepspeed(tmp_path, sizes).split()], WORLD).batch.global_batch_size == 32
+
+
+def test_yaml_beats_deepspeed_and_says_so(tmp_path):
+    yaml = write(tmp_path, "run.yaml", "clip-grad: 2.0\nzero-preset: mics\n")
+    config = run(
+        deepspeed(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2}})
+        + f" --config {yaml}"
+    )
+    assert config.optimizer.clip_grad == 2.0 and config.zero.zero_preset == "mics"
+    assert any("zero-preset mics" in note and "overrides zero-stage 2" in note for note in config.notes)
+
+
+def test_round_trip_and_reuse_as_yaml(tmp_path):
+    config = run(
+        "--model-family gpt --zero-shard 2,2,4 --tensor-model-parallel-size 2 --lr-warmup-fraction 0.1"
+    )
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert RunConfig.from_dict(stored) == config
+    path = write(tmp_path, "saved.yaml", json.dumps(stored))  # JSON is YAML
+    assert parse(["--config", path], WORLD) == config
+    stored["model"]["num_layer"], stored["modle"] = 3, {}
+    stored["batch"]["micro_batch_size"] = "two"
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict(stored)
+    assert len(caught.value.errors) == 3
+
+
+def test_make_config_from_python():
+    values = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "seq_length": 4,
+        "micro_batch_size": 1,
+    }
+    values |= {"lr": 1, "train_iters": 1, "mock_data": True, "vocab_size": 10}
+    assert make_config(values).model.kv_channels == 4
+    with pytest.raises(ConfigError, match="num_layer does not exist; nearest: num_layers"):
+        make_config(values | {"num_layer": 2})
+
+
+def test_describe_marks_what_is_not_default():
+    lines = run("--seed 7 --zero-preset hpz --overlap-grad-reduce").describe(WORLD)
+    assert any(line.split() == ["*", "seed", "7"] for line in lines)
+    assert any(line.split() == ["swiglu", "on"] for line in lines)
+    assert any("P,G,OS = 4,8,8" in line for line in lines)
+    assert any(line.startswith("note: --overlap-grad-reduce") for line in lines)
+
+
+PROBE = "import sys; {}; print(sorted(m for m in ('torch', 'numpy') if m in sys.modules))"
+
+
+def test_importing_and_parsing_loads_neither_torch_nor_numpy():
+    code = PROBE.format(f"from megazero.config import parse; parse({BASE!r})")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("flags,status", [(["--help"], 0), (BASE, 0), (["--num-layrs", "2"], 2)])
+def test_command_line_status(flags, status):
+    begin = time.perf_counter()
+    out = subprocess.run(
+        [sys.executable, "-m", "megazero.config", *flags],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    print(f"{flags[0]}: {time.perf_counter() - begin:.2f} s including the interpreter's start (aim: 0.5)")
+    assert out.returncode == status
+    if status:
+        assert "nearest: --num-layers" in out.stderr and not out.stdout
+    elif flags == ["--help"]:
+        assert all(f"--{key}" in out.stdout for key in all_switches())
+
+
+def test_flags_page_is_current():
+    page = (ROOT / "docs" / "flags.md").read_text()
+    assert page == markdown(), "run: python -m megazero.config.docs > docs/flags.md"

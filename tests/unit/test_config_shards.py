@@ -1,0 +1,82 @@
+"""Presets and shard factors over every small d and h, against the mesh's own rule."""
+
+import itertools
+
+import pytest
+
+from megazero.config import PRESETS, resolve_shards
+from megazero.config.shards import factor_faults, nearest_factors
+from megazero.mesh.grid import data_cuts
+
+SIZES = [(d, h) for d in (*range(1, 17), 24, 36) for h in range(1, d + 1) if d % h == 0]
+
+
+def triples(top):
+    return itertools.product(range(1, top + 1), range(1, top + 1), range(1, top + 1))
+
+
+def legal_on_mesh(factors, d, h):
+    try:
+        data_cuts(d, h, factors)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("d,h", SIZES)
+def test_presets_follow_the_table(d, h):
+    table = {"ddp": (1, 1, 1), "zero1": (1, 1, d), "zero2": (1, d, d), "zero3": (d, d, d)}
+    table |= {"mics": (h, h, h), "hsdp": (h, h, h), "hpz": (h, d, d)}
+    assert set(table) == set(PRESETS)
+    for preset, factors in table.items():
+        if h == 1 and preset in ("mics", "hsdp", "hpz"):
+            with pytest.raises(ValueError, match="nearest legal preset: zero3"):
+                resolve_shards(preset, d, h)
+            continue
+        shards = resolve_shards(preset, d, h)
+        assert shards.factors == factors
+        assert legal_on_mesh(factors, d, h)
+        expected = "resident" if factors[0] == 1 else "use" if factors[0] == factors[2] else "step"
+        assert shards.lifetime == expected
+
+
+@pytest.mark.parametrize("d,h", [(d, h) for d, h in SIZES if d <= 12])
+def test_explicit_factors_are_legal_exactly_where_the_mesh_takes_them(d, h):
+    for factors in triples(d + 1):
+        assert (not factor_faults(factors, d, h)) == legal_on_mesh(factors, d, h), factors
+
+
+def test_nearest_factors_are_legal_and_a_legal_choice_is_its_own_nearest():
+    for d, h in [(8, 4), (12, 4), (6, 3)]:
+        for factors in triples(d):
+            nearest = nearest_factors(factors, d, h)
+            assert legal_on_mesh(nearest, d, h)
+            if legal_on_mesh(factors, d, h):
+                assert nearest == factors
+
+
+def test_every_broken_rule_is_named():
+    with pytest.raises(ValueError) as error:
+        resolve_shards((2, 3, 4), 8, 4)
+    for part in ("P = 2 does not divide G = 3", "G = 3 does not divide OS = 4", "G = 3 neither", "2,4,4"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="three numbers"):
+        resolve_shards((2, 4), 8, 4)
+
+
+def test_lifetimes():
+    assert resolve_shards("hpz", 8, 4).lifetime == "step"
+    assert resolve_shards("hpz", 8, 4, "resident").lifetime == "resident"
+    assert resolve_shards("hpz", 8, 8).lifetime == "use"  # one node: hpz is zero3
+    with pytest.raises(ValueError, match="nearest legal: step"):
+        resolve_shards("zero1", 8, 4, "use")
+    with pytest.raises(ValueError, match="'sep' is not one of use, step, resident"):
+        resolve_shards("zero1", 8, 4, "sep")
+
+
+def test_hpz_partition_size():
+    assert resolve_shards("hpz", 8, 4, partition=2).factors == (2, 8, 8)
+    with pytest.raises(ValueError, match="nearest legal: 4,8,8"):
+        resolve_shards("hpz", 8, 4, partition=3)
+    with pytest.raises(ValueError, match="nearest legal preset: zero3"):
+        resolve_shards("hpz", 8, 4, partition=1)

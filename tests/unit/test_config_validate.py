@@ -1,0 +1,205 @@
+"""Sizes that do not fit: each is one error line with the value, the rule and the nearest legal choice."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.config import ConfigError, RunConfig, World, make_config, parse, validate
+from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.run import all_options
+
+BASE = {
+    "num_layers": 4,
+    "hidden_size": 96,
+    "num_attention_heads": 12,
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "lr": 1e-3,
+    "train_iters": 100,
+    "mock_data": True,
+    "vocab_size": 101,
+}
+
+
+WORLD = World(8, 4)
+
+
+def errors(world=WORLD, **changes):
+    with pytest.raises(ConfigError) as caught:
+        make_config({**BASE, **changes}, world)
+    return "\n".join(caught.value.errors)
+
+
+def legal(world=WORLD, **changes):
+    config = make_config({**BASE, **changes}, world)
+    validate(config, world)
+    return config
+
+
+def test_nearest_arithmetic():
+    assert around(common_divisors(12), 5) == "4 or 6"
+    assert around(common_divisors(12), 13) == "12"
+    assert common_divisors(12, 18) == [1, 2, 3, 6]
+    assert multiples_around(27, 6) == "24 or 30"
+    assert multiples_around(4, 6) == "6"
+
+
+def test_required_options_are_all_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        make_config({})
+    text = str(caught.value)
+    for flag in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "lr"):
+        assert f"--{flag} is required" in text
+    assert "exactly one of --train-iters and --train-samples" in text
+    assert "exactly one of --data-path and --mock-data" in text
+
+
+@pytest.mark.parametrize(
+    "changes,part",
+    [
+        (
+            {"tensor_model_parallel_size": 5, "ffn_hidden_size": 240},
+            "size 5; nearest size that fits all: 4 or 6",
+        ),
+        ({"num_query_groups": 5}, "--num-query-groups 5; nearest groups: 4 or 6"),
+        ({"hidden_size": 100}, "--hidden-size 100 does not divide by --num-attention-heads 12"),
+        ({"hidden_size": 100}, "nearest hidden size: 96 or 108"),
+        ({"num_query_groups": 3, "tensor_model_parallel_size": 2}, "--num-query-groups 3 does not divide by"),
+        (
+            {"tensor_model_parallel_size": 4, "ffn_hidden_size": 250},
+            "--ffn-hidden-size 250 does not divide by",
+        ),
+        ({"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, "--seq-length 30"),
+        ({"kv_channels": 7}, "must be even for rotary positions; nearest: 6 or 8"),
+        (
+            {"seq_length": 64, "max_position_embeddings": 32},
+            "exceeds --max-position-embeddings 32; nearest: 32",
+        ),
+        ({"pipeline_model_parallel_size": 2}, "pipelines are not built yet; nearest: 1"),
+        ({"num_layers": 0}, "--num-layers 0 must be at least 1; nearest: 1"),
+        ({"attention_dropout": 1.0}, "--attention-dropout 1 must be below 1"),
+        ({"hidden_dropout": -0.1}, "--hidden-dropout -0.1 must be at least 0"),
+        ({"lr": 0.0}, "--lr 0 must be above 0"),
+        ({"min_lr": 1.0}, "--min-lr 1 exceeds --lr 0.001; nearest: 0.001"),
+        ({"lr_warmup_iters": 100}, "must be shorter than the decay of 100 that contains it; nearest: 99"),
+        ({"lr_decay_style": "WSD"}, "needs --lr-wsd-decay-iters of 1 to 100"),
+        ({"lr_decay_style": "WSD", "lr_warmup_iters": 20, "lr_wsd_decay_iters": 90}, "of 1 to 80"),
+        ({"lr_decay_style": "cosin"}, "nearest: cosine"),
+        ({"lr_decay_samples": 5}, "use --lr-decay-iters"),
+        ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, "exclude each other"),
+        ({"train_samples": 5}, "exactly one of --train-iters and --train-samples"),
+        ({"mock_data": False}, "exactly one of --data-path and --mock-data"),
+        ({"mock_data": False, "data_path": ["a", "b", "c"]}, "3 words are not pairs of WEIGHT and PREFIX"),
+        ({"mock_data": False, "data_path": ["-1", "b"]}, "weight -1 of b is not above 0"),
+        ({"split": "1,x"}, "--split '1,x'"),
+        ({"split": "0,0,0"}, "--split '0,0,0'"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": None}, "needs --vocab-size"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
+        ({"save": "x", "save_interval": 10, "save_retain_interval": 25}, "nearest: 20 or 30"),
+        ({"global_batch_size": 40}, "not a multiple of micro-batch size 2 x data-parallel size 8 = 16"),
+        ({"global_batch_size": 40}, "nearest: 32 or 48"),
+        ({"global_batch_size": 64, "rampup_batch_size": (16, 8, 100)}, "increment 8 is not a multiple"),
+        ({"global_batch_size": 64, "rampup_batch_size": (16, 32, 100)}, "nearest steps: 24 or 48"),
+        ({"global_batch_size": 64, "rampup_batch_size": (80, 16, 100)}, "above --global-batch-size 64"),
+        ({"global_batch_size": 64, "rampup_batch_size": (16, 16)}, "START INCREMENT SAMPLES"),
+        ({"zero_shard": (2, 4, 6)}, "nearest legal: 2,4,8"),
+        ({"zero_shard": (2, 2)}, "three numbers P,G,OS"),
+        ({"zero_shard": (2, 2, 2), "zero_stage": 3}, "excludes --zero-stage"),
+        ({"zero_stage": 2, "zero_preset": "hpz"}, "--zero-stage 2 is preset zero2"),
+        ({"zero_stage": 2, "zero_hpz_partition_size": 4}, "needs preset hpz"),
+        ({"zero_preset": "zero2", "zero_params_lifetime": "use"}, "nearest legal: step"),
+        ({"zero_preset": "hpz", "tensor_model_parallel_size": 4}, "nearest legal preset: zero3"),
+        ({"ranks_per_node": 3}, "nearest ranks per node: 2"),
+        ({"ranks_per_node": 2, "tensor_model_parallel_size": 4}, "nearest tensor-parallel size: 2"),
+        ({"tensor_model_parallel_size": 3}, "nearest"),
+    ],
+)
+def test_faults(changes, part):
+    assert part in errors(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adam_beta1": 0.5, "optimizer": "sgd"},
+        {"sgd_momentum": 0.5},
+        {"save_interval": 5},
+        {"load_optim": False},
+        {"finetune": True},
+        {"rotary_base": 5e5, "position_embedding_type": "alibi"},
+        {"rotary_scaling_factor": 2.0},
+        {"rotary_high_freq_factor": 2.0, "rotary_scaling": "linear"},
+        {"lr_wsd_decay_iters": 5},
+        {"wandb_exp_name": "x"},
+        {"save": "x", "save_keep_last": 2},
+        {"tokenizer_model": "x"},
+    ],
+)
+def test_options_without_effect_are_refused(changes):
+    text = errors(**changes)
+    assert text.count("has no effect without") == 1 and "\n" not in text
+
+
+def test_faults_of_unlike_kinds_come_together():
+    text = errors(num_layers=0, tensor_model_parallel_size=8, global_batch_size=7, lr=-1.0, zero_preset="hpz")
+    assert text.count("\n") == 3
+    for part in ("--num-layers 0", "--lr -1", "tensor-parallel size", "--num-attention-heads 12"):
+        assert part in text
+
+
+def test_legal_configurations():
+    config = legal(tensor_model_parallel_size=2, zero_preset="hpz", global_batch_size=48)
+    assert config.data_parallel_size(WORLD) == 4 and config.data_ranks_per_node(WORLD) == 2
+    assert config.shards(WORLD).factors == (2, 4, 4) and config.num_micro_batches(WORLD) == 6
+    pretend = legal(World(4, 4), ranks_per_node=2, zero_preset="hpz")
+    assert pretend.shards(World(4, 4)).factors == (2, 4, 4)
+    assert legal(zero_stage=3, zero_hpz_partition_size=2).shards(WORLD).factors == (2, 8, 8)
+    assert legal(optimizer="adam").optimizer.optimizer == "adamw"
+    assert legal(global_batch_size=64, rampup_batch_size=(16, 16, 100))
+    assert legal().batch.global_batch_size == 16
+
+
+def test_without_a_world_only_sizes_that_need_it_stay_unchecked():
+    assert legal(None, global_batch_size=7, zero_preset="hpz").batch.global_batch_size == 7
+    assert legal(None).batch.global_batch_size is None
+    assert "P = 2 does not divide G = 3" in errors(None, zero_shard=(2, 3, 4))
+    assert "nearest size that fits all" in errors(None, tensor_model_parallel_size=5)
+
+
+def test_schedule_lengths():
+    span = legal(lr_warmup_fraction=0.1, lr_decay_iters=50).lr_span
+    assert (span.unit, span.total, span.decay, span.warmup) == ("iterations", 100, 50, 5)
+    span = legal(train_iters=None, train_samples=1000, lr_warmup_samples=64).lr_span
+    assert (span.unit, span.total, span.decay, span.warmup) == ("samples", 1000, 1000, 64)
+
+
+NUMBERS = st.integers(-2, 40).map(str)
+WORDS = st.one_of(
+    NUMBERS,
+    st.floats().map(repr),
+    st.sampled_from(sorted({word for opt in all_options().values() for word in opt.choices})),
+    st.lists(NUMBERS, max_size=4).map(",".join),
+    st.text("ab-=,.1 ", max_size=4),
+)
+FLAGS = st.sampled_from([opt.flag for opt in all_options().values()])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(FLAGS, WORDS), max_size=6), st.integers(1, 12), st.integers(1, 12))
+def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra, size, per_node):
+    """Never another exception; what is accepted is whole on its world."""
+    argv = [
+        w
+        for name, value in BASE.items()
+        for w in (f"--{name.replace('_', '-')}", str(value))
+        if value is not True
+    ]
+    argv += ["--mock-data", *(word for pair in extra for word in pair)]
+    world = World(size, per_node)
+    try:
+        config = parse(argv, world)
+    except ConfigError as error:
+        assert error.errors and all(error.errors)
+        return
+    assert config.num_micro_batches(world) >= 1 and config.shards(world) and config.describe(world)
+    assert RunConfig.from_dict(config.to_dict()) == config
