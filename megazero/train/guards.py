@@ -181,7 +181,8 @@ _SYMPTOMS: Mapping[str, str] = {
     "communicator was aborted": "an earlier collective failed",
     "heartbeat": "its monitor stopped answering",
 }
-_TORCH_ERRORS = ("DistNetworkError", "DistStoreError", "DistBackendError")
+# Classes that mean it whatever they say, by name: importing them would import torch.
+_COLLECTIVE_ERRORS = ("DistNetworkError", "DistStoreError", "DistBackendError", "CommunicationError")
 _PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
 
 
@@ -226,7 +227,7 @@ def collective_symptom(error: BaseException) -> str | None:
     for symptom, meaning in _SYMPTOMS.items():
         if symptom in text:
             return meaning
-    if any(parent.__name__ in _TORCH_ERRORS for parent in type(error).__mro__):
+    if any(parent.__name__ in _COLLECTIVE_ERRORS for parent in type(error).__mro__):
         return "the communication between them failed"
     return None
 

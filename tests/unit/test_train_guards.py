@@ -147,6 +147,9 @@ def test_failed_collectives_become_readable() -> None:
     with pytest.raises(RankFailure, match="another rank: it did not reach this collective.*4000ms") as caught:
         _failing(RuntimeError(SLEPT))
     assert isinstance(caught.value.__cause__, RuntimeError)
+    lane = pytest.importorskip("megazero.comm.lane").CommunicationError
+    with pytest.raises(RankFailure, match="iteration 12.*communication between them failed.*unit 'head'"):
+        _failing(lane("rank 3: gather of unit 'head' failed on axis 'p', hop 1 of 2: unheard of"))
     with pytest.raises(RuntimeError, match="^shape mismatch$"):
         _failing(RuntimeError("shape mismatch"))
     with pytest.raises(NonFiniteLoss):
