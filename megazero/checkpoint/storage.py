@@ -5,11 +5,13 @@ The files stay what torch writes: other DCP tools can read them.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zlib
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -94,30 +96,13 @@ def _safe(info: Any) -> bool:
     )
 
 
-class _Checksummed:
-    """A binary file for appending that counts and checksums what passes through."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-        self.size = 0
-        self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        written = self.file.write(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.size += written
-        return written
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 class Writer(FileSystemWriter):
-    """One file per rank, one tensor in host memory at a time, checksums taken while writing.
+    """One file per rank, one chunk in host memory at a time, checksums taken while writing.
 
-    torch's own loop keeps a host copy of every tensor of the file until the end (2.13), which is a
-    second copy of the rank's whole state; and an error in one of several writer threads is lost.
-    ``files`` holds this rank's file after the save. No machine path is stored.
+    torch's own loop (2.13) keeps a host copy of every tensor of the file until the end, which is a
+    second copy of the rank's whole state; loses an error in one of several writer threads; and hides
+    'no space left' behind torch.save's own 'unexpected pos', hence the buffer. ``files`` holds this
+    rank's file after the save. No machine path is stored.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -128,23 +113,32 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         if plan.items:
-            with open(Path(self.path) / self.file_name, "xb") as file:
-                stream = _Checksummed(file)
+            buffer = io.BytesIO()  # grows once to the largest chunk
+            size = crc32 = 0
+            with open(Path(self.path) / self.file_name, "xb", buffering=0) as file:
                 for item in plan.items:
-                    offset = stream.size
-                    torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], stream))
-                    length = stream.size - offset
-                    place = dcp_filesystem._StorageInfo(self.file_name, offset, length)
+                    buffer.seek(0)
+                    torch.save(_compact(planner.resolve_data(item)), buffer)
+                    length = buffer.tell()
+                    with buffer.getbuffer() as whole:
+                        crc32 = zlib.crc32(whole[:length], crc32)
+                        _write_all(file, whole[:length])
+                    place = dcp_filesystem._StorageInfo(self.file_name, size, length)
                     results.append(WriteResult(item.index, length, place))
-                file.flush()
+                    size += length
                 os.fsync(file.fileno())
-            self.files[self.file_name] = FileEntry(stream.size, stream.crc32)
+            self.files[self.file_name] = FileEntry(size, crc32)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _compact(data: Any) -> torch.Tensor:

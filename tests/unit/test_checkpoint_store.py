@@ -1,0 +1,440 @@
+"""The store in one process: round trips, damage, malice, kills, retention."""
+
+import errno
+import io
+import json
+import os
+import pickle
+import signal
+import sys
+import warnings
+import zlib
+from math import prod
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from megazero.checkpoint import directory, manifest, storage, store
+from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.placement import Placement, Segment
+from megazero.checkpoint.records import SliceRecord
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """A power cut is not simulated, so the tests need not wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def record(name, shape, value=None, kinds=("weights",), dtype=torch.float32, **placing):
+    placement = Placement.plain(name, shape, **placing)
+    n = prod(placement.local_shape)
+    seed = zlib.crc32(name.encode())
+    made = {}
+    for i, kind in enumerate(kinds):
+        generator = torch.Generator().manual_seed(seed + i)
+        made[kind] = (
+            torch.randn(n, generator=generator, dtype=torch.float64)
+            if value is None
+            else torch.full((n,), value)
+        ).to(dtype)
+    return SliceRecord(placement, 0, n, made)
+
+
+def model(value=None, **keywords):
+    return [record("embed", (7, 4), value, **keywords), record("norm", (4,), value, **keywords)]
+
+
+def blank(records):
+    """The same slices with NaN in them."""
+    return [
+        SliceRecord(
+            r.placement, r.start, r.stop, {k: torch.full_like(t, torch.nan) for k, t in r.tensors.items()}
+        )
+        for r in records
+    ]
+
+
+def saved(root, step=100, value=None, **keywords):
+    return store.save(root, store.Snapshot(step, model(value), {"loss": 0.1}), **keywords)
+
+
+def value_of(path):
+    return store.load_full(path)["norm"][0].item()
+
+
+def test_round_trip_of_every_kind_dtype_and_shape(tmp_path):
+    kinds = ("weights", "master", "exp_avg", "exp_avg_sq")
+    records = [
+        record("w", (5, 3), kinds=kinds),
+        record("half", (4,), kinds=("weights",), dtype=torch.bfloat16),
+        record("double", (2, 3, 2), kinds=kinds, dtype=torch.float64),
+        record("scalar", (), kinds=kinds),
+        record("empty", (0, 3), kinds=kinds),
+    ]
+    snapshot = store.Snapshot(
+        7,
+        records,
+        state={"lr": 0.1, "nothing": None},
+        rank_tensors={"cpu": torch.get_rng_state(), "n": torch.tensor(3)},
+        layout={"tp": 1, "axes": (1, 2)},
+        configuration={"hidden": 4},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = store.save(tmp_path / "new" / "root", snapshot)
+        assert path.name == "iter_0000007" and store.latest(tmp_path / "new" / "root") == path
+        for wanted in (kinds[:1], kinds[1:]):
+            targets = blank(records)
+            loaded = store.load(path, records=targets, kinds=wanted, layout={"tp": 1, "axes": (1, 2)})
+            for source, target in zip(records, targets, strict=True):
+                for kind, tensor in target.tensors.items():
+                    expected = source.tensors[kind] if kind in wanted else torch.full_like(tensor, torch.nan)
+                    torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+    assert loaded.state == {"lr": 0.1, "nothing": None}
+    assert loaded.rank_tensors is not None
+    assert torch.equal(loaded.rank_tensors["cpu"], snapshot.rank_tensors["cpu"])
+    assert loaded.rank_tensors["n"] == 3
+    assert loaded.manifest.kinds["weights"] == ("bfloat16", "float32", "float64")
+    assert loaded.manifest.configuration == {"hidden": 4} and loaded.manifest.step == 7
+    assert store.load(path, records=records, layout={"tp": 2}).rank_tensors is None
+    full = store.load_full(path, "exp_avg")
+    assert full["scalar"].shape == () and torch.equal(full["w"].view(-1), records[0].tensors["exp_avg"])
+
+
+def test_fused_transposed_and_padded_reload_in_another_form(tmp_path):
+    w = torch.arange(24.0).view(6, 4)
+    conv1d = Placement("w", (4, 6), (6, 4), (Segment(0, 6, 0),), transposed=True)
+    pieces = [SliceRecord(conv1d, a, b, {"weights": w.view(-1)[a:b]}) for a, b in ((0, 7), (7, 7), (7, 24))]
+    path = store.save(tmp_path, store.Snapshot(1, pieces))
+    assert torch.equal(store.load_full(path)["w"], w.t())
+    # read back with the local rows 3..5 first and two rows of padding
+    swapped = Placement("w", (4, 6), (8, 4), (Segment(0, 3, 3), Segment(3, 3, 0)), transposed=True)
+    target = blank([SliceRecord(swapped, 2, 31, {"weights": torch.empty(29)})])[0]
+    store.load(path, records=[target])
+    expected = torch.cat([w[3:], w[:3], torch.zeros(2, 4)]).view(-1)[2:31]
+    assert torch.equal(target.tensors["weights"], expected)
+
+
+def test_masters_from_weights_and_conversion_only_when_asked(tmp_path):
+    path = saved(tmp_path)
+    targets = [record("embed", (7, 4), 0.0, ("weights", "master")), record("norm", (4,), 0.0)]
+    store.load(path, records=targets, kinds={"weights": "weights", "master": "weights"}, strict=False)
+    assert torch.equal(targets[0].tensors["master"], model()[0].tensors["weights"])
+    assert torch.equal(targets[0].tensors["weights"], model()[0].tensors["weights"])
+    half = model(0.0, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="torch.bfloat16 here and 'weights' is stored as torch.float32"):
+        store.load(path, records=half)
+    store.load(path, records=half, convert=True)
+    assert torch.equal(half[0].tensors["weights"], model()[0].tensors["weights"].bfloat16())
+    with pytest.raises(CheckpointError, match="it holds no 'exp_avg', only 'weights'"):
+        store.load(path, records=model(), kinds=("exp_avg",))
+
+
+def test_another_model_is_named_tensor_by_tensor(tmp_path):
+    path = saved(tmp_path)
+    others = [record("embed", (9, 4), 0.0), record("head", (2,), 0.0)]
+    with pytest.raises(CheckpointError) as caught:
+        store.load(path, records=others)
+    text = str(caught.value)
+    assert "3 of 3 tensors of 'weights' differ" in text
+    assert "'embed': model (9, 4), checkpoint (7, 4)" in text
+    assert "'head': model (2,), checkpoint absent" in text and "'norm': model absent" in text
+    assert (others[0].tensors["weights"] == 0).all()
+    with pytest.raises(CheckpointError, match="1 of 1 tensors"):
+        store.load(path, records=others, strict=False)
+    store.load(path, records=others[1:], strict=False)
+
+
+def test_saved_elements_need_exactly_one_owner(tmp_path):
+    whole = record("w", (4, 4), 1.0)
+    half = SliceRecord(whole.placement, 0, 8, {"weights": torch.zeros(8)})
+    with pytest.raises(CheckpointError, match="hold 8 of its 16 elements"):
+        store.save(tmp_path, store.Snapshot(1, [half]))
+    with pytest.raises(CheckpointError, match="owner=False"):
+        store.save(tmp_path, store.Snapshot(1, [whole, whole]))
+    with pytest.raises(CheckpointError, match="overlapping"):
+        store.save(
+            tmp_path,
+            store.Snapshot(1, [whole, SliceRecord(whole.placement, 4, 8, {"weights": torch.ones(4)})]),
+        )
+    assert os.listdir(tmp_path) == []
+    tied = SliceRecord(whole.placement, 0, 16, {"weights": torch.full((16,), 9.0)}, owner=False)
+    assert store.load_full(store.save(tmp_path, store.Snapshot(1, [whole, tied])))["w"].unique().item() == 1.0
+
+
+def test_records_are_checked():
+    placement = Placement.plain("w", (4, 2))
+    for start, stop, tensors in (
+        (0, 9, {}),
+        (3, 2, {}),
+        (0, 4, {"weights": torch.zeros(3)}),
+        (0, 4, {"weights": torch.zeros(8)[::2]}),
+        (0, 1, {"a/b": torch.zeros(1)}),
+    ):
+        with pytest.raises(ValueError, match="'w'"):
+            SliceRecord(placement, start, stop, tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json", "rank_00000.safetensors"]
+)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damage_is_caught_and_nothing_is_filled(tmp_path, name, damage):
+    snapshot = store.Snapshot(1, model(), {"a": 1}, {"rng": torch.arange(9)}, configuration={"x": "y" * 50})
+    path = store.save(tmp_path, snapshot)
+    file = path / name
+    data = file.read_bytes()
+    for place in (0, len(data) // 2, len(data) - 1) if damage == "flip" else (len(data) // 2,):
+        if damage == "flip":
+            file.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        elif damage == "truncate":
+            file.write_bytes(data[:place])
+        else:
+            file.unlink()
+        targets = blank(model())
+        with pytest.raises(CheckpointError, match="older|no complete|format"):
+            store.load(path, records=targets)
+        with pytest.raises(CheckpointError):
+            store.verify(path)
+        assert all(t.tensors["weights"].isnan().all() for t in targets)
+        if damage != "flip" or name == "manifest.json":
+            assert store.latest(tmp_path) is None
+    file.write_bytes(data)
+    store.verify(path)
+
+
+def test_absent_and_foreign_directories(tmp_path):
+    assert store.latest(tmp_path / "none") is None
+    with pytest.raises(CheckpointError, match="there is no checkpoint directory"):
+        store.load(tmp_path / "none", records=[])
+    (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)  # Megatron-LM's own
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        store.load_full(tmp_path / "iter_0000005")
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match="was kept"):
+            saved(tmp_path, 5, overwrite=overwrite)
+    assert (tmp_path / "iter_0000005" / "mp_rank_00").is_dir()
+
+
+class Malice:
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def reseal(path, name):
+    """What an attacker does: put the right checksums on a changed file."""
+    body = json.loads((path / "manifest.json").read_bytes())
+    for key in ("format", "version", "crc32"):
+        body.pop(key)
+    entry = manifest.checksum(path / name)
+    body["files"][name] = {"size": entry.size, "crc32": entry.crc32}
+    (path / "manifest.json").unlink()
+    manifest.write_manifest(path, manifest._parse(body))
+
+
+@pytest.mark.parametrize("function", [os.mkdir, eval, torch.load, getattr, pickle.loads])
+def test_malicious_metadata_is_refused_without_running(tmp_path, function):
+    path = saved(tmp_path)
+    target = tmp_path / "owned"
+    argument = f"__import__('os').mkdir('{target}')" if function is eval else str(target)
+    (path / ".metadata").write_bytes(pickle.dumps(Malice(function, argument)))
+    reseal(path, ".metadata")
+    with pytest.raises(CheckpointError, match="damaged or malicious"):
+        store.load(path, records=model())
+    with pytest.raises(CheckpointError, match="damaged or malicious"):
+        storage.Reader(path).read_metadata()
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "other.distcp"])
+def test_metadata_cannot_point_outside(tmp_path, name):
+    path = saved(tmp_path)
+    metadata = FileSystemReader(path).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path, ".metadata")
+    with pytest.raises(CheckpointError, match="no description of tensors|manifest does not list"):
+        store.load(path, records=model())
+
+
+def test_malicious_tensor_file_is_refused(tmp_path):
+    path = saved(tmp_path)
+    target = tmp_path / "owned"
+    buffer = io.BytesIO()
+    torch.save(Malice(os.mkdir, str(target)), buffer)
+    data = (path / "__0_0.distcp").read_bytes()
+    metadata = storage.read_metadata(path)
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, len(buffer.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / "__0_0.distcp").write_bytes(buffer.getvalue() + data)
+    for name in (".metadata", "__0_0.distcp"):
+        reseal(path, name)
+    with pytest.raises(CheckpointError, match="[Ww]eights.only"):
+        store.load(path, records=model())
+    assert not target.exists()
+
+
+def test_no_path_of_this_machine_is_stored(tmp_path):
+    path = saved(tmp_path)
+    assert not any(str(tmp_path).encode() in file.read_bytes() for file in path.iterdir())
+
+
+def test_existing_step_is_kept_unless_overwriting(tmp_path):
+    path = saved(tmp_path, 3, 1.0)
+    with pytest.raises(CheckpointError, match="exists already and was kept"):
+        saved(tmp_path, 3, 2.0)
+    assert value_of(path) == 1.0
+    assert value_of(saved(tmp_path, 3, 2.0, overwrite=True)) == 2.0
+    assert os.listdir(tmp_path) == ["iter_0000003"]
+
+
+def test_latest_is_the_last_saved_even_after_a_roll_back(tmp_path):
+    for step in (80, 100, 120, 90):
+        saved(tmp_path, step)
+    assert [p.name[-3:] for p in store.checkpoints(tmp_path)] == ["080", "100", "120", "090"]
+    (tmp_path / "iter_0000090" / "__0_0.distcp").unlink()
+    newest = store.latest(tmp_path)
+    assert newest is not None and newest.name == "iter_0000120"
+
+
+def test_retention(tmp_path):
+    rule = store.Retention(keep_last=2, interval=30)
+    for step in range(10, 80, 10):
+        saved(tmp_path, step, retention=rule)
+    assert sorted(os.listdir(tmp_path)) == [f"iter_00000{s}" for s in (30, 60, 70)]
+    # damaged newer ones do not count: the last good one stays
+    for step in (60, 70):
+        (tmp_path / f"iter_00000{step}" / "state.json").unlink()
+    saved(tmp_path, 20, retention=store.Retention(keep_last=1))
+    assert sorted(os.listdir(tmp_path)) == [f"iter_00000{s}" for s in (20, 60, 70)]
+    for keywords in ({"keep_last": 0}, {"interval": -1}):
+        with pytest.raises(ValueError, match="at least 1"):
+            store.Retention(**keywords)
+
+
+def test_unjsonable_state_is_an_error_and_leaves_nothing(tmp_path):
+    with pytest.raises(CheckpointError, match="state must be plain JSON"):
+        store.save(tmp_path, store.Snapshot(1, model(), {"x": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match="configuration must be plain JSON"):
+        store.save(tmp_path, store.Snapshot(1, model(), configuration={"x": {1, 2}}))
+    assert os.listdir(tmp_path) == []
+
+
+def test_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
+    order = []
+    rename = os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: order.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "rename", lambda a, b: (order.append(f"rename to {b}"), rename(a, b)))
+    path = store.save(tmp_path, store.Snapshot(1, model(), {}, {"rng": torch.zeros(1)}))
+    at = order.index(f"rename to {path}")
+    synced = {os.path.basename(name) for name in order[:at]}
+    assert set(os.listdir(path)) - {".metadata"} <= synced and ".metadata.tmp" in synced
+    assert os.path.basename(order[at - 1]).startswith(".iter_0000001.partial-")
+    assert os.path.basename(order[at - 2]) == "manifest.json" and order[at + 1] == str(tmp_path)
+
+
+class Interruption:
+    """Acts at the n-th system call of a save that changes or opens something under ``root``."""
+
+    EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
+
+    def __init__(self, root, at, act):
+        self.root, self.left, self.act = str(root), at, act
+
+    def count(self):
+        self.left -= 1
+        if self.left < 0:
+            self.act()
+
+    def audit(self, event, args):
+        if event in self.EVENTS and str(args[0]).startswith(self.root):
+            self.count()
+
+    def wrap(self, function):
+        def call(*args):
+            self.count()
+            return function(*args)
+
+        return call
+
+
+def killed_save(root, at, save):
+    """Fork; SIGKILL the child at its ``at``-th call. False when the save finished first."""
+    child = os.fork()
+    if child == 0:
+        interruption = Interruption(root, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        sys.addaudithook(interruption.audit)
+        os.fsync = interruption.wrap(os.fsync)
+        storage.zlib = type("zlib", (), {"crc32": staticmethod(interruption.wrap(zlib.crc32))})
+        code = 1
+        try:
+            save()
+            code = 0
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), "the save failed instead of being killed"
+    return status != 0
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_kill_at_every_point_leaves_a_good_checkpoint(tmp_path, overwrite):
+    """Overwriting the only checkpoint, and replacing it by the next step with keep_last=1."""
+    points = 0
+    seen = set()
+    while True:
+        root = tmp_path / f"{points}"
+        saved(root, 1, 1.0)
+
+        def save(root=root):
+            step = 1 if overwrite else 2
+            saved(root, step, 2.0, overwrite=overwrite, retention=store.Retention(keep_last=1))
+
+        killed = killed_save(root, points, save)
+        newest = store.latest(root)
+        assert newest is not None, f"nothing to load after a kill at point {points}"
+        store.verify(newest)
+        seen.add(value_of(newest))
+        saved(root, 3, 3.0)  # the next save works and cleans up
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+        before_it = store.checkpoints(root)[:-1]
+        assert before_it and value_of(before_it[-1]) in (1.0, 2.0)
+        if not killed:
+            break
+        points += 1
+    assert points > 20 and seen == {1.0, 2.0}
+
+
+def test_error_at_every_write_is_one_clear_error(tmp_path, monkeypatch):
+    saved(tmp_path, 1, 1.0)
+
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    failures = 0
+    while True:
+        interruption = Interruption(tmp_path, failures, full)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", interruption.wrap(os.fsync))
+            patch.setattr(storage, "zlib", type("zlib", (), {"crc32": interruption.wrap(zlib.crc32)}))
+            patch.setattr(os, "rename", interruption.wrap(os.rename))
+            try:
+                saved(tmp_path, 2, 2.0)
+            except CheckpointError as error:
+                assert "older ones are unharmed" in str(error) and "No space left on device" in str(error)
+            else:
+                break
+        failures += 1
+        assert value_of(tmp_path / "iter_0000001") == 1.0
+        assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+        directory.shutil.rmtree(tmp_path / "iter_0000002", ignore_errors=True)
+    assert failures > 5
