@@ -1,1 +1,16 @@
+"""Data: Megatron-compatible files, sample order, blends, tokenizers. Torch is imported by ``sampler`` alone."""
 
+from megazero.data.build import Dataset, build_datasets
+from megazero.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megazero.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
+
+__all__ = [
+    "Dataset",
+    "IndexedDataset",
+    "IndexedWriter",
+    "Tokenizer",
+    "TokenizerInfo",
+    "build_datasets",
+    "load_tokenizer",
+    "token_dtype",
+]

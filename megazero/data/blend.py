@@ -1,0 +1,103 @@
+"""Several datasets as one, interleaved as megatron-core's BlendedDataset does (0.16.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megazero.data.cache import Arrays, cached_arrays
+from megazero.data.gpt import GPTDataset, Sample
+
+SURPLUS = 0.005  # spare samples per member, since the interleaving may draw a few more than its share
+
+
+def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """--data-path: ``PREFIX...`` or ``WEIGHT PREFIX WEIGHT PREFIX...``; weights as given, None without."""
+    if not words:
+        raise ValueError("--data-path is empty; give PREFIX, or WEIGHT PREFIX pairs (or --mock-data)")
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return list(words), None
+    weights, prefixes = numbers[::2], numbers[1::2]
+    if len(words) % 2 or any(w is None for w in weights) or any(p is not None for p in prefixes):
+        raise ValueError(
+            f"--data-path {' '.join(words)}: give only prefixes, or a weight before every prefix"
+        )
+    found = [w for w in weights if w is not None]
+    if not all(math.isfinite(w) and w > 0 for w in found):
+        raise ValueError(f"--data-path weights {found}: every weight is above 0; leave a dataset out instead")
+    return list(words[1::2]), found
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    array = np.array(weights, np.float64)
+    return (array / np.sum(array)).tolist()
+
+
+def member_sizes(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
+    """Samples to take of (surplus 0), or to prepare in, each member of a blend of about ``size`` samples."""
+    return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
+
+
+def blend_order(weights: Sequence[float], size: int) -> Arrays:
+    """``member`` int16 [size], ``sample`` int64 [size]: which member, and which of its samples, comes when.
+
+    The greedy rule of megatron-core's build_blending_indices: at step t the member with the largest
+    weight * max(t, 1) - drawn is drawn (the first of equals), all in float64. Each draw depends on all
+    before it, so it is a plain loop over Python numbers: 0.9 s for a million samples of 3 members, 3.6 s
+    of 46 (numpy per step: 3.5 and 2.9; fixed-point iteration over blocks was slower still), then cached.
+    """
+    share, drawn = [float(weight) for weight in weights], [0] * len(weights)
+    member = np.empty(size, np.int16)
+    sample = np.empty(size, np.int64)
+    others = range(1, len(share))
+    for step in range(size):
+        due = step or 1
+        best, most = 0, share[0] * due - drawn[0]
+        for which in others:
+            behind = share[which] * due - drawn[which]
+            if behind > most:
+                best, most = which, behind
+        member[step], sample[step] = best, drawn[best]
+        drawn[best] += 1
+    return {"member": member, "sample": sample}
+
+
+class BlendedDataset:
+    """``size`` samples drawn from ``members`` in proportion to ``weights``.
+
+    Raises ValueError when the interleaving draws more of a member than it has.
+    """
+
+    def __init__(
+        self, members: Sequence[GPTDataset], weights: Sequence[float], size: int, *, cache_dir: Path
+    ) -> None:
+        self.members = list(members)
+        shares = normalize(weights)
+        description: dict[str, Any] = {"what": "blend", "weights": shares, "size": size}
+        arrays = cached_arrays(cache_dir, description, lambda: blend_order(shares, size))
+        self.member, self.sample = arrays["member"], arrays["sample"]
+        wanted = np.bincount(self.member, minlength=len(members))
+        for part, count in zip(self.members, wanted.tolist(), strict=True):
+            if count > len(part):
+                raise ValueError(
+                    f"the blend of {size} samples draws {count} from {part.source.prefix}, which has {len(part)}; "
+                    f"ask for {int(size * len(part) / count)} samples or fewer, or give weights"
+                )
+
+    def __len__(self) -> int:
+        return len(self.member)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.members[self.member[index]][int(self.sample[index])]

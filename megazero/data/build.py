@@ -1,0 +1,115 @@
+"""From the data flags to the train, valid and test datasets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize, parse_data_path
+from megazero.data.gpt import GPTDataset, Sample, SampleSpec
+from megazero.data.indexed import IndexedDataset
+from megazero.data.mock import MockDataset
+from megazero.data.tokenizer import TokenizerInfo, check_meta
+
+SPLITS = ("train", "valid", "test")
+
+
+class Dataset(Protocol):
+    """Samples by position: dict of tokens int64 [s], labels int64 [s], loss_mask float32 [s] (numpy)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
+
+
+def build_datasets(
+    *,
+    data_path: Sequence[str] | None,
+    split: str,
+    seq_length: int,
+    seed: int,
+    samples: tuple[int, int, int],
+    tokenizer: TokenizerInfo,
+    cache_dir: str | Path | None = None,
+    eod_mask_loss: bool = False,
+) -> Datasets:
+    """Train, valid and test datasets; None where 0 samples are asked for. Every rank may call it at once.
+
+    data_path: words of --data-path (prefixes, or weights and prefixes); None for mock data.
+    split: shares of the documents such as "969,30,1". samples: how many each dataset must at least have.
+    cache_dir: where the indices are kept; a folder ``cache`` beside the first prefix by default.
+    A blend without weights is one epoch of everything, so it may have fewer samples than asked for.
+    Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.
+    """
+    spec = SampleSpec(seq_length, seed, tokenizer, eod_mask_loss)
+    if data_path is None:
+        mocks = [MockDataset(count, which, spec) if count else None for which, count in enumerate(samples)]
+        return mocks[0], mocks[1], mocks[2]
+    prefixes, weights = parse_data_path(data_path)
+    sources = [open_data(prefix, tokenizer) for prefix in prefixes]
+    cache = Path(cache_dir) if cache_dir is not None else Path(prefixes[0]).parent / "cache"
+    builder = _Builder(sources, normalize(weights) if weights else None, spec, cache)
+    bounds = split_bounds(split)
+    built = [
+        builder.build(name, bounds[name], count) if count else None
+        for name, count in zip(SPLITS, samples, strict=True)
+    ]
+    return built[0], built[1], built[2]
+
+
+def open_data(prefix: str | Path, tokenizer: TokenizerInfo) -> IndexedDataset:
+    """Open PREFIX.bin and PREFIX.idx and check them against the run's tokenizer."""
+    source = IndexedDataset(prefix)
+    source.check_vocabulary(tokenizer.vocab_size)
+    check_meta(prefix, tokenizer)
+    return source
+
+
+def split_bounds(split: str) -> dict[str, tuple[float, float]]:
+    """ "969,30,1" -> the fractions where train, valid and test begin and end; missing shares are 0."""
+    if not re.fullmatch(r"\s*\d*\.?\d+\s*([,/]\s*\d*\.?\d+\s*){0,2}", split):
+        raise ValueError(f"--split {split!r}: give up to three shares (train, valid, test), such as 969,30,1")
+    shares = [float(word) for word in re.split("[,/]", split)] + [0.0, 0.0]
+    if sum(shares[:3]) <= 0:
+        raise ValueError(f"--split {split!r}: the shares add up to 0; the usual choice is 969,30,1")
+    edges = [0.0]
+    for share in normalize(shares[:3]):
+        edges.append(edges[-1] + share)  # summed in this order: the rounding decides where a document goes
+    return dict(zip(SPLITS, zip(edges[:-1], edges[1:], strict=True), strict=True))
+
+
+class _Builder:
+    def __init__(
+        self, sources: list[IndexedDataset], weights: list[float] | None, spec: SampleSpec, cache_dir: Path
+    ) -> None:
+        self.sources, self.weights, self.spec, self.cache_dir = sources, weights, spec, cache_dir
+
+    def build(self, name: str, bounds: tuple[float, float], count: int) -> Dataset:
+        if self.weights is not None:
+            prepared = member_sizes(self.weights, count, SURPLUS)
+            members = [self._member(i, name, bounds, n) for i, n in enumerate(prepared)]
+            size = sum(member_sizes(self.weights, count))
+            return BlendedDataset(members, self.weights, size, cache_dir=self.cache_dir)
+        if len(self.sources) == 1:
+            return self._member(0, name, bounds, count)
+        members = [self._member(i, name, bounds, None) for i in range(len(self.sources))]
+        sizes = [len(member) for member in members]
+        return BlendedDataset(members, sizes, min(count, sum(sizes)), cache_dir=self.cache_dir)
+
+    def _member(self, which: int, name: str, bounds: tuple[float, float], count: int | None) -> GPTDataset:
+        source = self.sources[which]
+        first, end = (round(edge * float(len(source))) for edge in bounds)
+        documents = np.arange(first, end, dtype=np.int32)
+        if not source.lengths[first:end].any():
+            raise ValueError(
+                f"{source.prefix}: the {name} split gets {len(documents)} of {len(source)} documents and no token; "
+                f"give it a larger share in --split, or ask for no {name} samples"
+            )
+        return GPTDataset(source, documents, count, spec=self.spec, cache_dir=self.cache_dir)

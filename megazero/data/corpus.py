@@ -1,0 +1,25 @@
+"""Text that every machine has: the sources of the running Python's standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_sources() -> list[Path]:
+    """The standard library's .py files that are UTF-8, without its tests and installed packages, sorted.
+
+    About 660 files and 12 MB on Python 3.11.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
+    return sorted(path for path in found if path.is_file() and _is_text(path))
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(path.read_text("utf-8").strip())
+    except (UnicodeDecodeError, OSError):
+        return False

@@ -1,0 +1,37 @@
+"""Writing that cannot harm what is on disk: beside the target, flushed to the device, then renamed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the same directory that no other process uses (process ids of several nodes may clash)."""
+    return path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a binary file that takes the name ``path`` when the block ends well, and leaves no trace otherwise."""
+    temporary = temporary_beside(path)
+    try:
+        with open(temporary, "wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold an advisory lock on ``path`` (created when absent); released when the process dies, too."""
+    with open(path, "ab") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

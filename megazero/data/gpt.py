@@ -1,0 +1,180 @@
+"""Samples of fixed length from an indexed dataset, in the order of megatron-core's GPTDataset (0.16.1).
+
+Documents of all epochs are shuffled and laid end to end; sample i covers tokens i*s .. i*s + s of that stream
+(s + 1 of them, neighbours share one), and a second shuffle orders the samples. Both shuffles draw from one
+``numpy.random.RandomState(seed)``. When less than 80% of the last epoch is needed, it is shuffled apart.
+What Megatron calls a document here is a sequence of the index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.cache import Arrays, cached_arrays
+from megazero.data.indexed import IndexedDataset
+from megazero.data.tokenizer import TokenizerInfo
+
+SEPARATE_LAST_EPOCH = 0.80
+Sample = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """How samples are cut and masked. seq_length: tokens per sample; seed: of both shuffles."""
+
+    seq_length: int
+    seed: int
+    tokenizer: TokenizerInfo
+    eod_mask_loss: bool = False
+
+
+def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
+    """text int64 [s + 1] -> tokens int64 [s], labels int64 [s], loss_mask float32 [s].
+
+    With eod_mask_loss a position whose *token* (not label) is the end of document has weight 0: it would
+    have to predict the first token of an unrelated document.
+    """
+    tokens = text[:-1]
+    mask = np.ones(len(tokens), np.float32)
+    if spec.eod_mask_loss:
+        mask[tokens == spec.tokenizer.eod] = 0.0
+    return {"tokens": tokens, "labels": text[1:], "loss_mask": mask}
+
+
+def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
+    """Epochs that hold ``num_samples`` samples of seq_length tokens and the one token after the last."""
+    return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+
+
+def document_order(
+    documents: NDArray[np.int32], epochs: int, random: np.random.RandomState, separate_last: bool
+) -> NDArray[np.int32]:
+    """int32 [epochs * len(documents)]: all epochs shuffled together, the last apart when asked."""
+    together = epochs - 1 if separate_last else epochs
+    parts = (
+        [np.tile(documents, together), documents.copy()] if separate_last else [np.tile(documents, epochs)]
+    )
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)
+
+
+def sample_starts(sizes: NDArray[np.int32], num_samples: int, seq_length: int) -> NDArray[Any]:
+    """[num_samples + 1, 2]: position in the document order and token offset in it where each sample starts.
+
+    sizes: int32, tokens of each document in order. Boundary i is stream token i * seq_length; its document
+    is the first whose running end lies beyond it. int32, or int64 where Megatron needs that.
+    """
+    ends = np.cumsum(sizes, dtype=np.int64)
+    at = np.arange(num_samples + 1, dtype=np.int64) * seq_length
+    where = np.searchsorted(ends, at, side="right")
+    where[0] = 0  # Megatron's first entry names document 0 even when that is empty
+    dtype = np.int64 if len(sizes) > np.iinfo(np.int32).max else np.int32
+    starts = np.empty((num_samples + 1, 2), dtype)
+    starts[:, 0] = where
+    starts[:, 1] = at - (ends[where] - sizes[where])
+    return starts
+
+
+def sample_order(first: int, total: int, random: np.random.RandomState) -> NDArray[Any]:
+    """A permutation of range(total) that keeps the ranges below and from ``first`` apart."""
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    parts = [np.arange(first, dtype=dtype)]
+    if first != total:
+        parts.append(np.arange(first, total, dtype=dtype))
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)
+
+
+def build_order(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int | None, spec: SampleSpec
+) -> Arrays:
+    """The three indices: ``documents`` int32 [E * n], ``starts`` [samples + 1, 2], ``shuffle`` [samples].
+
+    num_samples None means one epoch.
+    """
+    tokens, s = int(lengths[documents].sum(dtype=np.int64)), spec.seq_length
+    epochs = 1 if num_samples is None else epochs_needed(num_samples, tokens, s)
+    before_last = ((epochs - 1) * tokens - 1) // s
+    separate = False
+    if epochs > 1 and num_samples is not None:
+        separate = num_samples - before_last < int(SEPARATE_LAST_EPOCH * ((tokens - 1) // s))
+    random = np.random.RandomState(spec.seed)
+    order = document_order(documents, epochs, random, separate)
+    total = (epochs * tokens - 1) // s
+    starts = sample_starts(lengths[order], total, s)
+    return {
+        "documents": order,
+        "starts": starts,
+        "shuffle": sample_order(before_last if separate else total, total, random),
+    }
+
+
+class GPTDataset:
+    """Samples of one split of one indexed dataset; ``self[i]`` is a Sample.
+
+    documents: int32, the sequences of the split. num_samples: at least so many samples (as many epochs as
+    that takes), or None for one epoch. Raises ValueError for a split without tokens, and on reading a
+    sample that holds a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        source: IndexedDataset,
+        documents: NDArray[np.int32],
+        num_samples: int | None,
+        *,
+        spec: SampleSpec,
+        cache_dir: Path,
+    ) -> None:
+        self.source, self.spec = source, spec
+        if not source.lengths[documents].any():
+            raise ValueError(
+                f"{source.prefix}: the split holds {len(documents)} of {len(source)} documents and no token; "
+                f"give it a larger share in --split, or more documents"
+            )
+        description = {
+            "what": "gpt",
+            **source.fingerprint(),
+            "first": int(documents[0]),
+            "count": len(documents),
+            "num_samples": num_samples,
+            "seq_length": spec.seq_length,
+            "seed": spec.seed,
+            "tokenizer": spec.tokenizer.fingerprint,
+        }
+        arrays = cached_arrays(
+            cache_dir, description, lambda: build_order(source.lengths, documents, num_samples, spec)
+        )
+        self.documents, self.starts, self.shuffle = arrays["documents"], arrays["starts"], arrays["shuffle"]
+
+    def __len__(self) -> int:
+        return len(self.shuffle)
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """int64 [s + 1]: the tokens of sample ``index`` and the one after them."""
+        (first, start), (last, stop) = self.starts[self.shuffle[index] :][:2].tolist()
+        if first == last:
+            parts = [self.source.get(self.documents[first], start, stop - start + 1)]
+        else:
+            middle = [self.source.get(document) for document in self.documents[first + 1 : last]]
+            head = self.source.get(self.documents[first], start)
+            parts = [head, *middle, self.source.get(self.documents[last], 0, stop + 1)]
+        text = np.concatenate(parts, dtype=np.int64)
+        top = int(text.max())
+        if top >= self.spec.tokenizer.vocab_size or text.min() < 0:
+            raise ValueError(
+                f"{self.source.prefix} holds token {top if top > 0 else int(text.min())}, the tokenizer's "
+                f"vocabulary is 0..{self.spec.tokenizer.vocab_size - 1}: the data was made with another "
+                f"tokenizer; name that one, or run tools/preprocess_data.py with this one"
+            )
+        return text
+
+    def __getitem__(self, index: int) -> Sample:
+        return finish_sample(self.text(index), self.spec)
