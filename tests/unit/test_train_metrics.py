@@ -90,6 +90,22 @@ def test_resume_supersedes_later_lines_and_loses_nothing(tmp_path: Path) -> None
     assert moved == [line for line in before if json.loads(line)["iteration"] > 4]
 
 
+def test_killed_between_moving_and_replacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = MetricsWriter(tmp_path, iteration=0)
+    for iteration in (1, 2, 3):
+        writer.iteration(_line(iteration))
+    writer.close()
+    whole = writer.path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            MetricsWriter(tmp_path, iteration=1)
+    assert writer.path.read_bytes() == whole
+    MetricsWriter(tmp_path, iteration=1).close()
+    assert [m["iteration"] for m in read_metrics(tmp_path)] == [1]
+    assert [m["iteration"] for m in _strict(tmp_path / SUPERSEDED_FILE)] == [2, 3]
+
+
 def test_every_torn_end_is_repaired(tmp_path: Path) -> None:
     """Cut the file after any byte: whole lines stay, the cut one goes, and appending stays valid."""
     writer = MetricsWriter(tmp_path, iteration=0)
