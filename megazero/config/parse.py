@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megazero.config.deepspeed import read_deepspeed
@@ -60,4 +61,10 @@ def _finish(said: Layer, world: World | None) -> RunConfig:
     errors = [*said.errors, *faults, *find_errors(config, world, skip=said.failed)]
     if errors:
         raise ConfigError(errors)
+    asked = config.zero.zero_params_lifetime
+    if asked and world and asked != config.shards(world).lifetime:
+        note = (
+            f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
+        )
+        config = replace(config, notes=(*config.notes, note))
     return config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator
 
 from megazero.config.fields import show
@@ -129,19 +131,35 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _data_path(words: tuple[str, ...]) -> Iterator[str]:
+    weights, prefixes = words[::2], words[1::2]
+    if not any(map(_is_number, words)):
+        return
+    if len(words) % 2 or not all(map(_is_number, weights)) or any(map(_is_number, prefixes)):
+        yield f"--data-path {' '.join(words)} must be PREFIX ... or a weight before every prefix"
+        return
+    for weight, prefix in zip(weights, prefixes, strict=True):
+        if not 0 < float(weight) < math.inf:
+            yield f"--data-path weight {weight} of {prefix} must be above 0; leave that data set out instead"
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
     if bool(data.data_path) == data.mock_data:
         yield "exactly one of --data-path and --mock-data is required"
-    for flag, text, parse in (
-        ("--data-path", " ".join(data.data_path), lambda: data.blend),
-        ("--split", data.split, lambda: data.split_weights),
-    ):
-        try:
-            parse()
-        except ValueError as error:
-            form = "WEIGHT PREFIX WEIGHT PREFIX ..." if flag == "--data-path" else "such as 969,30,1"
-            yield f"{flag} {text!r}: {error}; nearest form: {form}"
+    yield from _data_path(data.data_path)
+    # the same words as megazero.data takes, which is above this floor
+    shares = re.fullmatch(r"\s*\d*\.?\d+\s*([,/]\s*\d*\.?\d+\s*){0,2}", data.split)
+    if shares is None or not sum(float(share) for share in re.split("[,/]", data.split)):
+        yield f"--split {data.split!r} must be up to three shares with a sum above 0; nearest: 969,30,1"
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size"
     if data.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer") and not data.tokenizer_model:

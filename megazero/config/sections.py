@@ -37,11 +37,11 @@ class ZeroConfig:
     )
     zero_params_lifetime: str | None = option(
         None,
-        "how long gathered parameter shards live (default: resident for P = 1, use for P = OS, else step)",
+        "how long gathered parameter shards live (default: use for P = OS, resident for P = 1, else step)",
         choices=LIFETIMES,
     )
-    zero_prefetch_bytes: int = option(64 * 2**20, "bytes of parameters gathered ahead of use", low=0)
-    zero_block_size: int = option(256, "elements of the blocks that parameters are aligned to", low=8)
+    zero_prefetch_bytes: int = option(256 * 2**20, "bytes of parameters gathered ahead of use", low=0)
+    zero_block_size: int = option(64, "elements of the blocks that parameters are aligned to", low=1)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
     lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
-    weight_decay: float = option(0.01, "decoupled weight decay (norms and biases have none)", low=0)
+    weight_decay: float = option(
+        0.01, "weight decay, decoupled for adamw (norms and biases have none)", low=0
+    )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
@@ -127,8 +129,8 @@ class TrainingConfig:
 class DataConfig:
     """Text and tokenizer."""
 
-    data_path: tuple[str, ...] = option((), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
-    split: str = option("969,30,1", "weights of train, validation and test")
+    data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
+    split: str = option("969,30,1", "shares of train, validation and test")
     data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(
@@ -138,29 +140,6 @@ class DataConfig:
     )
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
     eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
-
-    @property
-    def blend(self) -> tuple[tuple[float, str], ...]:
-        """(weight, prefix) of every data set; one prefix alone has weight 1. ValueError if not such pairs."""
-        path = self.data_path
-        if len(path) <= 1:
-            return tuple((1.0, prefix) for prefix in path)
-        if len(path) % 2:
-            raise ValueError(f"{len(path)} words are not pairs of WEIGHT and PREFIX")
-        blend = tuple((float(w), prefix) for w, prefix in zip(path[::2], path[1::2], strict=True))
-        for weight, prefix in blend:
-            if not 0 < weight < float("inf"):
-                raise ValueError(f"weight {weight:g} of {prefix} is not above 0")
-        return blend
-
-    @property
-    def split_weights(self) -> tuple[float, float, float]:
-        """Weights of train, validation, test, adding up to 1. ValueError if not up to three weights."""
-        parts = [float(p) for p in self.split.split(",")]
-        if len(parts) > 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
-            raise ValueError("not up to three weights of at least 0 with a sum above 0")
-        first, second, third = [p / sum(parts) for p in parts] + [0.0] * (3 - len(parts))
-        return first, second, third
 
 
 @dataclass(frozen=True)

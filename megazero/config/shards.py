@@ -37,8 +37,9 @@ def resolve_shards(
 ) -> Shards:
     """Factors and lifetime of a preset's name or of an explicit (P, G, OS).
 
-    partition: P of hpz where it is not h. lifetime: None takes the default (resident for P = 1, where the full
-    parameters exist anyway; use for P = OS; else step). Raises ValueError naming the nearest legal choice.
+    partition: P of hpz where it is not h. lifetime: where P = OS always 'use', whatever is asked, since the P copy
+    is the optimizer's own slice; else None takes the default (resident for P = 1, where the full parameters exist
+    anyway; else step). Raises ValueError naming the nearest legal choice.
     """
     p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
     faults = factor_faults((p, g, os), d, h)
@@ -48,11 +49,12 @@ def resolve_shards(
             f"shard factors P,G,OS = {p},{g},{os} over {d} data-parallel ranks: "
             f"{', '.join(faults)}; nearest legal: {nearest}"
         )
-    if lifetime is None:
-        lifetime = "resident" if p == 1 else "use" if p == os else "step"
+    lifetime = lifetime or ("resident" if p == 1 else "step")
     if lifetime not in LIFETIMES:
         raise ValueError(f"parameter lifetime {lifetime!r} is not one of {', '.join(LIFETIMES)}")
-    if lifetime == "use" and p != os:
+    if p == os:
+        return Shards(p, g, os, "use")
+    if lifetime == "use":
         raise ValueError(
             f"parameter lifetime 'use' needs P = OS, but P = {p} and OS = {os} (a dropped copy would cross nodes "
             "again at every use); nearest legal: step"

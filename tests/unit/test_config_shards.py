@@ -36,7 +36,7 @@ def test_presets_follow_the_table(d, h):
         shards = resolve_shards(preset, d, h)
         assert shards.factors == factors
         assert legal_on_mesh(factors, d, h)
-        expected = "resident" if factors[0] == 1 else "use" if factors[0] == factors[2] else "step"
+        expected = "use" if factors[0] == factors[2] else "resident" if factors[0] == 1 else "step"
         assert shards.lifetime == expected
 
 
@@ -68,6 +68,7 @@ def test_lifetimes():
     assert resolve_shards("hpz", 8, 4).lifetime == "step"
     assert resolve_shards("hpz", 8, 4, "resident").lifetime == "resident"
     assert resolve_shards("hpz", 8, 8).lifetime == "use"  # one node: hpz is zero3
+    assert resolve_shards("zero3", 8, 4, "resident").lifetime == "use"
     with pytest.raises(ValueError, match="nearest legal: step"):
         resolve_shards("zero1", 8, 4, "use")
     with pytest.raises(ValueError, match="'sep' is not one of use, step, resident"):

@@ -89,8 +89,8 @@ def test_required_options_are_all_named_at_once():
         ({"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, "exclude each other"),
         ({"train_samples": 5}, "exactly one of --train-iters and --train-samples"),
         ({"mock_data": False}, "exactly one of --data-path and --mock-data"),
-        ({"mock_data": False, "data_path": ["a", "b", "c"]}, "3 words are not pairs of WEIGHT and PREFIX"),
-        ({"mock_data": False, "data_path": ["-1", "b"]}, "weight -1 of b is not above 0"),
+        ({"mock_data": False, "data_path": ["1", "b", "c"]}, "a weight before every prefix"),
+        ({"mock_data": False, "data_path": ["-1", "b"]}, "weight -1 of b must be above 0"),
         ({"split": "1,x"}, "--split '1,x'"),
         ({"split": "0,0,0"}, "--split '0,0,0'"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": None}, "needs --vocab-size"),
@@ -164,6 +164,15 @@ def test_without_a_world_only_sizes_that_need_it_stay_unchecked():
     assert legal(None).batch.global_batch_size is None
     assert "P = 2 does not divide G = 3" in errors(None, zero_shard=(2, 3, 4))
     assert "nearest size that fits all" in errors(None, tensor_model_parallel_size=5)
+
+
+def test_data_words_and_lifetimes_that_are_legal():
+    for words in (["a"], ["a", "b", "c"], ["0.3", "a", "7", "b"]):
+        assert legal(mock_data=False, data_path=words).data.data_path == tuple(words)
+    for split in ("100", "9/1", "98, 1.5, .5"):
+        assert legal(split=split).data.split == split
+    config = legal(zero_preset="zero3", zero_params_lifetime="step")
+    assert config.shards(WORLD).lifetime == "use" and any("is 'use' here" in note for note in config.notes)
 
 
 def test_schedule_lengths():
