@@ -138,8 +138,9 @@ class Decoder(nn.Module):
             x = layer(x, dropout_key)
         return self.head(x, labels)
 
+    @torch.no_grad()
     def full_logits(self, tokens: Tensor) -> Tensor:
-        """Logits of the true vocabulary, [b, s, vocab_size], gathered over the tp axis."""
+        """Logits of the true vocabulary, [b, s, vocab_size], gathered over the tp axis; no gradient."""
         local = self(tokens)
         if self.tp.size > 1:
             parts = start_all_gather(local.permute(2, 1, 0), self.tp).wait()

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from megazero.tp.context import TensorParallel
 
+# torch 2.13 renames these two and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending(NamedTuple):
     """A collective under way. ``inputs`` keeps its buffers alive until ``wait``."""
@@ -44,7 +48,7 @@ def start_all_gather(x: Tensor, tp: TensorParallel) -> Pending:
     """Concatenate the ranks' [n, ...] along dim 0: [size * n, ...]."""
     x = x.contiguous()
     out = x.new_empty(tp.size * x.shape[0], *x.shape[1:])
-    work = dist.all_gather_into_tensor(out, x, group=_group(tp), async_op=True)
+    work = _all_gather(out, x, group=_group(tp), async_op=True)
     return Pending(work, x, lambda: out)
 
 
@@ -58,7 +62,7 @@ def start_reduce_scatter(x: Tensor, tp: TensorParallel) -> Pending:
     shape = (x.shape[0] // tp.size, *x.shape[1:])
     if x.is_cuda:
         out = x.new_empty(shape)
-        work = dist.reduce_scatter_tensor(out, x, group=_group(tp), async_op=True)
+        work = _reduce_scatter(out, x, group=_group(tp), async_op=True)
         return Pending(work, x, lambda: out)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=_group(tp), async_op=True)

@@ -1,0 +1,240 @@
+"""Tensor parallelism over gloo ranks equals one rank: losses and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero.models import Decoder, DecoderConfig
+from megazero.models.families import bloom, gpt2, llama
+from megazero.models.hf_weights import to_hf_state_dict
+from megazero.tp import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabShard,
+    vocab_parallel_cross_entropy,
+)
+from tests.dist.pool import RankError, run_ranks
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 101,
+    "max_position_embeddings": 16,
+    "make_vocab_size_divisible_by": 1,
+}
+MHA = {**SIZES, "num_kv_heads": 8}
+CASES: dict[str, DecoderConfig] = {
+    "llama": llama(**SIZES),
+    "llama-tied-selective": llama(**SIZES, tied_embeddings=True, recompute="selective"),
+    "llama-full-recompute": llama(**{**SIZES, "make_vocab_size_divisible_by": 128}, recompute="full"),
+    "llama-biases": llama(**SIZES, qkv_bias=True, linear_bias=True, normalization="layernorm"),
+    "gpt2": gpt2(**MHA),
+    "gpt2-untied": gpt2(**{**MHA, "vocab_size": 96}, tied_embeddings=False),
+    "bloom": bloom(**MHA),
+    "bloom-tiny-vocabulary": bloom(**{**MHA, "vocab_size": 5, "make_vocab_size_divisible_by": 128}),
+}
+
+
+def context(sequence_parallel: bool) -> TensorParallel:
+    world = dist.group.WORLD
+    return TensorParallel(world, dist.get_rank(), dist.get_world_size(), sequence_parallel)
+
+
+def batch(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, config.vocab_size, (3, 12), generator=torch.Generator().manual_seed(1))
+    return tokens, tokens.roll(-1, 1)
+
+
+def perturb(decoder: Decoder) -> None:
+    """Values that tell norms and biases of different layers and rows apart, the same for any tp."""
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            placement = decoder.placements()[name]
+            for s in placement.segments if p.ndim == 1 else ():
+                rows = torch.arange(s.stored, s.stored + s.length, dtype=p.dtype)
+                p[s.local : s.local + s.length] += 0.1 * torch.sin(rows + len(name))
+            if p.ndim == 2:
+                p.mul_(4)
+
+
+def run(config: DecoderConfig, tp: TensorParallel):
+    """Loss, logits and stored-layout gradients of this rank's slices (partial ones summed)."""
+    decoder = Decoder(config, tp, dtype=torch.float64)
+    decoder.initialize(3)
+    perturb(decoder)
+    loss = decoder(*batch(config))
+    loss.sum().backward()
+    gradients = Decoder(config, tp, dtype=torch.float64)
+    with torch.no_grad():
+        for (name, p), out in zip(decoder.named_parameters(), gradients.parameters(), strict=True):
+            if name in decoder.partial_gradients():
+                dist.all_reduce(p.grad, group=tp.group)
+            out.copy_(p.grad)
+    placements, padding = decoder.placements(), 0.0
+    for name, out in gradients.named_parameters():
+        valid = sum(s.length for s in placements[name].segments)
+        padding += out[valid:].abs().sum().item()
+    whole = {placements[n].name: g for n, g in gradients.named_parameters()}
+    replicated = {placements[n].name for n in decoder.replicated_parameters()}
+    logits = decoder.full_logits(batch(config)[0]).detach()
+    kept = {name: whole[name].detach().clone() for name in replicated}
+    return loss.detach(), logits, to_hf_state_dict(gradients), kept, padding
+
+
+def on_ranks(names: list[str], sequence_parallel: bool) -> dict:
+    torch.set_num_threads(1)
+    return {name: run(CASES[name], context(sequence_parallel)) for name in names}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    return {name: run(config, TensorParallel()) for name, config in CASES.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_decoder_equals_one_rank(size, sequence_parallel, reference):
+    results = run_ranks(size, on_ranks, list(CASES), sequence_parallel)
+    for name in CASES:
+        loss, logits, expected, _, _ = reference[name]
+        floor = 1e-6 * torch.stack([g.norm() for g in expected.values()]).norm()
+        merged: dict[str, torch.Tensor] = {}
+        for rank in range(size):
+            got_loss, got_logits, slices, kept, padding = results[rank][name]
+            assert torch.allclose(got_loss, loss, rtol=1e-12, atol=0), name
+            assert torch.allclose(got_logits, logits, rtol=0, atol=1e-12), name
+            assert torch.equal(got_loss, results[0][name][0])
+            assert padding == 0
+            for key, value in kept.items():  # replicas agree to the bit
+                assert torch.equal(value, results[0][name][3][key]), (name, key)
+            for key, value in slices.items():
+                merged[key] = value if key in kept else merged.get(key, 0) + value
+        for key, gradient in expected.items():
+            difference = ((merged[key] - gradient).norm() / gradient.norm().clamp(floor)).item()
+            assert difference < 1e-10, (name, key, difference)
+
+
+def linear_gradients(sequence_parallel: bool):
+    """A column-parallel then row-parallel linear against the same weights on one rank."""
+    tp = context(sequence_parallel)
+    generator = torch.Generator().manual_seed(0)
+    w1 = torch.randn(8, 6, generator=generator).double()
+    w2 = torch.randn(6, 8, generator=generator).double()
+    x = torch.randn(4, 2, 6, generator=generator).double()
+    up = ColumnParallelLinear(6, 8, tp, bias=True, dtype=torch.float64)
+    down = RowParallelLinear(8, 6, tp, bias=True, dtype=torch.float64)
+    part = slice(tp.rank * 8 // tp.size, (tp.rank + 1) * 8 // tp.size)
+    positions = slice(tp.rank * 4 // tp.size, (tp.rank + 1) * 4 // tp.size)
+    with torch.no_grad():
+        up.weight.copy_(w1[part])
+        up.bias.fill_(0.5)
+        down.weight.copy_(w2[:, part])
+        down.bias.fill_(0.25)
+    mine = (x[positions] if sequence_parallel else x).clone().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        y = up(mine)
+    assert torch.Size([4, 2, 6]) not in saved or not sequence_parallel  # only the own slice is kept
+    y = down(y.tanh())
+    y.pow(2).sum().backward()
+    whole = x.clone().requires_grad_()
+    w1, w2 = w1.requires_grad_(), w2.requires_grad_()
+    expected = torch.tanh(whole @ w1.t() + 0.5) @ w2.t() + 0.25
+    expected.pow(2).sum().backward()
+    pick = positions if sequence_parallel else slice(None)
+    assert torch.allclose(y, expected[pick], rtol=1e-13)
+    assert torch.allclose(mine.grad, whole.grad[pick], rtol=1e-12)
+    assert torch.allclose(up.weight.grad, w1.grad[part], rtol=1e-12)
+    assert torch.allclose(down.weight.grad, w2.grad[:, part], rtol=1e-12)
+    bias = down.bias.grad.clone()
+    if sequence_parallel:
+        dist.all_reduce(bias)
+    assert torch.allclose(bias, 2 * expected.sum((0, 1)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_linears_equal_one_rank(sequence_parallel):
+    run_ranks(2, linear_gradients, sequence_parallel)
+
+
+def cross_entropy_of_a_shard(dtype: torch.dtype):
+    tp = context(False)
+    shard = VocabShard.of(10, 4, tp)  # 12 rows over 2 or 4 ranks, 2 of padding
+    full = 5 * torch.randn(7, 2, 12, generator=torch.Generator().manual_seed(0))
+    logits = full[..., shard.start : shard.start + shard.rows].to(dtype).contiguous().requires_grad_()
+    labels = torch.randint(0, 10, (7, 2), generator=torch.Generator().manual_seed(1))
+    labels[3, 0] = -100
+    loss = vocab_parallel_cross_entropy(logits * 1, labels, shard, tp)
+    (loss * torch.arange(14).view(7, 2)).sum().backward()
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_cross_entropy_equals_torch(size, dtype):
+    results = run_ranks(size, cross_entropy_of_a_shard, dtype)
+    full = (5 * torch.randn(7, 2, 12, generator=torch.Generator().manual_seed(0))).to(dtype).double()
+    full.requires_grad_()
+    labels = torch.randint(0, 10, (7, 2), generator=torch.Generator().manual_seed(1))
+    labels[3, 0] = -100
+    losses = torch.nn.functional.cross_entropy(
+        full[..., :10].flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    losses = losses.view(7, 2)
+    (losses * torch.arange(14).view(7, 2)).sum().backward()
+    gradient = torch.cat([g for _, g in results], -1)
+    bound = 4 * torch.finfo(dtype).eps
+    for loss, _ in results:
+        assert torch.equal(loss, results[0][0])
+        assert torch.allclose(
+            loss.double(), losses, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=1e-6
+        )
+    assert torch.allclose(gradient.double(), full.grad, rtol=bound, atol=13 * bound)
+    assert torch.all(gradient[..., 10:] == 0)
+
+
+def dropout_masks(sequence_parallel: bool):
+    """Loss under dropout twice, with and without recompute; the gradients of the replicated parameters."""
+    out = []
+    for recompute in ("none", "full", "selective"):
+        config = llama(**SIZES, hidden_dropout=0.3, attention_dropout=0.2, recompute=recompute)
+        decoder = Decoder(config, context(sequence_parallel), dtype=torch.float64)
+        decoder.initialize(3)
+        loss = decoder(*batch(config), dropout_key=5)
+        loss.sum().backward()
+        partial = decoder.partial_gradients()
+        for name, p in decoder.named_parameters():
+            if name in partial:
+                dist.all_reduce(p.grad)
+        norms = {n: p.grad for n, p in decoder.named_parameters() if n in decoder.replicated_parameters()}
+        out.append((loss.detach(), norms, decoder.layers[0].mlp.up_proj.weight.grad))
+    return out
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_agrees_between_ranks_and_on_recompute(sequence_parallel):
+    results = run_ranks(2, dropout_masks, sequence_parallel)
+    for kept, full, selective in results:
+        for other in (full, selective):
+            assert torch.equal(kept[0], other[0])
+            assert torch.equal(kept[2], other[2])
+    first, second = (r[0] for r in results)
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def bad_sequence():
+    decoder = Decoder(CASES["llama"], context(True))
+    decoder.initialize(0)
+    decoder(torch.zeros(1, 7, dtype=torch.long))
+
+
+def test_sequence_that_does_not_divide_is_refused():
+    with pytest.raises(RankError, match="sequence length 7 does not divide .* pad to 8"):
+        run_ranks(2, bad_sequence)

@@ -1,0 +1,274 @@
+"""Recompute, dropout, initialisation, placements, counts and errors of the decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from megazero.models import Decoder, DecoderConfig, RopeScaling, initializer
+from megazero.models.families import bloom, gpt2, llama
+from megazero.models.flops import parameter_count, training_flops
+from megazero.models.hf_weights import to_hf_state_dict
+from megazero.models.norm import RMSNorm
+from megazero.models.positions import Positions, rotary_frequencies
+from megazero.tp import TensorParallel, padded_vocab_size
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "ffn_hidden_size": 64,
+    "num_heads": 4,
+    "vocab_size": 301,
+    "max_position_embeddings": 32,
+    "make_vocab_size_divisible_by": 64,
+}
+FAMILIES = {"llama": llama, "gpt2": gpt2, "bloom": bloom}
+DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.3}
+
+
+def make(family: str, **changes) -> DecoderConfig:
+    return FAMILIES[family](**{**SIZES, **({"num_kv_heads": 4} if family != "llama" else {}), **changes})
+
+
+def batch(length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 301, (2, length), generator=torch.Generator().manual_seed(1))
+    return tokens, tokens.roll(-1, 1)
+
+
+def gradients(config: DecoderConfig, key: int | None = None, dtype=torch.float32):
+    decoder = Decoder(config, dtype=dtype)
+    decoder.initialize(7)
+    loss = decoder(*batch(), dropout_key=key)
+    loss.sum().backward()
+    return loss.detach(), {name: p.grad for name, p in decoder.named_parameters()}
+
+
+def assert_same(a, b):
+    assert torch.equal(a[0], b[0])
+    assert all(torch.equal(a[1][name], b[1][name]) for name in b[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
+def test_recompute_gives_the_same_bits(family, recompute, dropout):
+    config = make(family, **dropout)
+    kept = gradients(config, key=11)
+    assert_same(gradients(dataclasses.replace(config, recompute=recompute), key=11), kept)
+    if dropout:
+        assert not torch.equal(gradients(config, key=12)[0], kept[0])
+        assert not torch.equal(gradients(make(family))[0], kept[0])
+
+
+def test_recompute_keeps_fewer_activations():
+    def kept(recompute):
+        sizes = []
+        decoder = Decoder(make("llama", recompute=recompute, num_layers=4))
+        decoder.initialize(0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            decoder(*batch())
+        return sum(sizes)
+
+    none, selective, full = kept("none"), kept("selective"), kept("full")
+    assert full < 0.75 * none
+    assert selective < none
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_dropout_rate_and_scale(probability):
+    from megazero.models.dropout import keyed_dropout
+
+    dropped = keyed_dropout(torch.ones(200_000), probability, (1, 2))
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / (1 - probability)])
+    assert (dropped == 0).float().mean().item() == pytest.approx(probability, abs=0.005)
+
+
+def test_dropout_leaves_the_default_generator_alone_and_needs_a_key():
+    decoder = Decoder(make("llama", **DROPOUT))
+    decoder.initialize(0)
+    state = torch.get_rng_state()
+    decoder(*batch(), dropout_key=3).sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ValueError, match="dropout_key"):
+        decoder(*batch())
+    decoder.eval()
+    plain = Decoder(make("llama"))
+    plain.initialize(0)
+    assert torch.equal(decoder(*batch(), dropout_key=3), plain(*batch()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_initialisation_and_slices_do_not_depend_on_tp(family, size):
+    config = make(family, num_layers=1, num_kv_heads=4)
+    whole = Decoder(config)
+    whole.initialize(5)
+    expected = to_hf_state_dict(whole)
+    merged: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        part = Decoder(config, TensorParallel(None, rank, size))
+        part.initialize(5)
+        to_hf_state_dict(part, merged)
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+
+
+def test_initial_values_follow_the_scheme():
+    config = make("gpt2", hidden_size=256, num_heads=4, ffn_hidden_size=512, vocab_size=2000)
+    decoder = Decoder(config, dtype=torch.float64)
+    decoder.initialize(0)
+    p = dict(decoder.named_parameters())
+    assert p["layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert p["layers.0.mlp.down_proj.weight"].std().item() == pytest.approx(0.02 / 2, rel=0.02)
+    assert p["layers.0.attention.o_proj.weight"].std().item() == pytest.approx(0.02 / 2, rel=0.02)
+    assert torch.all(p["layers.1.input_norm.weight"] == 1)
+    assert torch.all(p["layers.1.attention.q_proj.bias"] == 0)
+    assert torch.all(p["embedding.tokens.weight"][2000:] == 0)
+    q, k = p["layers.0.attention.q_proj.weight"], p["layers.0.attention.k_proj.weight"]
+    rows = torch.cat((q, k, p["layers.1.attention.q_proj.weight"])).float()
+    assert torch.corrcoef(rows).triu(1).abs().max() < 0.4  # no row drawn twice (blocks are 256 rows)
+    other = Decoder(config)
+    other.initialize(1)
+    assert not torch.equal(other.head.weight, decoder.head.weight.float())
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert initializer(decoder, 0)("embedding.tokens.weight").dtype == torch.float32
+    finally:
+        torch.set_default_dtype(default)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_units_and_sets(family, tied):
+    tp = TensorParallel(None, 1, 2, sequence_parallel=True)
+    decoder = Decoder(make(family, tied_embeddings=tied), tp, device="meta")
+    parameters = dict(decoder.named_parameters())
+    placements = decoder.placements()
+    assert list(placements) == list(parameters)
+    assert all(p.local_shape == tuple(parameters[name].shape) for name, p in placements.items())
+    assert decoder.partial_gradients() == decoder.replicated_parameters()
+    assert not Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
+    biases_and_norms = {name for name in parameters if "norm" in name or name.endswith("bias")}
+    assert decoder.no_weight_decay() == biases_and_norms
+    assert {name for name, p in placements.items() if p.local_shape == p.shape} <= (
+        decoder.replicated_parameters()
+    )
+    in_units = itertools.chain(*(m.parameters() for unit in decoder.units() for m in unit))
+    assert {id(p) for p in in_units} == {id(p) for p in parameters.values()}
+    assert (decoder.head.weight is decoder.embedding.tokens.weight) == tied
+    assert [u[0] for u in decoder.units()] == [decoder.embedding, *decoder.layers, decoder.head]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_count_and_flops(family):
+    config = make(family)
+    whole = Decoder(dataclasses.replace(config, make_vocab_size_divisible_by=1), device="meta")
+    assert parameter_count(config) == sum(p.numel() for p in whole.parameters())
+
+    from torch.utils.flop_counter import FlopCounterMode
+
+    decoder = Decoder(config)
+    decoder.initialize(0)
+    with FlopCounterMode(display=False) as counter:
+        decoder(*batch()).sum().backward()
+    # The counter takes whole score matrices where the formula takes the causal half: leave attention out.
+    counted = counter.get_flop_counts()["Global"]
+    attention = sum(v for op, v in counted.items() if "attention" in str(op))
+    formula = training_flops(config, [16, 16])
+    half_attention = 6 * config.query_size * config.num_layers * 2 * 16 * 16
+    assert sum(counted.values()) - attention == formula - half_attention
+    assert padded_vocab_size(301, 64, 1) == 320
+    assert training_flops(config, [32]) > formula
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rms_norm_equals_torch(dtype):
+    torch.manual_seed(0)
+    norm = RMSNorm(40, 1e-5, dtype=dtype)
+    x = torch.randn(3, 5, 40, dtype=dtype, requires_grad=True)
+    with torch.no_grad():
+        norm.weight.normal_()
+    g = torch.randn(3, 5, 40, dtype=dtype)
+    norm(x).backward(g)
+    x64, w64 = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    torch.nn.functional.rms_norm(x64, (40,), w64, 1e-5).backward(g.double())
+    bound = 8 * torch.finfo(dtype).eps
+    for got, expected in ((x.grad, x64.grad), (norm.weight.grad, w64.grad)):
+        assert ((got.double() - expected).norm() / expected.norm()).item() < bound
+        assert got.dtype == dtype
+    if dtype == torch.float64:
+        assert torch.autograd.gradcheck(
+            lambda a: type(norm).forward(norm, a), torch.randn(2, 3, 40, dtype=dtype, requires_grad=True)
+        )
+
+
+def test_rotary_tables_are_fp64_and_scaled():
+    plain = rotary_frequencies(64, 10000.0, None)
+    linear = rotary_frequencies(64, 10000.0, RopeScaling("linear", 4.0))
+    assert torch.equal(linear * 4, plain)
+    scaled = rotary_frequencies(64, 500000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
+    ratio = scaled / rotary_frequencies(64, 500000.0, None)
+    assert ratio[0] == 1
+    assert ratio[-1] == pytest.approx(1 / 8)
+    assert torch.all(ratio.diff() <= 0)
+    positions = Positions(make("llama"), TensorParallel())
+    with torch.inference_mode():
+        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64))
+    x = torch.randn(8, 1, 4, 12, dtype=torch.float64, requires_grad=True)
+    y = positions.rotate(x)  # tables first made in inference mode can be saved for backward
+    y.pow(2).sum().backward()
+    assert torch.allclose(x.grad, 2 * x, rtol=1e-14)  # a rotation keeps lengths to fp64
+    assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
+
+
+def test_llama3_original_length_is_respected():
+    short = rotary_frequencies(64, 500000.0, RopeScaling("llama3", 8.0, original_length=1024))
+    long = rotary_frequencies(64, 500000.0, RopeScaling("llama3", 8.0, original_length=8192))
+    assert (short <= long).all()
+    assert (short < long).any()
+
+
+def test_learned_positions_have_a_limit_and_others_do_not():
+    for family, length in (("llama", 40), ("bloom", 40)):
+        decoder = Decoder(make(family))
+        decoder.initialize(0)
+        assert decoder(*batch(length)).shape == (2, length)
+    decoder = Decoder(make("gpt2"))
+    decoder.initialize(0)
+    with pytest.raises(ValueError, match="40 exceeds the 32 learned positions"):
+        decoder(*batch(40))
+
+
+def test_all_configuration_errors_are_reported_at_once():
+    config = make(
+        "gpt2", num_heads=6, num_kv_heads=4, normalization="rmsnorm", recompute="some", vocab_size=0
+    )
+    with pytest.raises(ValueError) as error:
+        config.validate()
+    assert "recompute = 'some'" in str(error.value)
+    assert "vocab_size = 0" in str(error.value)
+    config = dataclasses.replace(config, recompute="none", vocab_size=9, ffn_hidden_size=63)
+    with pytest.raises(ValueError) as error:
+        Decoder(config, TensorParallel(None, 0, 4), device="meta")
+    text = str(error.value)
+    for part in (
+        "num_heads = 6 is not a multiple of num_kv_heads = 4",
+        "num_heads = 6 does not divide over tensor parallel size 4; the nearest multiple is 8",
+        "ffn_hidden_size = 63 does not divide over tensor parallel size 4; the nearest multiple is 64",
+        "layout = gpt2 needs normalization = layernorm, not rmsnorm",
+        "layout = gpt2 needs kv_heads = 6, not 4",
+    ):
+        assert part in text
+
+
+def test_mixed_families_have_names_too():
+    config = make("llama", normalization="layernorm", position="learned", linear_bias=True, qkv_bias=True)
+    decoder = Decoder(config)
+    decoder.initialize(0)
+    names = [p.name for p in decoder.placements().values()]
+    assert len(set(names)) == len(names) == len(list(decoder.parameters()))
+    decoder(*batch()).sum().backward()
