@@ -49,7 +49,7 @@ def shard(
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
     plan = build_units(module, units, mesh, policy, chosen, init)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
-    return Engine(module, mesh, policy, plan, slices, clip_norm, timed)
+    return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed)
 
 
 def _no_decay_for_vectors(name: str, param: nn.Parameter) -> Traits:

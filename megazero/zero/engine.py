@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
 from megazero.zero.movement import gather, gather_plan, reduce, reduce_plan
-from megazero.zero.optimizer import SliceOptimizer, clip_factor
+from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.order import Order, OrderHash
 from megazero.zero.policy import Policy
 from megazero.zero.unit import Unit
@@ -52,11 +52,12 @@ class Engine:
         mesh: Mesh,
         policy: Policy,
         plan: Plan,
+        traits: Mapping[str, Traits],
         optimizer: SliceOptimizer,
         clip_norm: float | None,
         timed: Callable[[str], Any],
     ) -> None:
-        self.module, self.mesh, self.policy = module, mesh, policy
+        self.module, self.mesh, self.policy, self.traits = module, mesh, policy, traits
         self.units, self.optimizer, self.clip_norm, self.timed = plan.units, optimizer, clip_norm, timed
         self.traffic = Traffic()
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)

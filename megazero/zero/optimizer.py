@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.zero.layout import Slot
 from megazero.zero.unit import Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -135,8 +134,8 @@ class SliceOptimizer:
                 elif isinstance(value, (int, float)):
                     self.torch.state[run.leaf][name] = 0
 
-    def elementwise_state(self, unit: Unit, slot: Slot, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """State tensors of the compact OS range [start, stop) of one parameter, by torch's name for them."""
+    def elementwise_state(self, unit: Unit, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """State tensors of the compact OS range [start, stop), which one run holds, by torch's name for them."""
         run = next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
         if run is None:
             return {}

@@ -92,12 +92,13 @@ class Unit:
         for slot in self.layout.slots:
             view = self.full[slot.start : slot.start + slot.numel].view(slot.shape)
             param = self.params[slot.name]
-            fresh = nn.Parameter(view, requires_grad=param.requires_grad)
-            if param.device == view.device and param.dtype == view.dtype:
-                param.data = view
-            else:  # set_data refuses another device or dtype; swapping keeps the one Parameter object
+            if param.device != view.device or param.dtype != view.dtype:
+                # set_data refuses another device or dtype; swapping keeps the one Parameter object.
+                fresh = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
                 fresh.__dict__.update(param.__dict__)
                 torch.utils.swap_tensors(param, fresh)
+            # .data keeps the Parameter's own version counter: gathers into full do not look like edits.
+            param.data = view
         if self.levels.p:
             self.drop_full()
 

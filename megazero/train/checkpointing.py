@@ -1,0 +1,155 @@
+"""Between the trainer and the checkpoint store: what a run saves and how it continues.
+
+state.json holds iteration, consumed samples (the data position), scalar optimizer state, the tokenizer's
+fingerprint and the logger's run id; tensors are the engine's slices; each rank keeps its generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.checkpoint import store
+from megazero.checkpoint.placement import Placement
+from megazero.config import RunConfig
+from megazero.mesh.mesh import Mesh
+from megazero.zero import Engine
+from megazero.zero.state import load_kinds, load_records, optimizer_kinds, save_records
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is. run_id: of an outside logger, kept over restarts."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Saves and loads one run. fingerprint: of the tokenizer that its data was made with."""
+
+    config: RunConfig
+    mesh: Mesh
+    engine: Engine
+    placements: Mapping[str, Placement]
+    fingerprint: str
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        grid = self.mesh.grid
+        return {
+            "world_size": grid.world_size,
+            "tp": grid.tp,
+            "pp": grid.pp,
+            "dp": grid.dp,
+            "shards": list(grid.shards),
+            "ranks_per_node": grid.ranks_per_node,
+        }
+
+    def save(self, progress: Progress) -> Path:
+        """Write SAVE/iter_<iteration>, all ranks together; older ones stay until it is complete."""
+        options = self.config.checkpoint
+        assert options.save is not None
+        state = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "run_id": progress.run_id,
+            "optimizer": self.engine.optimizer.scalars(),
+            "tokenizer": self.fingerprint,
+            "seed": self.config.training.seed,
+        }
+        snapshot = store.Snapshot(
+            step=progress.iteration,
+            records=save_records(self.engine, self.placements),
+            state=state,
+            rank_tensors=_generator_states(self.mesh.device),
+            layout=self._layout,
+            configuration=self.config.to_dict(),
+        )
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval)
+        # A run that resumed from an older checkpoint writes its iterations again.
+        return store.save(options.save, snapshot, group=self._group, retention=retention, overwrite=True)
+
+    def load(self) -> Progress:
+        """Continue from the newest complete checkpoint under --load; a fresh start only where asked for."""
+        options = self.config.checkpoint
+        if options.load is None:
+            return Progress()
+        path = self._agreed_latest(options.load)
+        if path is None:
+            if options.allow_fresh_start:
+                return Progress()
+            raise store.CheckpointError(
+                f"--load {options.load} holds no complete checkpoint. Name a folder that does; or leave --load "
+                "out, or add --allow-fresh-start, to start from random weights"
+            )
+        manifest = store.read_manifest(path)
+        with_optimizer = options.load_optim and not options.finetune
+        moments = self._moments(manifest.kinds, path) if with_optimizer else []
+        loaded = store.load(
+            path,
+            records=load_records(self.engine, self.placements, with_optimizer),
+            group=self._group,
+            kinds=load_kinds(list(manifest.kinds), moments),
+            layout=self._layout,
+            convert=True,  # every destination is the master or a moment, at least as precise as what is stored
+        )
+        self.engine.invalidate()
+        if options.finetune:
+            return Progress()
+        state = loaded.state
+        self._check_state(state, path)
+        if with_optimizer:
+            self.engine.optimizer.load_scalars(state["optimizer"])
+        if options.load_rng and loaded.rank_tensors:
+            _restore_generators(loaded.rank_tensors, self.mesh.device)
+        return Progress(state["iteration"], state["consumed_samples"], state["run_id"])
+
+    def _agreed_latest(self, root: str) -> Path | None:
+        """The first rank's answer: a folder seen over a network may look different elsewhere."""
+        found: list[Any] = [store.latest(root) if self.mesh.rank == 0 else None]
+        if self._group is not None:
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _moments(self, stored: Mapping[str, Any], path: Path) -> list[str]:
+        ours = optimizer_kinds(self.engine)
+        theirs = sorted(kind for kind in stored if kind not in ("weights", "master"))
+        if ours and ours != theirs:
+            raise store.CheckpointError(
+                f"'{path}' holds optimizer state {theirs or 'none'}, --optimizer {self.config.optimizer.optimizer} "
+                f"needs {ours}: use the optimizer it was written with, or --no-load-optim to start its state anew"
+            )
+        return theirs
+
+    def _check_state(self, state: Mapping[str, Any], path: Path) -> None:
+        if state["tokenizer"] != self.fingerprint:
+            raise store.CheckpointError(
+                f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "
+                f"{self.fingerprint[:12]}): name that one with --tokenizer-model, or use --finetune to start a "
+                "new run from its weights"
+            )
+
+
+def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

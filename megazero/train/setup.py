@@ -1,0 +1,260 @@
+"""From a parsed configuration to a Trainer, and the program around it: errors, signals, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from megazero.comm.lane import CommunicationError
+from megazero.config import ConfigError, RunConfig, World
+from megazero.data import build_datasets, load_tokenizer
+from megazero.data.build import Dataset
+from megazero.data.files import replacing
+from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.mesh.launch import Launch
+from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
+from megazero.models.flops import parameter_count
+from megazero.train.batch_size import BatchSchedule
+from megazero.train.checkpointing import Checkpointing, Progress
+from megazero.train.console import Schedule, TrainConsole
+from megazero.train.guards import (
+    STOP_SIGNALS,
+    ExitConditions,
+    NonFiniteLoss,
+    RankFailure,
+    StopSignals,
+    readable_failures,
+)
+from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
+from megazero.train.metrics import MetricsWriter
+from megazero.train.parallelize import build_decoder, shard_decoder
+from megazero.train.schedule import LearningRate
+from megazero.train.timebill import TimeBill
+from megazero.train.trainer import Outputs, Schedules, Trainer
+
+RESOLVED_FILE = "config.yaml"
+
+
+def main(config: RunConfig, launch: Launch) -> int:
+    """Train as configured; the process's exit status. Every expected failure is one clear message."""
+    began = time.monotonic()
+    with ExitStack() as stack:
+        try:
+            trainer = prepare(config, launch, stack, began)
+            with readable_failures(
+                rank=launch.rank,
+                host=socket.gethostname(),
+                timeout_s=config.training.distributed_timeout_minutes * 60,
+                phase=lambda: trainer.phase,
+            ):
+                trainer.run()
+        except (ConfigError, ValueError, NonFiniteLoss, RankFailure, CommunicationError, OSError) as error:
+            _fail(launch, error)
+        except RuntimeError as error:  # unexpected: the trace is what helps
+            traceback.print_exc()
+            _fail(launch, error)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _fail(launch: Launch, error: Exception) -> None:
+    """Say it once per rank and leave without waiting for collectives that can no longer complete."""
+    if not isinstance(error, ValueError) or launch.rank == 0 or not dist.is_initialized():
+        print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def pick_device(config: RunConfig, launch: Launch) -> torch.device:
+    """The configured device; auto takes CUDA where there is one, one per local rank."""
+    wanted, present = config.training.device, torch.cuda.is_available()
+    if wanted == "cuda" and not present:
+        raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
+    if wanted == "cpu" or not present:
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {launch.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start at most "
+            "that many ranks per node, or use --device cpu"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -> Trainer:
+    """Everything before the first iteration, in the order in which mistakes are cheapest to find."""
+    device = pick_device(config, launch)
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    tokenizer = tokenizer_info(config)
+    config = with_vocabulary(config, tokenizer)
+    timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
+    if launch.world_size > 1:
+        init_distributed(launch, device, timeout)
+    mesh = make_mesh(config, launch, device, timeout)
+    schedules = make_schedules(config, mesh)
+    datasets = make_datasets(config, tokenizer, schedules)
+    bill = TimeBill()
+    decoder = build_decoder(config, mesh)
+    engine = shard_decoder(decoder, config, mesh, bill.span)
+    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
+    progress = checkpointing.load()
+    outputs, progress = open_outputs(config, mesh, schedules, progress, stack)
+    _describe(config, mesh, outputs.console, decoder.config, progress)
+    signals = None
+    if config.training.exit_signal_handler:
+        signals = stack.enter_context(StopSignals(STOP_SIGNALS))
+    exits = ExitConditions(
+        agree=lambda flag: bool(mesh.gather_rows(torch.tensor([float(flag)], device=device)).any()),
+        exit_interval=config.training.exit_interval,
+        exit_duration_in_mins=config.training.exit_duration_in_mins,
+        signals=signals,
+        began=began,
+    )
+    return Trainer(decoder, engine, datasets, schedules, checkpointing, outputs, exits, bill, progress)
+
+
+def tokenizer_info(config: RunConfig) -> TokenizerInfo:
+    """The run's tokenizer; a null one of --vocab-size where none is named."""
+    data = config.data
+    if data.tokenizer_type is None:
+        if config.model.vocab_size is None:
+            raise ValueError(
+                "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
+            )
+        return NullTokenizer(config.model.vocab_size - 1).info
+    return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size).info
+
+
+def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
+    """The configuration with the tokenizer's vocabulary; a larger --vocab-size stays, a smaller one is refused."""
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < tokenizer.vocab_size and config.data.tokenizer_type != "NullTokenizer":
+        raise ValueError(
+            f"--vocab-size {wanted} is below the tokenizer's {tokenizer.vocab_size}; leave it out, or give at "
+            f"least {tokenizer.vocab_size}"
+        )
+    size = max(wanted or 0, tokenizer.vocab_size)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def make_mesh(config: RunConfig, launch: Launch, device: torch.device, timeout: timedelta) -> Mesh:
+    per_node = discover_ranks_per_node(launch, config.parallel.ranks_per_node)
+    world = World(launch.world_size, per_node)
+    return create_mesh(
+        tp=config.parallel.tensor_model_parallel_size,
+        shards=config.shards(world).factors,
+        ranks_per_node=per_node,
+        device=device,
+        timeout=timeout,
+    )
+
+
+def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:
+    batch, optimizer, training = config.batch, config.optimizer, config.training
+    assert batch.micro_batch_size and batch.global_batch_size and optimizer.lr
+    sizes = BatchSchedule.constant(batch.global_batch_size, batch.micro_batch_size, mesh.dp_size)
+    if batch.rampup_batch_size:
+        sizes = BatchSchedule(
+            *batch.rampup_batch_size, batch.global_batch_size, batch.micro_batch_size, mesh.dp_size
+        )
+    span = config.lr_span
+    rate = LearningRate(
+        peak=optimizer.lr,
+        decay=span.decay,
+        minimum=optimizer.min_lr,
+        warmup=span.warmup,
+        style=optimizer.lr_decay_style,
+        wsd_decay=span.wsd_decay or None,
+        wsd_style=optimizer.lr_wsd_decay_style,
+    )
+    last = training.train_iters or sizes.iterations_within(training.train_samples or 0)
+    return Schedules(sizes, rate, span.unit == "samples", last)
+
+
+def make_datasets(
+    config: RunConfig, tokenizer: TokenizerInfo, schedules: Schedules
+) -> tuple[Dataset | None, Dataset | None]:
+    data, length = config.data, config.model.seq_length
+    assert length and config.batch.global_batch_size
+    train, valid, _ = build_datasets(
+        data_path=None if data.mock_data else data.data_path,
+        split=data.split,
+        seq_length=length,
+        seed=config.training.seed,
+        samples=(
+            schedules.batch.consumed_after(schedules.last_iteration),
+            config.training.eval_iters * config.batch.global_batch_size,
+            0,
+        ),
+        tokenizer=tokenizer,
+        cache_dir=data.data_cache_path,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+    return train, valid
+
+
+def open_outputs(
+    config: RunConfig, mesh: Mesh, schedules: Schedules, progress: Progress, stack: ExitStack
+) -> tuple[Outputs, Progress]:
+    """Console, metrics and loggers of the first rank; silent ones elsewhere. The run id is agreed on."""
+    log, first = config.logging, mesh.rank == 0
+    run_id = [progress.run_id or new_run_id()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(run_id, src=0)
+    progress = dataclasses.replace(progress, run_id=run_id[0])
+    schedule = Schedule(schedules.last_iteration, progress.iteration, log.log_interval)
+    console = TrainConsole(schedule, enabled=first)
+    metrics = None
+    members: list[Logger] = []
+    if first:
+        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration)
+        stack.callback(metrics.close)
+        with replacing(Path(log.log_dir) / RESOLVED_FILE) as file:
+            file.write(yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
+        if log.tensorboard_dir:
+            members.append(TensorBoardLogger(log.tensorboard_dir, iteration=progress.iteration))
+        if log.wandb_project:
+            members.append(
+                WandbLogger(
+                    log.wandb_project,
+                    run_id=progress.run_id,
+                    name=log.wandb_exp_name,
+                    directory=log.wandb_save_dir,
+                    config=config.to_dict(),
+                )
+            )
+    loggers = Loggers(members)
+    stack.callback(loggers.close)
+    stack.enter_context(console)
+    return Outputs(console, loggers, metrics), progress
+
+
+def _describe(
+    config: RunConfig, mesh: Mesh, console: TrainConsole, decoder: object, progress: Progress
+) -> None:
+    grid = mesh.grid
+    facts: dict[str, object] = {
+        "parameters": f"{parameter_count(decoder):,}",  # type: ignore[arg-type]
+        "device": str(mesh.device),
+        "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
+    }
+    console.header(f"megazero on {grid.world_size} ranks", facts)
+    for line in _resolved_lines(config, World(grid.world_size, grid.ranks_per_node)):
+        console.note(line)
+
+
+def _resolved_lines(config: RunConfig, world: World) -> Sequence[str]:
+    return config.describe(world)

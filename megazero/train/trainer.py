@@ -1,0 +1,256 @@
+"""The training loop: data, forward and backward, step, log, evaluate, save."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megazero.data.build import Dataset
+from megazero.data.sampler import Batches
+from megazero.models import Decoder
+from megazero.models.flops import training_flops
+from megazero.train.batch_size import BatchSchedule
+from megazero.train.checkpointing import Checkpointing, Progress
+from megazero.train.console import TrainConsole
+from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
+from megazero.train.loggers import Loggers
+from megazero.train.metrics import IterationMetrics, MetricsWriter
+from megazero.train.schedule import LearningRate
+from megazero.train.timebill import TimeBill
+from megazero.zero import Engine, StepInfo
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go. ``metrics`` is None on ranks other than the first."""
+
+    console: TrainConsole
+    loggers: Loggers
+    metrics: MetricsWriter | None
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """What changes with progress. by_samples: the learning rate counts samples, not iterations."""
+
+    batch: BatchSchedule
+    learning_rate: LearningRate
+    by_samples: bool
+    last_iteration: int
+
+
+class Trainer:
+    """Runs from ``progress`` to the last iteration; all parts come ready-made (see setup.py)."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        engine: Engine,
+        datasets: tuple[Dataset | None, Dataset | None],
+        schedules: Schedules,
+        checkpointing: Checkpointing,
+        outputs: Outputs,
+        exits: ExitConditions,
+        bill: TimeBill,
+        progress: Progress,
+    ) -> None:
+        self.decoder, self.engine, self.mesh = decoder, engine, engine.mesh
+        self.config = checkpointing.config
+        self.train_data, self.valid_data = datasets
+        self.schedules, self.checkpointing, self.outputs = schedules, checkpointing, outputs
+        self.exits, self.bill, self.progress = exits, bill, progress
+        self.guard = NonFiniteGuard()
+        self.phase = "start"
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def run(self) -> Progress:
+        """Train; returns where it stopped. Raises NonFiniteLoss, CheckpointError, CommunicationError."""
+        batch = self.config.batch
+        assert batch.micro_batch_size and self.train_data is not None
+        saved_at = self.progress.iteration
+        with Batches(
+            self.train_data,
+            micro_batch_size=batch.micro_batch_size,
+            rank=self.mesh.dp_rank,
+            size=self.mesh.dp_size,
+            consumed=self.progress.consumed_samples,
+        ) as batches:
+            while self.progress.iteration < self.schedules.last_iteration:
+                self._iterate(batches)
+                iteration = self.progress.iteration
+                if self._due(self.config.training.eval_interval, iteration):
+                    self._evaluate()
+                reason = self.exits.reason(iteration)
+                if reason or self._due(self.config.checkpoint.save_interval, iteration):
+                    saved_at = self._save(saved_at)
+                if reason:
+                    self.outputs.console.note(f"stopping after iteration {iteration}: {reason}")
+                    return self.progress
+        self._save(saved_at)
+        return self.progress
+
+    def _iterate(self, batches: Batches) -> None:
+        self.bill.reset()
+        began = time.perf_counter()
+        iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
+        self.phase = f"iteration {iteration}"
+        count = self.schedules.batch.micro_batches(consumed)
+        learning_rate = self._set_learning_rate()
+        with self.bill.span("data"):
+            ids = batches.sample_ids(count)
+            step = [self._to_device(b) for b in batches.next_step(count)]
+            divisor = self._valid_tokens(step)
+        with self.bill.span("compute"):
+            self.engine.begin_step(count, divisor)
+            local = self._forward_backward(step, ids)
+            loss = self._reduce_sum(local) / divisor
+            own = LocalStep(self.mesh.rank, float(local), tuple(i for row in ids for i in row))
+            self.guard.check_loss(iteration, loss, own, self._gather)
+            info = self.engine.step()
+            self.guard.check_norm(iteration, info.grad_norm, own, self._gather)
+            for name, lane in (
+                ("exposed_gather", self.engine.gathers),
+                ("exposed_reduce", self.engine.reductions),
+            ):
+                self.bill.add(name, lane.take_stalls())
+        self.progress = Progress(iteration, batches.consumed, self.progress.run_id)
+        self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
+
+    def _forward_backward(self, step: Sequence[Batch], ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Sum of this rank's token losses over the step, fp64 scalar on the device."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        self.decoder.train()
+        for batch, row in zip(step, ids, strict=True):
+            loss = self._loss(batch, self._dropout_key(row[0]))
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _loss(self, batch: Batch, dropout_key: int | None = None) -> torch.Tensor:
+        losses = self.decoder(batch["tokens"], batch["labels"], dropout_key)
+        return (losses * batch["loss_mask"]).sum()
+
+    def _dropout_key(self, sample: int) -> int | None:
+        """Names the micro-batch by its first sample, whatever the layout."""
+        model = self.config.model
+        if max(model.attention_dropout, model.hidden_dropout) == 0:
+            return None
+        text = f"{self.config.training.seed}/{self.progress.iteration}/{sample}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    def _set_learning_rate(self) -> float:
+        at = self.progress.consumed_samples if self.schedules.by_samples else self.progress.iteration
+        rate = self.schedules.learning_rate(at)
+        for group in self.engine.optimizer.torch.param_groups:
+            group["lr"] = rate
+        return rate
+
+    # -- evaluation, saving ----------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        """Mean loss over the same eval_iters global batches each time, so that the curve has no sampling noise."""
+        config = self.config
+        if self.valid_data is None:
+            return
+        self.phase = f"evaluation at iteration {self.progress.iteration}"
+        micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
+        assert micro and full
+        per_step = full // (micro * self.mesh.dp_size)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.decoder.eval()
+        with (
+            Batches(
+                self.valid_data, micro_batch_size=micro, rank=self.mesh.dp_rank, size=self.mesh.dp_size
+            ) as batches,
+            self.engine.evaluation(),
+        ):
+            for _ in range(config.training.eval_iters):
+                for batch in map(self._to_device, batches.next_step(per_step)):
+                    sums += torch.stack([self._loss(batch).double(), batch["loss_mask"].sum().double()])
+        rows = self.mesh.gather_rows(sums)[:: self.mesh.tp.size].sum(0)
+        loss = float(rows[0] / rows[1].clamp(min=1))
+        self.engine.traffic.take()  # of no iteration
+        self.outputs.console.evaluation(self.progress.iteration, loss)
+        if self.outputs.metrics is not None:
+            at = self.progress
+            line = self.outputs.metrics.evaluation(at.iteration, at.consumed_samples, loss)
+            self.outputs.loggers.log(at.iteration, line)
+
+    def _save(self, saved_at: int) -> int:
+        iteration = self.progress.iteration
+        if self.config.checkpoint.save is None or iteration == saved_at:
+            return saved_at
+        self.phase = f"saving iteration {iteration}"
+        began = time.perf_counter()
+        path = self.checkpointing.save(self.progress)
+        self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        return iteration
+
+    def _due(self, interval: int | None, iteration: int) -> bool:
+        return interval is not None and iteration % interval == 0
+
+    # -- small parts -----------------------------------------------------------------------------
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _valid_tokens(self, step: Sequence[Batch]) -> float:
+        """Tokens of the global batch that count in the loss; at least 1."""
+        tokens = sum(b["loss_mask"].numel() for b in step) * self.mesh.dp_size
+        if not self.config.data.eod_mask_loss:
+            return float(tokens)
+        own = torch.stack([b["loss_mask"].sum(dtype=torch.float64) for b in step]).sum()
+        return max(1.0, self._reduce_sum(own))
+
+    def _reduce_sum(self, value: torch.Tensor) -> float:
+        """Sum over data-parallel ranks, in rank order (tensor-parallel ranks hold equal values)."""
+        rows = self.mesh.gather_rows(value.double().reshape(1))
+        return rows[:: self.mesh.tp.size].sum().item()
+
+    def _gather(self, own: LocalStep) -> list[LocalStep]:
+        if self.mesh.world_size == 1:
+            return [own]
+        every: list[LocalStep | None] = [None] * self.mesh.world_size
+        dist.all_gather_object(every, own)
+        return [each for each in every if each is not None]
+
+    def _log(self, loss: float, info: StepInfo, learning_rate: float, seconds: float, samples: int) -> None:
+        traffic = self.engine.traffic.take()
+        length = self.config.model.seq_length
+        assert length
+        flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
+        metrics = IterationMetrics(
+            iteration=self.progress.iteration,
+            consumed_samples=self.progress.consumed_samples,
+            lm_loss=loss,
+            grad_norm=info.grad_norm,
+            learning_rate=learning_rate,
+            iteration_time_s=seconds,
+            tokens_per_s=samples * length / seconds,
+            tflops_per_rank=flops / seconds / self.mesh.world_size / 1e12,
+            intra_node_bytes=traffic.pop("intra_node_bytes"),
+            inter_node_bytes=traffic.pop("inter_node_bytes"),
+            memory_bytes=peak_memory(self.mesh.device),
+            time_bill=self.bill.close(seconds),
+            extra={"batch_size": samples, **({"skipped": 1} if info.skipped else {}), "bytes": traffic},
+        )
+        self.outputs.console.iteration(metrics)
+        if self.outputs.metrics is not None:
+            self.outputs.metrics.iteration(metrics)
+            self.outputs.loggers.log(metrics.iteration, metrics.as_dict())
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on CUDA, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,28 @@
+"""Pretrain a decoder-only language model: torchrun ... pretrain/pretrain_gpt.py FLAGS (see --help)."""
+
+import sys
+
+from megazero.config import ConfigError, World, parse
+from megazero.mesh.launch import read_launch
+
+
+def main() -> int:
+    try:
+        launch = read_launch()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        # Before torch is imported: a mistake is told in a fraction of a second.
+        config = parse(sys.argv[1:], World(launch.world_size, launch.local_world_size))
+    except ConfigError as error:
+        if launch.rank == 0:
+            print(f"{error}\n--help lists every flag", file=sys.stderr)
+        return 2
+    from megazero.train.setup import main as train
+
+    return train(config, launch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
