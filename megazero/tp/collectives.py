@@ -70,11 +70,14 @@ def start_reduce_scatter(x: Tensor, tp: TensorParallel) -> Pending:
 
 
 class _ReduceForward(torch.autograd.Function):
-    """Forward: sum over the axis. Backward: the gradient as it is (every rank holds the same)."""
+    """Forward: sum over the axis, in place. Backward: the gradient as it is (all ranks hold the same)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        return start_all_reduce(x.clone(), tp).wait()
+        out = start_all_reduce(x, tp).wait()
+        if out is x:
+            ctx.mark_dirty(x)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -95,7 +98,10 @@ class _ReduceScatterForward(torch.autograd.Function):
 
 
 def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum the ranks' partial [s, b, h]: whole, or this rank's [s / size, b, h] under sequence parallel."""
+    """Sum the ranks' partial [s, b, h]: whole, or this rank's [s / size, b, h] under sequence parallel.
+
+    ``x`` may be overwritten: it must be a fresh result that no backward needs.
+    """
     if tp.size == 1:
         return x
     if not tp.sequence_parallel:
