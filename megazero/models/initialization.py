@@ -37,6 +37,7 @@ def _normal(seed: int, placement: Placement) -> Tensor:
     total, width = stored
     columns = slice(placement.offset1, placement.offset1 + placement.local_shape[1])
     out = torch.zeros(placement.local_shape, dtype=torch.float32, device="cpu")
+    drawn = -1
     for segment in placement.segments:
         at, end = segment.stored, segment.stored + segment.length
         while at < end:
@@ -44,7 +45,8 @@ def _normal(seed: int, placement: Placement) -> Tensor:
             rows = min(BLOCK_ROWS, total - number * BLOCK_ROWS)
             count = min(end - at, rows - skip)
             local = segment.local + at - segment.stored
-            values = _block(seed, placement.name, number, (rows, width))
+            if number != drawn:  # neighbouring heads of a fused tensor share a block
+                values, drawn = _block(seed, placement.name, number, (rows, width)), number
             out[local : local + count] = values[skip : skip + count, columns]
             at += count
     return out
