@@ -1,0 +1,100 @@
+"""Reading raw text: which files, their lines, and errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
+Text = str | list[str]
+
+
+def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
+    """Files named, matched by a glob, or lying anywhere in a directory (``pattern``, hidden ones left out)."""
+    found: list[Path] = []
+    for word in inputs:
+        path = Path(word)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob(pattern) if p.is_file())
+            matches = [p for p in inside if not any(x.startswith(".") for x in p.relative_to(path).parts)]
+        elif path.is_file():
+            matches = [path]
+        else:
+            anchor = Path(path.anchor) if path.is_absolute() else Path()
+            matches = sorted(p for p in anchor.glob(str(path.relative_to(anchor))) if p.is_file())
+        if not matches:
+            raise ValueError(f"--input {word}: no such file, and nothing matches it")
+        found += matches
+    return tuple(dict.fromkeys(str(p) for p in found))
+
+
+def is_json(file: str) -> bool:
+    """Whether a file holds one JSON object a line; any other file is one document of plain text."""
+    return Path(file).suffix in JSON_SUFFIXES
+
+
+def read_text(file: str) -> str:
+    raw = Path(file).read_bytes()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{file}, line {line}: not UTF-8 text ({error.reason}); convert or remove it"
+        ) from None
+
+
+def json_lines(file: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of the lines that begin in bytes [start, stop); blank ones are left out."""
+    with open(file, "rb") as handle:
+        if start:
+            handle.seek(start - 1)
+            handle.readline()  # the rest of a line that began earlier, or just its newline
+        while (at := handle.tell()) < stop:
+            line = handle.readline()
+            if line.strip():
+                yield at, line
+
+
+def line_number(file: str, offset: int) -> int:
+    """From 1, of the line that begins at ``offset``."""
+    number = 1
+    with open(file, "rb") as handle:
+        while handle.tell() < offset:
+            handle.readline()
+            number += 1
+    return number
+
+
+def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
+    """The texts of a JSON line, by key. Raises ValueError saying what is wrong, not where."""
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text ({error.reason})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    texts = {}
+    for key in keys:
+        if key not in record:
+            raise ValueError(
+                f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (see --json-keys)"
+            )
+        texts[key] = text = record[key]
+        for piece in text if isinstance(text, list) else [text]:
+            if not isinstance(piece, str):
+                raise ValueError(f"{key!r} holds a {type(piece).__name__}, not text")
+            if not _is_unicode(piece):
+                raise ValueError(f"{key!r} holds half a surrogate pair, which is no character")
+    return texts
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
