@@ -121,7 +121,7 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     os.rename(temporary, final)
     fsync_directory(final.parent)
     if aside is not None:
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)  # saved by now; the next save tries again
 
 
 def retain(root: Path, saved: Path, rule: Retention) -> None:

@@ -78,6 +78,10 @@ class Snapshot:
     layout: Mapping[str, Any] = field(default_factory=dict)
     configuration: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise ValueError(f"a snapshot's step is {self.step}; steps count from 0")
+
 
 @dataclass(frozen=True)
 class LoadedState:
@@ -100,7 +104,8 @@ def save(
 
     All or nothing: an error on one rank (a full disk, say) or a kill leaves the older checkpoints as
     they were. An existing directory of the same step is kept and is an error, unless ``overwrite``.
-    Raises CheckpointError on every rank.
+    ``root`` must be the same directory for every rank, and for no other job that saves. CUDA tensors
+    are read on the current stream. Raises CheckpointError on every rank.
     """
     root = Path(root)
     rank, world_size = _rank_and_size(group)
@@ -122,7 +127,11 @@ def save(
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    on_first(lambda: directory.retain(root, final, retention or Retention()))
+    agree(
+        group,
+        f"checkpoint '{final}' saved, but its older ones cannot be looked through",
+        lambda: directory.retain(root, final, retention or Retention()) if rank == 0 else None,
+    )
     return final
 
 

@@ -255,6 +255,26 @@ def test_groups_other_than_the_world(tmp_path):
     assert run_ranks(4, save_in_subgroup, tmp_path) == [(2, 1)] * 4
 
 
+def save_shared_rows(root):
+    """[q | k] with one key head for two ranks: each holds its own q rows and the same k rows."""
+    rank = dist.get_rank()
+    placement = Placement("qk", (6, 3), (4, 3), (Segment(0, 2, 2 * rank), Segment(2, 2, 4)))
+    local = torch.arange(18.0).view(6, 3)[[2 * rank, 2 * rank + 1, 4, 5]].reshape(-1)
+    ours = [SliceRecord(placement, a, b, {"weights": local[a:b]}) for a, b in ((0, 7), (7, 12))]
+    path = store.save(root, store.Snapshot(0, ours), group=dist.group.WORLD)
+    for record in ours:
+        record.tensors["weights"].zero_()
+    store.load(path, records=ours, group=dist.group.WORLD)
+    return torch.equal(store.load_full(path)["qk"], torch.arange(18.0).view(6, 3)), local.tolist()
+
+
+def test_rows_held_by_two_ranks_are_written_once(tmp_path):
+    results = run_ranks(2, save_shared_rows, tmp_path)
+    assert [whole for whole, _ in results] == [True, True]
+    for rank, (_, local) in enumerate(results):
+        assert local == [*range(6 * rank, 6 * rank + 6), *range(12, 18)]
+
+
 def test_manifest_is_readable_without_the_library(tmp_path):
     (path,) = set(run_ranks(2, save_on_ranks, tmp_path, 2))
     with open(os.path.join(path, "manifest.json")) as file:
