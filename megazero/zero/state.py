@@ -81,3 +81,23 @@ def _own_placement(slot: Slot) -> Placement:
     """The parameter as it is; tensors that are not 1-D or 2-D are stored flat."""
     shape = slot.shape if len(slot.shape) in (1, 2) else (slot.numel,)
     return Placement.plain(slot.name, shape)
+
+
+def held_bytes(engine: Engine) -> dict[str, int]:
+    """Bytes this rank holds now: 'parameters' (P copies, gathered buffers), 'gradients', 'optimizer' (master and
+    moments). A master that is a part of the P copy counts as parameters only."""
+    parameters, gradients, optimizer = set[int](), 0, 0
+    total = 0
+    for unit in engine.units:
+        for tensor in (unit.full, unit.copy):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in parameters:
+                parameters.add(storage.data_ptr())
+                total += storage.nbytes()
+        if unit.grad is not None:
+            gradients += unit.grad.nbytes
+        if unit.master.untyped_storage().data_ptr() not in parameters:
+            optimizer += unit.master.nbytes
+    for state in engine.optimizer.torch.state.values():
+        optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    return {"parameters": total, "gradients": gradients, "optimizer": optimizer}

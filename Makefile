@@ -1,0 +1,55 @@
+# make quickstart: a language model trained on this Python's own sources, on 4 local ranks.
+# make test:       lint, types and tests. Both do their own set-up and need nothing run before.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The exact version known to work. On a GPU machine name your build, for example:
+#   make quickstart TORCH="torch==2.11.0 --index-url <your wheel index>"
+TORCH ?= torch==2.13.0
+RANKS ?= 4
+OUT ?= runs/quickstart
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-slow bench lint clean
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	$(BIN)/pip install --quiet $(TORCH)
+	@touch $@
+
+$(VENV)/.base: $(VENV)/.torch setup.cfg pyproject.toml
+	@echo "installing megazero"
+	$(BIN)/pip install --quiet --editable '.[plot]'
+	@touch $@
+
+# megatron-core is the oracle for the data format and the schedules; without its own dependencies, which the
+# parts compared here do not need.
+$(VENV)/.test: $(VENV)/.base
+	@echo "installing what the tests need"
+	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-deps megatron-core==0.16.1
+	@touch $@
+
+quickstart: $(VENV)/.base
+	$(BIN)/python pretrain/quickstart.py --out $(OUT) --ranks $(RANKS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# The full parity product and other long runs: about 40 minutes on 2 cores.
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+bench: $(VENV)/.test
+	$(BIN)/python tests/benchmarks/step_time.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
