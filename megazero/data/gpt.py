@@ -119,9 +119,9 @@ def build_order(
 class GPTDataset:
     """Samples of one split of one indexed dataset; ``self[i]`` is a Sample.
 
-    documents: int32, the sequences of the split. num_samples: at least so many samples (as many epochs as
-    that takes), or None for one epoch. Raises ValueError for a split without tokens, and on reading a
-    sample that holds a token outside the vocabulary.
+    documents: int32, the sequences of the split, with at least one token. num_samples: at least so many
+    samples (as many epochs as that takes), or None for one epoch. Reading a sample raises ValueError when it
+    holds a token outside the vocabulary.
     """
 
     def __init__(
@@ -134,11 +134,6 @@ class GPTDataset:
         cache_dir: Path,
     ) -> None:
         self.source, self.spec = source, spec
-        if not source.lengths[documents].any():
-            raise ValueError(
-                f"{source.prefix}: the split holds {len(documents)} of {len(source)} documents and no token; "
-                f"give it a larger share in --split, or more documents"
-            )
         description = {
             "what": "gpt",
             **source.fingerprint(),

@@ -1,0 +1,263 @@
+"""Sample order against megatron-core 0.16.1 (its compiled helpers included), blends, splits, the cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megazero.data import build_datasets
+from megazero.data import gpt as gpt_module
+from megazero.data.blend import blend_order, normalize, parse_data_path
+from megazero.data.build import split_bounds
+from megazero.data.gpt import sample_starts
+from megazero.data.indexed import IndexedWriter
+from megazero.data.tokenizer import TokenizerInfo, write_meta
+
+VOCAB, EOD = 997, 7
+TOKENIZER = TokenizerInfo("f" * 64, VOCAB, EOD)
+
+
+def corpus(prefix: Path, documents: int, seed: int, longest: int = 90) -> str:
+    random = np.random.default_rng(seed)
+    with IndexedWriter(prefix, dtype="u2") as writer:
+        for length in random.integers(1, longest, documents):
+            writer.add_document(random.integers(0, VOCAB, length))
+    return str(prefix)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("data")
+    return [corpus(root / name, n, i) for i, (name, n) in enumerate({"a": 211, "b": 60, "c": 400}.items())]
+
+
+def ours(words: list[str] | None, cache: Path, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "split": "969,30,1",
+        "seq_length": 32,
+        "seed": 1234,
+        "samples": (100, 0, 0),
+        "eod_mask_loss": True,
+    }
+    arguments |= changes
+    return build_datasets(data_path=words, tokenizer=TOKENIZER, cache_dir=cache, **arguments)
+
+
+def megatron(words: list[str], samples: tuple[int, int, int], split: str, length: int, seed: int) -> Any:
+    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
+    pytest.importorskip("megatron.core.datasets.helpers_cpp")
+    utils = pytest.importorskip("megatron.core.datasets.utils")
+    config = gpt.GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=length,
+        blend=utils.get_blend_from_list(words),
+        split=split,
+        tokenizer=types.SimpleNamespace(
+            vocab_size=VOCAB, eod=EOD, pad=-1, special_tokens_dict={}, unique_identifiers={}
+        ),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=True,
+        create_attention_mask=False,
+        path_to_cache=None,
+    )
+    make = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, list(samples), lambda: True, config)
+    return make.build()
+
+
+def same(mine: Any, theirs: Any) -> None:
+    assert len(mine) == len(theirs)
+    for i in range(len(mine)):
+        left, right = mine[i], theirs[i]
+        for name in ("tokens", "labels", "loss_mask"):
+            assert left[name].dtype == right[name].numpy().dtype
+            assert np.array_equal(left[name], right[name].numpy()), (i, name)
+
+
+@pytest.mark.parametrize("seed", [1, 1234])
+@pytest.mark.parametrize("length", [8, 33, 512])
+@pytest.mark.parametrize("train", [1, 200, 1190, 1800, 3000])
+def test_gpt_order_is_megatrons(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: int, length: int, seed: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    theirs = megatron([data[0]], (train, 20, 9), "800,150,50", length, seed)
+    mine = ours(
+        [data[0]], tmp_path / "c", split="800,150,50", seq_length=length, seed=seed, samples=(train, 20, 9)
+    )
+    for left, right in zip(mine, theirs, strict=True):
+        assert np.array_equal(left.documents, right.document_index)
+        assert np.array_equal(left.starts, right.sample_index)
+        assert left.starts.dtype == right.sample_index.dtype
+        assert np.array_equal(left.shuffle, right.shuffle_index)
+        assert left.shuffle.dtype == right.shuffle_index.dtype
+    for left, right in zip(mine[1:], theirs[1:], strict=True):
+        same(left, right)
+
+
+def test_separate_last_epoch_is_exercised(data: list[str], tmp_path: Path) -> None:
+    """Both sides of the 80% rule occur above: the last epoch's documents are a block of their own or not."""
+    apart = []
+    for train in (1190, 1800, 3000):
+        built = ours([data[0]], tmp_path, split="800,150,50", seq_length=8, samples=(train, 0, 0))[0]
+        per_epoch = len(np.unique(built.documents))
+        assert len(built.documents) % per_epoch == 0
+        last = built.documents[-per_epoch:]
+        if len(built.documents) > per_epoch:
+            apart.append(len(np.unique(last)) == per_epoch)
+    assert set(apart) == {True, False}
+
+
+@pytest.mark.parametrize("weights", [None, (0.3, 0.5, 0.2), (7, 1, 1)])
+def test_blend_order_is_megatrons(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[float, ...] | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = data if weights is None else [w for pair in zip(weights, data, strict=True) for w in pair]
+    words = [str(word) for word in words]
+    theirs = megatron(words, (700, 30, 3), "900,80,20", 32, 5)
+    mine = ours(words, tmp_path / "c", split="900,80,20", seed=5, samples=(700, 30, 3))
+    for left, right in zip(mine, theirs, strict=True):
+        assert np.array_equal(left.member, right.dataset_index)
+        assert np.array_equal(left.sample, right.dataset_sample_index)
+        same(left, right)
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 17])
+def test_blending_indices_are_megatrons(members: int) -> None:
+    helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp")
+    shares = normalize(np.random.default_rng(members).random(members).tolist())
+    which, sample = np.zeros(5000, np.int16), np.zeros(5000, np.int64)
+    helpers.build_blending_indices(which, sample, shares, members, 5000, False)
+    order = blend_order(shares, 5000)
+    assert np.array_equal(order["member"], which) and np.array_equal(order["sample"], sample)
+
+
+def test_sample_starts_with_empty_documents() -> None:
+    sizes = np.array([0, 3, 0, 0, 5, 0, 4, 0], np.int32)
+    stream = [(d, o) for d, size in enumerate(sizes) for o in range(size)]
+    starts = sample_starts(sizes, 11 // 2, 2)
+    assert starts[0].tolist() == [0, 0]
+    assert [tuple(row) for row in starts[1:].tolist()] == stream[2:12:2]
+
+
+def test_splits_and_paths() -> None:
+    bounds = split_bounds("969,30,1")
+    assert bounds["train"][0] == 0.0 and bounds["valid"][0] == bounds["train"][1] == 0.969
+    assert split_bounds("1")["valid"] == (1.0, 1.0)
+    for bad in ("", "a,b", "1,2,3,4", "0,0,0", "-1,2"):
+        with pytest.raises(ValueError, match="--split"):
+            split_bounds(bad)
+    assert parse_data_path(["a", "b"]) == (["a", "b"], None)
+    assert parse_data_path(["0.3", "a", "7", "b"]) == (["a", "b"], [0.3, 7.0])
+    for words in ([], ["1", "a", "b"], ["a", "1"], ["1", "a", "2"], ["0", "a"], ["-1", "a"], ["nan", "a"]):
+        with pytest.raises(ValueError, match="--data-path"):
+            parse_data_path(words)
+
+
+def test_cache_is_used_and_rebuilt_when_damaged(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    original = gpt_module.build_order
+
+    def counted(*arguments: Any) -> Any:
+        built.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(gpt_module, "build_order", counted)
+
+    def shuffle(**changes: Any) -> np.ndarray:
+        return np.array(ours([data[0]], tmp_path, **changes)[0].shuffle)
+
+    first = shuffle()
+    assert np.array_equal(shuffle(), first) and len(built) == 1
+    files = sorted(tmp_path.glob("*.npy")) + sorted(tmp_path.glob("*.json"))
+    assert len(files) == 4
+    for change in ({"seed": 2}, {"seq_length": 16}, {"split": "1,1,1"}, {"samples": (5000, 0, 0)}):
+        shuffle(**change)
+    assert len(built) == 5
+    for path in files:
+        whole = path.read_bytes()
+        for damaged in (whole[:-3], b"", whole[:-1] + bytes([whole[-1] ^ 1]), None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            assert np.array_equal(shuffle(), first)
+            assert path.read_bytes() == whole
+    assert len(built) == 5 + 4 * 4
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_changed_data_is_not_read_through_an_old_cache(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x", 50, 1)
+    old = ours([prefix], tmp_path / "c")[0]
+    corpus(tmp_path / "x", 51, 2)
+    new = ours([prefix], tmp_path / "c")[0]
+    assert len(new.documents) != len(old.documents)
+
+
+def _build_and_log(prefix: str, cache: str, log: str) -> list[int]:
+    original = gpt_module.build_order
+
+    def counted(*arguments: Any) -> Any:
+        with open(log, "a") as handle:
+            handle.write("built\n")
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt_module, "build_order", counted)
+        return np.array(ours([prefix], Path(cache))[0].shuffle).tolist()
+
+
+def test_ranks_at_once_build_once(data: list[str], tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        arguments = (data[0], str(tmp_path / "c"), str(tmp_path / "log"))
+        results = pool.starmap(_build_and_log, [arguments] * 4, chunksize=1)
+    assert all(result == results[0] for result in results)
+    assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_bad_data_is_refused(data: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="test split gets 0 of 211 documents"):
+        ours([data[0]], tmp_path, split="99,1,0", samples=(1, 1, 1))
+    with pytest.raises(ValueError, match="index cache in .*--data-cache-path"):
+        (tmp_path / "file").write_text("")
+        ours([data[0]], tmp_path / "file")
+    prefix = corpus(tmp_path / "x", 50, 1)
+    small = TokenizerInfo("0" * 64, 500, EOD)
+    built = build_datasets(
+        data_path=[prefix], split="1", seq_length=64, seed=1, samples=(9, 0, 0), tokenizer=small
+    )[0]
+    assert built is not None and (tmp_path / "cache").is_dir()
+    with pytest.raises(ValueError, match=r"holds token \d+, the tokenizer's vocabulary is 0..499"):
+        [built[i] for i in range(9)]
+    for field, wrong in (("vocab_size", 500), ("eod", 8), ("fingerprint", "0" * 64)):
+        write_meta(prefix, TokenizerInfo(**{**vars(TOKENIZER), field: wrong}))
+        with pytest.raises(ValueError, match=f"{wrong}, this run's has"):
+            ours([prefix], tmp_path)
+
+
+def test_blend_that_oversamples_is_refused(data: list[str], tmp_path: Path) -> None:
+    built = ours(data, tmp_path, samples=(10**6, 0, 0))[0]
+    assert len(built) < 10**6  # no weights: an epoch
+    with pytest.raises(IndexError):
+        built[len(built)]
+
+
+def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:
+    train, valid, test = ours(None, tmp_path, samples=(5, 3, 0), seq_length=4000)
+    assert (len(train), len(valid), test) == (5, 3, None)
+    sample, again = train[2], ours(None, tmp_path, samples=(9, 3, 0), seq_length=4000)[0][2]
+    assert all(np.array_equal(sample[name], again[name]) for name in sample)
+    assert not np.array_equal(sample["tokens"], valid[2]["tokens"])
+    tokens, labels = sample["tokens"], sample["labels"]
+    assert np.array_equal(tokens[1:], labels[:-1]) and tokens.min() >= 0 and tokens.max() < VOCAB
+    assert np.array_equal(sample["loss_mask"] == 0, tokens == EOD) and (tokens == EOD).any()
+    inside = (tokens != EOD) & (labels != EOD)
+    steps = ((labels - (labels > EOD)) - (tokens - (tokens > EOD)))[inside] % (VOCAB - 1)
+    assert len(np.unique(steps)) == 1  # the next token follows from the last

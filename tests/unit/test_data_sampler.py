@@ -1,0 +1,122 @@
+"""Which samples a step takes: the same for every layout, no gap and no repeat after a resume."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.data.sampler import Batches
+
+
+class Counting:
+    """Sample i is filled with i; knows what was read, and by which thread."""
+
+    def __init__(self, size: int, broken: int = -1) -> None:
+        self.size, self.broken = size, broken
+        self.read: list[int] = []
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray[Any, Any]]:
+        assert 0 <= index < self.size
+        self.read.append(index)
+        self.threads.add(threading.current_thread().name)
+        if index == self.broken:
+            raise ValueError(f"sample {index} is broken")
+        row = np.full(4, index, np.int64)
+        return {"tokens": row, "labels": row + 1, "loss_mask": np.ones(4, np.float32)}
+
+
+def global_step(loaders: list[Batches], micro_batches: int) -> list[int]:
+    """Sample ids of one step over all ranks, in micro-batch, rank, row order."""
+    expected = [loader.sample_ids(micro_batches) for loader in loaders]
+    steps = [loader.next_step(micro_batches) for loader in loaders]
+    ids = [[batch["tokens"][:, 0].tolist() for batch in step] for step in steps]
+    assert ids == expected
+    return [i for m in range(micro_batches) for rank in range(len(loaders)) for i in ids[rank][m]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    micro=st.integers(1, 3),
+    steps=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    consumed=st.integers(0, 10),
+)
+def test_every_id_once_in_order_for_any_layout(
+    ranks: int, micro: int, steps: list[int], consumed: int
+) -> None:
+    total = consumed + sum(steps) * ranks * micro
+    loaders = [
+        Batches(Counting(total), micro_batch_size=micro, rank=r, size=ranks, consumed=consumed)
+        for r in range(ranks)
+    ]
+    seen = [i for step in steps for i in global_step(loaders, step)]
+    assert seen == list(range(consumed, total))
+    assert all(loader.consumed == total for loader in loaders)
+    for loader in loaders:
+        with pytest.raises(ValueError, match=f"the data has {total} samples; {total} are consumed"):
+            loader.next_step(1)
+        loader.close()
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 6), (2, 3), (3, 2), (6, 1), (2, 1)])
+def test_steps_take_the_same_samples_in_every_layout(ranks: int, micro: int) -> None:
+    loaders = [Batches(Counting(60), micro_batch_size=micro, rank=r, size=ranks) for r in range(ranks)]
+    for step in range(5):
+        assert global_step(loaders, 12 // (ranks * micro)) == list(range(12 * step, 12 * step + 12))
+    for loader in loaders:
+        loader.close()
+
+
+def test_resume_on_another_layout_has_no_gap_or_repeat() -> None:
+    with Batches(Counting(40), micro_batch_size=2, rank=0, size=1) as first:
+        seen = global_step([first], 2) + global_step([first], 3)
+        assert first.consumed == 10
+    resumed = [
+        Batches(Counting(40), micro_batch_size=1, rank=r, size=3, consumed=first.consumed) for r in range(3)
+    ]
+    seen += global_step(resumed, 4)
+    assert seen == list(range(22))
+    for loader in resumed:
+        loader.close()
+
+
+def test_one_step_is_prepared_in_the_background() -> None:
+    data = Counting(8)
+    loader = Batches(data, micro_batch_size=2, pin_memory=False)
+    batches = loader.next_step(1)
+    assert batches[0]["tokens"].shape == (2, 4) and str(batches[0]["loss_mask"].dtype) == "torch.float32"
+    loader._ready[0].result()
+    assert data.read == [0, 1, 2, 3] and loader.consumed == 2
+    assert threading.current_thread().name not in data.threads
+    loader.next_step(2)  # more than was prepared
+    assert loader.consumed == 6
+    loader.next_step(1)
+    loader.close()
+    assert data.read == list(range(8))
+
+
+def test_limit_and_errors() -> None:
+    loader = Batches(Counting(10), micro_batch_size=2, limit=5)
+    loader.next_step(2)
+    with pytest.raises(ValueError, match="has 5 samples; 4 are consumed and the step takes 2"):
+        loader.next_step(1)
+    assert loader.consumed == 4
+    loader.close()
+    broken = Batches(Counting(10, broken=5), micro_batch_size=2)
+    broken.next_step(2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="sample 5 is broken"):
+            broken.next_step(1)
+        assert broken.consumed == 4
+    broken.close()
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        Batches(Counting(10), micro_batch_size=2, rank=2, size=2)
