@@ -131,7 +131,9 @@ def make_grid(
         link = INTRA if high <= h else INTER
         inner.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, tp * low, link))
     stride = tp * d
-    inner.append(AxisSpec("pp", "pp", pp, stride, INTRA if pp == 1 or stride * pp <= ranks_per_node else INTER))
+    inner.append(
+        AxisSpec("pp", "pp", pp, stride, INTRA if pp == 1 or stride * pp <= ranks_per_node else INTER)
+    )
     assert prod(a.size for a in inner) == world_size
     return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(reversed(inner)))
 

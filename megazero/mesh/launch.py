@@ -22,7 +22,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not in a world of {self.world_size} (from {self.launcher})")
+            raise ValueError(
+                f"rank {self.rank} is not in a world of {self.world_size} (from {self.launcher})"
+            )
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
