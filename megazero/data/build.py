@@ -101,6 +101,11 @@ class _Builder:
             return self._member(0, name, bounds, count)
         members = [self._member(i, name, bounds, None) for i in range(len(self.sources))]
         sizes = [len(member) for member in members]
+        if not any(sizes):
+            raise ValueError(
+                f"no dataset's {name} split fills one sample of {self.spec.seq_length} + 1 tokens; shorten "
+                f"--seq-length, give the split a larger share, or give weights (they repeat data)"
+            )
         return BlendedDataset(members, sizes, min(count, sum(sizes)), cache_dir=self.cache_dir)
 
     def _member(self, which: int, name: str, bounds: tuple[float, float], count: int | None) -> GPTDataset:

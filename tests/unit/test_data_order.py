@@ -242,11 +242,13 @@ def test_bad_data_is_refused(data: list[str], tmp_path: Path) -> None:
             ours([prefix], tmp_path)
 
 
-def test_blend_that_oversamples_is_refused(data: list[str], tmp_path: Path) -> None:
+def test_blend_without_weights_is_one_epoch(data: list[str], tmp_path: Path) -> None:
     built = ours(data, tmp_path, samples=(10**6, 0, 0))[0]
     assert len(built) < 10**6  # no weights: an epoch
     with pytest.raises(IndexError):
         built[len(built)]
+    with pytest.raises(ValueError, match="fills one sample of 99999"):
+        ours(data, tmp_path, seq_length=99999)
 
 
 def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:
