@@ -1,0 +1,135 @@
+"""Text from a checkpoint, in one process, whatever the layout that wrote it.
+
+There is no cache of keys and values: a token costs a forward of its whole context, which is small change
+for models that fit one process, and nothing here has to be kept equal to the training forward.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint import store
+from megazero.checkpoint.manifest import MANIFEST_FILE
+from megazero.config import RunConfig
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.models import Decoder
+from megazero.models.hf_weights import load_hf_state_dict
+from megazero.train.parallelize import DTYPES, decoder_config
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature: logits are divided by it; 0 takes the likeliest token. top_k: how many of the likeliest
+    tokens may be drawn; 0 for all. seed: the same seed, weights and prompt give the same text."""
+
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"--temperature {self.temperature} must be at least 0 (0: the likeliest token)")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k {self.top_k} must be at least 0 (0: all tokens)")
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A decoder in evaluation mode with the tokenizer of its training data."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+
+def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
+    """``folder`` itself if it is a checkpoint, else the newest complete one in it; CheckpointError if none."""
+    root = Path(folder)
+    if (root / MANIFEST_FILE).is_file():
+        return root
+    found = store.latest(root)
+    if found is None:
+        raise store.CheckpointError(
+            f"--load {root} holds no complete checkpoint. Name the folder that was given to --save in training, "
+            "or one of its iter_* folders"
+        )
+    return found
+
+
+def load_text_model(
+    folder: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    tokenizer_model: str | os.PathLike[str] | None = None,
+) -> TextModel:
+    """The model of the newest checkpoint in ``folder`` and its tokenizer, checked against each other.
+
+    tokenizer_model: where the tokenizer lies now, if not where it lay in training. The parameters' dtype is
+    the trained one on CUDA; on a CPU bf16 becomes fp32, which every CPU is good at.
+    Raises CheckpointError or ValueError for a checkpoint or tokenizer that is absent, damaged or another's.
+    """
+    path = find_checkpoint(folder)
+    config = RunConfig.from_dict(store.read_manifest(path).configuration)
+    tokenizer = _load_tokenizer(config, tokenizer_model)
+    trained_with = store.load(path, records=(), kinds=()).state["tokenizer"]
+    if tokenizer.info.fingerprint != trained_with:
+        raise store.CheckpointError(
+            f"'{path}' was trained with another tokenizer (sha256 {trained_with[:12]}, this one's is "
+            f"{tokenizer.info.fingerprint[:12]}); name that one with --tokenizer-model"
+        )
+    dtype = DTYPES[config.precision.params_dtype]
+    if torch.device(device).type == "cpu" and dtype is torch.bfloat16:
+        dtype = torch.float32
+    decoder = Decoder(decoder_config(config), device=device, dtype=dtype)
+    load_hf_state_dict(decoder, store.load_full(path))
+    return TextModel(decoder.eval(), tokenizer)
+
+
+def _load_tokenizer(config: RunConfig, model: str | os.PathLike[str] | None) -> Tokenizer:
+    data, size = config.data, config.model.vocab_size
+    if data.tokenizer_type in (None, "NullTokenizer"):
+        assert size, "a saved configuration has its vocabulary"
+        return load_tokenizer("NullTokenizer", vocab_size=size - 1)
+    assert data.tokenizer_type
+    return load_tokenizer(data.tokenizer_type, Path(model or data.tokenizer_model or ""))
+
+
+def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw from softmax(logits / temperature) over the top_k likeliest. logits: [vocabulary], on the CPU."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    count = min(sampling.top_k or logits.numel(), logits.numel())
+    values, indices = logits.double().topk(count)
+    weights = torch.softmax(values / sampling.temperature, dim=-1)
+    return int(indices[torch.multinomial(weights, 1, generator=generator)])
+
+
+def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
+    """Up to ``count`` tokens after ``prompt``; ends before the end-of-document token.
+
+    An empty prompt begins a document. Of a text longer than the model's context, its end is what counts.
+    """
+    if count < 0:
+        raise ValueError(f"--tokens {count} must be at least 0")
+    decoder, eod = model.decoder, model.tokenizer.info.eod
+    device = next(decoder.parameters()).device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    context = list(prompt) or [eod]
+    for _ in range(count):
+        window = context[-decoder.config.max_position_embeddings :]
+        logits = decoder.full_logits(torch.tensor([window], device=device))
+        token = next_token(logits[0, -1].cpu(), sampling, generator)
+        if token == eod:
+            return
+        context.append(token)
+        yield token
+
+
+def generate(model: TextModel, prompt: str, count: int, sampling: Sampling | None = None) -> str:
+    """``prompt`` and up to ``count`` tokens more, as text."""
+    ids = model.tokenizer.encode(prompt)
+    return model.tokenizer.decode([*ids, *sample_tokens(model, ids, count, sampling or Sampling())])

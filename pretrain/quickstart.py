@@ -1,0 +1,373 @@
+#!/usr/bin/env python
+"""From nothing to a trained, stopped and resumed language model in a few minutes, on this machine alone.
+
+    python pretrain/quickstart.py --out runs/quickstart
+
+The text is the standard library of the running Python; everything is written under --out. Run again, it does
+only what is missing there (a training leg that was interrupted begins again); --fresh removes what an earlier
+quickstart left in --out and begins anew. It uses the machine's GPUs if torch sees any, else the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import pty
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megazero.data.corpus import stdlib_sources
+from megazero.data.files import replacing
+from megazero.train.metrics import METRICS_FILE, read_metrics
+from megazero.train.plot import plot_loss
+
+PRETRAIN = Path(__file__).resolve().parent
+TOOLS = PRETRAIN.parent / "tools"
+VOCABULARY = 4096
+PROMPT = "import os\n\n\ndef "
+# 10.2M parameters. 1024 tokens a step: with so little text to see, many small steps learn more than few large.
+GLOBAL_BATCH = 4
+MODEL = """
+    --num-layers 4 --hidden-size 384 --ffn-hidden-size 1024 --num-attention-heads 6 --swiglu --seq-length 256
+    --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
+    --split 98,2,0 --eval-iters 8
+"""
+ITERATIONS = {"cuda": 600, "bf16": 240, "fp32": 120}  # sized for 5 minutes on 2 cores, everything included
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one leg of the training lays out its ranks; node: ranks that are to count as one node."""
+
+    tp: int
+    preset: str
+    node: int | None = None
+
+    def describe(self, ranks: int) -> str:
+        nodes = f", as {ranks // self.node} nodes of {self.node}" if self.node else ""
+        return f"{ranks} ranks{nodes}: TP {self.tp} x DP {ranks // self.tp}, {self.preset}"
+
+
+LAYOUTS = {  # by ranks: before and after the resume
+    4: (Layout(2, "zero3"), Layout(1, "hpz", 2)),
+    2: (Layout(2, "zero1"), Layout(1, "zero3")),
+    1: (Layout(1, "ddp"), Layout(1, "ddp")),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides the outcome; an --out folder belongs to one plan. device: 'cuda' or 'cpu'."""
+
+    python: str
+    device: str
+    dtype: str
+    ranks: int
+    iterations: int
+
+    @property
+    def first_leg(self) -> int:
+        return self.iterations // 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do. outcome: exists when it is done."""
+
+    name: str
+    outcome: Path
+    act: Callable[[Path], None]
+
+
+class StepFailed(Exception):
+    """A command of a step ended with an error."""
+
+
+class Quickstart:
+    """The steps, as commands that a user could type."""
+
+    def __init__(self, out: Path, plan: Plan) -> None:
+        self.out, self.plan, self.began = out, plan, time.monotonic()
+        self.corpus, self.tokenizer = out / "corpus.jsonl", out / "tokenizer.model"
+        self.data = out / "data" / "corpus_text_document"
+        self.checkpoint, self.logs = out / "checkpoint", out / "logs"
+        self.curve = out / "loss.png"
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        before, after = LAYOUTS[self.plan.ranks]
+        half, whole, ranks = self.plan.first_leg, self.plan.iterations, self.plan.ranks
+        first = ["--exit-interval", str(half)]
+        resume = ["--load", str(self.checkpoint)]
+        return [
+            Step("corpus: the standard library's sources", self.corpus, self._write_corpus),
+            Step(f"tokenizer: {VOCABULARY} SentencePiece pieces", self.tokenizer, self._train_tokenizer),
+            Step("tokens: corpus to .bin and .idx", Path(f"{self.data}.idx"), self._preprocess),
+            Step(
+                f"train to iteration {half} on {before.describe(ranks)}",
+                self._saved(half),
+                lambda log: self._train(before, first, log),
+            ),
+            Step(
+                f"resume to iteration {whole} on {after.describe(ranks)}",
+                self._saved(whole),
+                lambda log: self._train(after, resume, log),
+            ),
+            Step("sample: what the model writes", self.out / "sample.txt", self._sample),
+            Step("loss curve", self.curve, self._plot),
+        ]
+
+    def run(self) -> None:
+        """Do what is missing. Raises StepFailed naming the step and its log."""
+        (self.out / "steps").mkdir(parents=True, exist_ok=True)
+        for number, step in enumerate(self.steps, 1):
+            done = step.outcome.exists()
+            self._say(f"step {number}/{len(self.steps)}  {step.name}{' (there already)' if done else ''}")
+            if done:
+                continue
+            log = self.out / "steps" / f"{number}-{step.name.split()[0].strip(':')}.log"
+            try:
+                step.act(log)
+            except (StepFailed, ValueError, OSError) as error:
+                seen = f"; its output is in {log}" if log.exists() else ""
+                raise StepFailed(f"step {number} ({step.name}) failed: {error}{seen}") from error
+        self._summary()
+
+    def _say(self, text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
+        print(f"[{minutes}:{seconds:02}] {text}", flush=True)
+
+    def _saved(self, iteration: int) -> Path:
+        return self.checkpoint / f"iter_{iteration:07d}" / "manifest.json"
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    def _write_corpus(self, _: Path) -> None:
+        """JSON lines in an order without meaning, since the last documents become the validation split."""
+        sources = sorted(
+            stdlib_sources(), key=lambda p: hashlib.sha256("/".join(p.parts[-3:]).encode()).digest()
+        )
+        with replacing(self.corpus) as file:
+            for path in sources:
+                line = json.dumps({"text": path.read_text("utf-8"), "path": str(path)})
+                file.write(f"{line}\n".encode())
+        self._say(f"{len(sources)} files, {self.corpus.stat().st_size / 1e6:.1f} MB in {self.corpus}")
+
+    def _train_tokenizer(self, log: Path) -> None:
+        prefix = self.tokenizer.with_suffix("")
+        command = [TOOLS / "train_tokenizer.py", "--input", self.corpus, "--vocab-size", VOCABULARY]
+        self._python([*command, "--model-prefix", prefix], log)
+
+    def _preprocess(self, log: Path) -> None:
+        command = [
+            TOOLS / "preprocess_data.py",
+            "--input",
+            self.corpus,
+            "--output-prefix",
+            self.out / "data/corpus",
+        ]
+        workers = ["--append-eod", "--workers", min(4, cores())]
+        self._python([*command, *self._tokenizer_flags(), *workers], log)
+
+    def _train(self, layout: Layout, more: Sequence[str], log: Path) -> None:
+        ranks, whole = self.plan.ranks, self.plan.iterations
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        flags = [
+            *MODEL.split(),
+            "--global-batch-size",
+            GLOBAL_BATCH,
+            *self._tokenizer_flags(),
+            "--data-path",
+            self.data,
+            "--train-iters",
+            whole,
+        ]
+        flags += ["--micro-batch-size", GLOBAL_BATCH * layout.tp // ranks, "--zero-preset", layout.preset]
+        flags += [
+            "--tensor-model-parallel-size",
+            layout.tp,
+            f"--{self.plan.dtype}",
+            "--device",
+            self.plan.device,
+        ]
+        flags += ["--sequence-parallel"] if layout.tp > 1 else []
+        flags += ["--ranks-per-node", layout.node] if layout.node else []
+        flags += ["--eval-interval", max(1, whole // 8), "--log-interval", max(1, whole // 32)]
+        flags += ["--save", self.checkpoint, "--log-dir", self.logs, *more]
+        self._python([*launch, PRETRAIN / "pretrain_gpt.py", *flags], log)
+
+    def _sample(self, log: Path) -> None:
+        command = [PRETRAIN / "generate.py", "--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120]
+        self._python([*command, "--device", self.plan.device], log)
+        with replacing(self.out / "sample.txt") as file:
+            file.write(log.read_bytes())
+
+    def _plot(self, _: Path) -> None:
+        plot_loss([self.logs], self.curve, title="quickstart: loss")
+
+    def _tokenizer_flags(self) -> list[object]:
+        return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self.tokenizer]
+
+    def _python(self, command: Sequence[object], log: Path) -> None:
+        threads = max(1, cores() // self.plan.ranks)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(PRETRAIN.parent), os.environ.get("PYTHONPATH")])
+        )
+        run_shown([sys.executable, *map(str, command)], log, environment)
+
+    def _summary(self) -> None:
+        lines = read_metrics(self.logs)
+        first = next(line["lm_loss"] for line in lines if "lm_loss" in line)
+        evaluations = [(m["iteration"], m["eval_lm_loss"]) for m in lines if "eval_lm_loss" in m]
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(
+            f"\nuntrained: loss {first:.3f} on the first batch (ln {VOCABULARY} = {math.log(VOCABULARY):.3f})\n"
+            f"evaluation loss: {', '.join(f'{loss:.3f} at {at}' for at, loss in evaluations)}\n"
+            f"  (resumed on the other layout after iteration {self.plan.first_leg})\n\n"
+            f"loss curve  {self.curve}\nmetrics     {self.logs / METRICS_FILE}\n"
+            f"checkpoint  {self.checkpoint}\n"
+            f"more text   {sys.executable} pretrain/generate.py --load {self.checkpoint} --prompt 'class '\n"
+        )
+        self._say(f"done; {usage.ru_utime + usage.ru_stime:.0f} s of CPU time in the steps above")
+
+
+# -- the machine ---------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_gpus() -> int:
+    """As torch sees them, asked in a process of its own: this one stays without torch."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise StepFailed(
+            f"torch cannot be imported: {answer.stderr.strip().splitlines()[-1]}; run make quickstart"
+        )
+    return int(answer.stdout.split()[-1])
+
+
+def cpu_dtype() -> str:
+    """bf16 on a CPU that multiplies it in hardware (3 times fp32's rate on AVX512-BF16, measured), else fp32."""
+    with suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text()
+        if "avx512_bf16" in flags or "amx_bf16" in flags:
+            return "bf16"
+    return "fp32"
+
+
+def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+    """Run a command, its output shown as it comes and kept in ``log``; StepFailed if it fails.
+
+    Where we write to a terminal the command gets one too, so that its progress bars move.
+    """
+    ours, theirs = pty.openpty() if sys.stdout.isatty() else os.pipe()
+    with open(log, "wb") as file:
+        with subprocess.Popen(
+            command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment
+        ) as job:
+            os.close(theirs)
+            while chunk := _read(ours):
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+                file.write(chunk)
+        os.close(ours)
+    if job.returncode:
+        raise StepFailed(f"exit status {job.returncode}")
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # a terminal whose other end is closed
+        return b""
+
+
+# -- the command line ------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/quickstart"), help="folder of everything that is written")
+    add(
+        "--ranks",
+        type=int,
+        choices=sorted(LAYOUTS),
+        default=4,
+        help="processes; with GPUs one on each, at most",
+    )
+    add("--iterations", type=int, help=f"optimizer steps in all, an even number (default: {ITERATIONS})")
+    add(
+        "--fresh", action="store_true", help="remove what an earlier quickstart left in --out, and begin anew"
+    )
+    return parser.parse_args(arguments)
+
+
+def make_plan(ranks: int, iterations: int | None, gpus: int) -> Plan:
+    """As many ranks as asked for, or as there are GPUs to hold them."""
+    if iterations is not None and (iterations < 2 or iterations % 2):
+        raise ValueError(
+            f"--iterations {iterations} is not an even number from 2; nearest: {max(2, iterations // 2 * 2)}"
+        )
+    if gpus:
+        ranks = max(known for known in LAYOUTS if known <= min(ranks, gpus))
+    dtype = "bf16" if gpus else cpu_dtype()
+    default = ITERATIONS["cuda" if gpus else dtype]
+    return Plan(platform.python_version(), "cuda" if gpus else "cpu", dtype, ranks, iterations or default)
+
+
+def claim(out: Path, plan: Plan, fresh: bool) -> None:
+    """Make ``out`` this plan's folder. ValueError if it holds anything else."""
+    settings = out / "quickstart.json"
+    if not settings.exists():
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"--out {out} holds something that is no quickstart; name a new folder")
+    elif fresh:
+        shutil.rmtree(out)
+    elif json.loads(settings.read_bytes()) != asdict(plan):
+        raise ValueError(
+            f"--out {out} was begun with other settings ({settings}): --fresh replaces it, or name a new folder"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with replacing(settings) as file:
+        file.write(json.dumps(asdict(plan), indent=1).encode())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        plan = make_plan(options.ranks, options.iterations, count_gpus())
+        claim(options.out, plan, options.fresh)
+        where = f"{plan.ranks} GPUs" if plan.device == "cuda" else f"{cores()} CPU cores"
+        print(f"megazero quickstart on {where}, {plan.dtype}, {plan.iterations} iterations, in {options.out}")
+        Quickstart(options.out, plan).run()
+    except (StepFailed, ValueError, OSError) as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nquickstart: interrupted; the same command goes on with what is missing", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

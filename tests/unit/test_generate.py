@@ -1,0 +1,151 @@
+"""Text from a checkpoint: the right weights, drawn as asked, and clear errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.checkpoint import store
+from megazero.checkpoint.records import SliceRecord
+from megazero.config import make_config
+from megazero.data.tokenizer import NullTokenizer
+from megazero.models import Decoder
+from megazero.train.generate import (
+    Sampling,
+    TextModel,
+    find_checkpoint,
+    generate,
+    load_text_model,
+    next_token,
+    sample_tokens,
+)
+from megazero.train.parallelize import DTYPES, decoder_config
+
+VOCABULARY = 23  # the last id is the end of a document
+CONTEXT = 8
+
+
+def make_run(folder, tokenizer=None, dtype="fp32"):
+    """A checkpoint as a trainer writes it, of a decoder whose weights are returned."""
+    config = make_config(
+        {
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "seq_length": CONTEXT,
+            "vocab_size": VOCABULARY,
+            "micro_batch_size": 1,
+            "lr": 1e-3,
+            "train_iters": 1,
+            "mock_data": True,
+            "init_method_std": 0.5,
+            "params_dtype": dtype,
+        }
+    )
+    decoder = Decoder(decoder_config(config))
+    decoder.initialize(3)
+    placements = decoder.placements()
+    records = [
+        SliceRecord(
+            placements[name], 0, value.numel(), {"weights": value.detach().to(DTYPES[dtype]).view(-1)}
+        )
+        for name, value in decoder.named_parameters()
+    ]
+    info = (tokenizer or NullTokenizer(VOCABULARY - 1)).info
+    state = {"tokenizer": info.fingerprint}
+    store.save(folder, store.Snapshot(7, records, state=state, configuration=config.to_dict()))
+    return decoder.eval()
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.set_num_threads(1)
+    make_run(tmp_path / "run")
+    return load_text_model(tmp_path / "run")
+
+
+def test_loads_the_weights_that_were_saved(tmp_path):
+    decoder = make_run(tmp_path)
+    tokens = torch.arange(6).reshape(1, 6)
+    for folder in (tmp_path, tmp_path / "iter_0000007"):
+        loaded = load_text_model(folder).decoder
+        assert not loaded.training
+        assert torch.equal(loaded.full_logits(tokens), decoder.full_logits(tokens))
+
+
+def test_greedy_takes_the_likeliest_token_of_the_recomputed_context(model):
+    context = [1, 2, 3]
+    for _ in range(4):
+        context.append(int(model.decoder.full_logits(torch.tensor([context]))[0, -1].argmax()))
+    expected = context[3:]
+    if VOCABULARY - 1 in expected:
+        expected = expected[: expected.index(VOCABULARY - 1)]
+    assert list(sample_tokens(model, [1, 2, 3], 4, Sampling(temperature=0))) == expected
+
+
+def test_same_seed_same_text_and_other_seeds_differ(model):
+    texts = [generate(model, "1 2", 20, Sampling(top_k=0, seed=seed)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("1 2")
+
+
+def test_context_slides_beyond_the_longest_sequence(model):
+    long, end = list(range(20)), list(range(20))[-CONTEXT:]
+    greedy = Sampling(temperature=0)
+    assert list(sample_tokens(model, long, 1, greedy)) == list(sample_tokens(model, end, 1, greedy))
+    assert len(generate(model, " ".join(map(str, long)), 0).split()) == 20
+
+
+class Scripted(torch.nn.Module):
+    """Says a fixed sequence, whatever it is asked."""
+
+    def __init__(self, words, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.words, self.config, self.seen = list(words), config, []
+
+    def full_logits(self, tokens):
+        self.seen.append(tokens[0].tolist())
+        logits = torch.zeros(*tokens.shape, VOCABULARY)
+        logits[0, -1, self.words.pop(0)] = 50.0
+        return logits
+
+
+def test_stops_before_the_end_of_document_and_begins_with_it(model):
+    eod = VOCABULARY - 1
+    scripted = Scripted([4, 5, eod, 6], model.decoder.config)
+    spoken = list(sample_tokens(TextModel(scripted, model.tokenizer), [], 10, Sampling()))
+    assert spoken == [4, 5]
+    assert scripted.seen == [[eod], [eod, 4], [eod, 4, 5]]
+
+
+def test_top_k_and_temperature_shape_the_draw():
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    generator = torch.Generator().manual_seed(0)
+    drawn = [next_token(logits, Sampling(1.0, 2), generator) for _ in range(2000)]
+    assert set(drawn) == {2, 3}
+    share = drawn.count(3) / len(drawn)
+    assert abs(share - torch.softmax(logits[2:], 0)[1].item()) < 0.04
+    cold = [next_token(logits, Sampling(0.1, 0), generator) for _ in range(200)]
+    assert cold.count(3) > 195
+    everything = [next_token(logits, Sampling(1.0, 99), generator) for _ in range(2000)]
+    assert set(everything) == {0, 1, 2, 3}
+
+
+def test_bf16_weights_run_as_fp32_on_a_cpu(tmp_path):
+    make_run(tmp_path, dtype="bf16")
+    assert {p.dtype for p in load_text_model(tmp_path).decoder.parameters()} == {torch.float32}
+
+
+def test_errors_name_the_cure(tmp_path, model):
+    with pytest.raises(store.CheckpointError, match="absent holds no complete checkpoint.*--save"):
+        find_checkpoint(tmp_path / "absent")
+    make_run(tmp_path / "other", NullTokenizer(5))
+    with pytest.raises(store.CheckpointError, match="another tokenizer.*--tokenizer-model"):
+        load_text_model(tmp_path / "other")
+    with pytest.raises(ValueError, match="--temperature -1"):
+        Sampling(temperature=-1)
+    with pytest.raises(ValueError, match="--top-k -1"):
+        Sampling(top_k=-1)
+    with pytest.raises(ValueError, match="--tokens -1"):
+        list(sample_tokens(model, [1], -1, Sampling()))
