@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
+from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Axis
-
-# torch 2.13 renames the *_tensor collectives to *_single and warns once per process; 2.11 has only these.
-warnings.filterwarnings("ignore", message=r"`torch\.distributed\.all_gather_into_tensor` is deprecated")
 
 
 def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, traffic: Traffic) -> dist.Work:
@@ -22,7 +18,7 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
     """
     traffic.add(kind, axis.link, (axis.size - 1) * own.numel() * own.element_size())
     group = axis.reduce_group if kind == "reduce" else axis.gather_group
-    return dist.all_gather_into_tensor(out, own, group=group, async_op=True)
+    return all_gather_flat(out, own, group=group, async_op=True)
 
 
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:

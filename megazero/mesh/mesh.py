@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.launch import Launch
 
@@ -86,7 +87,7 @@ class Mesh:
         if self.world_size == 1:
             return row[None].clone()
         out = row.new_empty(self.world_size * row.numel())
-        dist.all_gather_into_tensor(out, row.contiguous())
+        all_gather_flat(out, row.contiguous())
         return out.view(self.world_size, -1)
 
     def device_mesh(self) -> DeviceMesh:

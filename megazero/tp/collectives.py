@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.mesh.collectives import all_gather_flat, reduce_scatter_flat
 from megazero.tp.context import TensorParallel
-
-# torch 2.13 renames these two and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(NamedTuple):
@@ -40,6 +37,7 @@ def _group(tp: TensorParallel) -> dist.ProcessGroup:
 def start_all_reduce(x: Tensor, tp: TensorParallel) -> Pending:
     """Sum ``x`` over the axis, in place where it is contiguous."""
     x = x.contiguous()
+    tp.count(2 * (tp.size - 1) * x.nbytes // tp.size)  # a ring's share
     work = dist.all_reduce(x, group=_group(tp), async_op=True)
     return Pending(work, x, lambda: x)
 
@@ -47,8 +45,9 @@ def start_all_reduce(x: Tensor, tp: TensorParallel) -> Pending:
 def start_all_gather(x: Tensor, tp: TensorParallel) -> Pending:
     """Concatenate the ranks' [n, ...] along dim 0: [size * n, ...]."""
     x = x.contiguous()
+    tp.count((tp.size - 1) * x.nbytes)
     out = x.new_empty(tp.size * x.shape[0], *x.shape[1:])
-    work = _all_gather(out, x, group=_group(tp), async_op=True)
+    work = all_gather_flat(out, x, group=_group(tp), async_op=True)
     return Pending(work, x, lambda: out)
 
 
@@ -59,10 +58,11 @@ def start_reduce_scatter(x: Tensor, tp: TensorParallel) -> Pending:
     fp32 values on 4 ranks, this 10 ms, and the order of the sum is fixed.
     """
     x = x.contiguous()
+    tp.count((tp.size - 1) * x.nbytes // tp.size)
     shape = (x.shape[0] // tp.size, *x.shape[1:])
     if x.is_cuda:
         out = x.new_empty(shape)
-        work = _reduce_scatter(out, x, group=_group(tp), async_op=True)
+        work = reduce_scatter_flat(out, x, group=_group(tp), async_op=True)
         return Pending(work, x, lambda: out)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=_group(tp), async_op=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
+
+from megazero.comm.traffic import Traffic
+from megazero.mesh.grid import INTRA
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,14 @@ class TensorParallel:
 
     sequence_parallel: between the parallel linears, activations are cut along the sequence (dim 0)
         over the axis (Korthikanti et al. 2022, section 4.2.2).
+    traffic: counts the bytes this rank sends, if given. The axis never leaves a node.
     """
 
     group: ProcessGroup | None = None
     rank: int = 0
     size: int = 1
     sequence_parallel: bool = False
+    traffic: Traffic | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -32,6 +37,11 @@ class TensorParallel:
     def sharded_sequence(self) -> bool:
         """Whether activations between the parallel linears hold only this rank's part of the sequence."""
         return self.sequence_parallel and self.size > 1
+
+    def count(self, sent: int) -> None:
+        """Add bytes that this rank sends over the axis."""
+        if self.traffic is not None:
+            self.traffic.add("tp", INTRA, sent)
 
     def share(self, total: int, what: str) -> int:
         """``total / size``; ValueError naming ``what`` when it does not divide."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from megazero import zero
+from megazero.comm.lane import no_timing
+from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, DecoderConfig, RopeScaling, initializer
@@ -32,7 +34,7 @@ def decoder_config(config: RunConfig) -> DecoderConfig:
     """The decoder that the resolved model section describes. Raises ValueError as DecoderConfig does."""
     m = config.model
     assert m.num_layers and m.hidden_size and m.ffn_hidden_size and m.num_attention_heads and m.vocab_size
-    assert m.max_position_embeddings and m.position_embedding_type
+    assert m.kv_channels and m.max_position_embeddings and m.position_embedding_type
     built = DecoderConfig(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -82,7 +84,7 @@ def _layout(config: RunConfig) -> str:
     wanted = _LAYOUTS[m.model_family]
     plain = m.num_query_groups == m.num_attention_heads and bool(m.add_bias_linear) and not m.swiglu
     plain = plain and m.normalization == "LayerNorm"
-    plain = plain and m.num_attention_heads * (m.kv_channels or 0) == m.hidden_size
+    plain = plain and (m.num_attention_heads or 0) * (m.kv_channels or 0) == m.hidden_size
     own = {
         "gpt2": m.position_embedding_type == "learned_absolute" and not m.embed_layernorm,
         "bloom": m.position_embedding_type == "alibi" and bool(m.embed_layernorm),
@@ -90,13 +92,14 @@ def _layout(config: RunConfig) -> str:
     return wanted if wanted != "llama" and plain and own[wanted] else "llama"
 
 
-def build_decoder(config: RunConfig, mesh: Mesh, traffic: Any = None) -> Decoder:
+def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None) -> Decoder:
     """The decoder on the meta device, with this rank's tensor-parallel share."""
     tp = TensorParallel(
         group=mesh.tp.gather_group,
         rank=mesh.tp.index,
         size=mesh.tp.size,
         sequence_parallel=config.parallel.sequence_parallel,
+        traffic=traffic,
     )
     dtype = DTYPES[config.precision.params_dtype]
     return Decoder(decoder_config(config), tp, device="meta", dtype=dtype)
@@ -104,6 +107,7 @@ def build_decoder(config: RunConfig, mesh: Mesh, traffic: Any = None) -> Decoder
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:
     o = config.optimizer
+    assert o.lr
     if o.optimizer == "sgd":
         return partial(torch.optim.SGD, lr=o.lr, momentum=o.sgd_momentum, weight_decay=o.weight_decay)
     return zero.default_adamw(
@@ -112,7 +116,7 @@ def optimizer_factory(config: RunConfig) -> OptimizerFactory:
 
 
 def shard_decoder(
-    decoder: Decoder, config: RunConfig, mesh: Mesh, timed: Callable[[str], Any] | None = None
+    decoder: Decoder, config: RunConfig, mesh: Mesh, timed: Callable[[str], Any] = no_timing
 ) -> zero.Engine:
     """Hand the decoder to the ZeRO engine with the policy, optimizer and clipping of the configuration."""
     policy = zero.Policy(
@@ -136,5 +140,6 @@ def shard_decoder(
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,
         init=initializer(decoder, config.training.seed),
-        **({} if timed is None else {"timed": timed}),
+        timed=timed,
+        traffic=decoder.tp.traffic,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import socket
 import sys
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megazero.comm.lane import CommunicationError
-from megazero.config import ConfigError, RunConfig, World
+from megazero.comm.traffic import Traffic
+from megazero.config import RunConfig, World
 from megazero.data import build_datasets, load_tokenizer
 from megazero.data.build import Dataset
 from megazero.data.files import replacing
@@ -50,19 +51,21 @@ RESOLVED_FILE = "config.yaml"
 def main(config: RunConfig, launch: Launch) -> int:
     """Train as configured; the process's exit status. Every expected failure is one clear message."""
     began = time.monotonic()
+    trainer: Trainer | None = None
     with ExitStack() as stack:
         try:
-            trainer = prepare(config, launch, stack, began)
             with readable_failures(
                 rank=launch.rank,
                 host=socket.gethostname(),
                 timeout_s=config.training.distributed_timeout_minutes * 60,
-                phase=lambda: trainer.phase,
+                phase=lambda: trainer.phase if trainer else "the preparation",
             ):
-                trainer.run()
-        except (ConfigError, ValueError, NonFiniteLoss, RankFailure, CommunicationError, OSError) as error:
+                trainer = prepare(config, launch, stack, began)
+                with trainer.outputs.console:
+                    trainer.run()
+        except (ValueError, NonFiniteLoss, RankFailure, OSError) as error:
             _fail(launch, error)
-        except RuntimeError as error:  # unexpected: the trace is what helps
+        except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
             _fail(launch, error)
     if dist.is_initialized():
@@ -71,11 +74,25 @@ def main(config: RunConfig, launch: Launch) -> int:
 
 
 def _fail(launch: Launch, error: Exception) -> None:
-    """Say it once per rank and leave without waiting for collectives that can no longer complete."""
-    if not isinstance(error, ValueError) or launch.rank == 0 or not dist.is_initialized():
+    """Say it and leave without waiting for collectives that can no longer complete."""
+    # A user's mistake is mostly the same on all ranks and said once; what is about one rank is said by it.
+    if not isinstance(error, ValueError) or _first_to_say(f"{error}"):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if launch.rank == 0 and launch.world_size > 1:
+        time.sleep(1)  # it may hold the store where the others ask whether the message was said
     os._exit(1)
+
+
+def _first_to_say(text: str) -> bool:
+    """True on one of the ranks that fail with this text, and wherever the store does not answer any more."""
+    if not dist.is_initialized():
+        return True
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"megazero/said/{digest}", 1) == 1
+    except RuntimeError:
+        return True
 
 
 def pick_device(config: RunConfig, launch: Launch) -> torch.device:
@@ -98,16 +115,17 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     device = pick_device(config, launch)
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-    tokenizer = tokenizer_info(config)
-    config = with_vocabulary(config, tokenizer)
     timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
     if launch.world_size > 1:
+        # First: from here on the others notice when one rank fails alone (a file that its node does not see).
         init_distributed(launch, device, timeout)
+    tokenizer = tokenizer_info(config)
+    config = with_vocabulary(config, tokenizer)
     mesh = make_mesh(config, launch, device, timeout)
     schedules = make_schedules(config, mesh)
     datasets = make_datasets(config, tokenizer, schedules)
     bill = TimeBill()
-    decoder = build_decoder(config, mesh)
+    decoder = build_decoder(config, mesh, Traffic())
     engine = shard_decoder(decoder, config, mesh, bill.span)
     checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
     progress = checkpointing.load()
@@ -167,8 +185,9 @@ def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:
     assert batch.micro_batch_size and batch.global_batch_size and optimizer.lr
     sizes = BatchSchedule.constant(batch.global_batch_size, batch.micro_batch_size, mesh.dp_size)
     if batch.rampup_batch_size:
+        start, increment, samples = batch.rampup_batch_size
         sizes = BatchSchedule(
-            *batch.rampup_batch_size, batch.global_batch_size, batch.micro_batch_size, mesh.dp_size
+            start, increment, samples, batch.global_batch_size, batch.micro_batch_size, mesh.dp_size
         )
     span = config.lr_span
     rate = LearningRate(
@@ -238,7 +257,6 @@ def open_outputs(
             )
     loggers = Loggers(members)
     stack.callback(loggers.close)
-    stack.enter_context(console)
     return Outputs(console, loggers, metrics), progress
 
 
@@ -252,7 +270,7 @@ def _describe(
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
     }
     console.header(f"megazero on {grid.world_size} ranks", facts)
-    for line in _resolved_lines(config, World(grid.world_size, grid.ranks_per_node)):
+    for line in (*progress.notes, *_resolved_lines(config, World(grid.world_size, grid.ranks_per_node))):
         console.note(line)
 
 

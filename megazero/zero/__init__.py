@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megazero.comm.lane import no_timing
+from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Init, UnitSpec, build_units
 from megazero.zero.engine import Engine, StepInfo
@@ -29,6 +30,7 @@ def shard(
     traits: Callable[[str, nn.Parameter], Traits] | None = None,
     init: Init | None = None,
     timed: Callable[[str], Any] = no_timing,
+    traffic: Traffic | None = None,
 ) -> Engine:
     """Shard a torch module's parameters, gradients and optimizer states over the mesh's data-parallel axes.
 
@@ -40,6 +42,7 @@ def shard(
         each parameter; default: no weight decay for 1-D parameters.
     init: for modules on the meta device: from a parameter's name to its full tensor, called unit by unit.
     timed: context manager factory, called with 'exposed_gather', 'exposed_reduce', 'optimizer'.
+    traffic: counters of the bytes this rank sends; default: the engine's own.
 
     Returns the engine. Collective; every rank must pass the same. Raises ValueError for units that nest or mix
     dtypes and for policies that the shard factors do not allow.
@@ -49,7 +52,7 @@ def shard(
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
     plan = build_units(module, units, mesh, policy, chosen, init)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
-    return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed)
+    return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic())
 
 
 def _no_decay_for_vectors(name: str, param: nn.Parameter) -> Traits:

@@ -56,8 +56,10 @@ def build_units(
             # Swapping keeps identity, so ids stay valid.
             owner.update((id(p), unit) for p in params.values())
     needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for g in groups for m in g]
-    listed = {id(p) for m, _ in needs for p in m.parameters()}
-    rest = _unique(owner[id(p)] for p in module.parameters() if id(p) in owner and id(p) not in listed)
+    inside = {id(x) for m, _ in needs for x in m.modules()}
+    # Parameters read outside every listed module, shared ones (a tied head, say) included.
+    outside = (p for m in module.modules() if id(m) not in inside for p in m.parameters(recurse=False))
+    rest = _unique(owner[id(p)] for p in outside)
     if rest:
         needs.append((module, rest))
     return Plan(units, needs)

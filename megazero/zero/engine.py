@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.comm.lane import Lane, Ticket
 from megazero.comm.traffic import Traffic
+from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
 from megazero.zero.movement import gather, gather_plan, reduce, reduce_plan
@@ -56,10 +57,11 @@ class Engine:
         optimizer: SliceOptimizer,
         clip_norm: float | None,
         timed: Callable[[str], Any],
+        traffic: Traffic,
     ) -> None:
         self.module, self.mesh, self.policy, self.traits = module, mesh, policy, traits
         self.units, self.optimizer, self.clip_norm, self.timed = plan.units, optimizer, clip_norm, timed
-        self.traffic = Traffic()
+        self.traffic = traffic
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
         self.axes = mesh.data_axes
@@ -382,7 +384,7 @@ class Engine:
         own = torch.cat([r.grad for r in runs])
         every = own.new_empty(tp.size * own.numel())
         self.traffic.add("tp", tp.link, (tp.size - 1) * own.nbytes)
-        torch.distributed.all_gather_into_tensor(every, own, group=tp.gather_group)
+        all_gather_flat(every, own, group=tp.gather_group)
         rows = every.view(tp.size, -1).unbind(0)
         total = rows[0].clone()
         for row in rows[1:]:

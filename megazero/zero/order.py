@@ -15,8 +15,10 @@ class Order:
         self.misses = 0
 
     def begin(self) -> None:
-        del self.sequence[self.position :]  # a shorter pass than the last one: forget the tail
-        self.position = 0
+        """Start a pass. The last one may have been shorter than the record: then its tail is forgotten."""
+        if self.position:
+            del self.sequence[self.position :]
+            self.position = 0
 
     def use(self, index: int) -> None:
         """Note a use; where it differs from the record, the record is cut and made anew from here."""
