@@ -1,0 +1,321 @@
+"""The sharded decoder against the same decoder on one rank, in plain torch (issue's show 2).
+
+The sharded side is what the trainer runs: configuration, mesh, decoder, engine. The reference is a bare loop
+over one whole decoder with torch's AdamW and clipping. Ranks send slices; the test process puts them together
+through the decoder's checkpoint placements, so tensor-parallel shards, padding and replicas are checked too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from megazero.config import RunConfig
+from megazero.mesh.mesh import Mesh, create_mesh
+from megazero.models import Decoder
+from megazero.models.placements import decoder_placements
+from megazero.tp import TensorParallel
+from megazero.train.parallelize import DTYPES, build_decoder, decoder_config, shard_decoder
+from tests.dist.capture import capture_gradients, local_slices
+from tests.dist.parity_cases import STEPS, Case, Model
+from tests.dist.pool import run_ranks
+
+Slices = list[tuple[str, int, np.ndarray]]  # parameter, first flat element of the rank's own tensor, values
+Tensors = dict[str, np.ndarray]  # whole parameters (one rank's shapes) by name, fp64
+GRADIENT = {"fp32": 1e-6, "fp64": 1e-10}
+LOSS = {"fp32": 1e-5, "fp64": 1e-10}
+
+
+def samples(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels, loss mask [global batch, s] of a step: a fifth of the tokens do not count."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (config.batch.global_batch_size, config.model.seq_length + 1)
+    ids = torch.randint(0, config.model.vocab_size, shape, generator=generator)
+    mask = (torch.rand(shape[0], shape[1] - 1, generator=generator) > 0.2).double()
+    return ids[:, :-1], ids[:, 1:], mask
+
+
+def loss_sum(decoder: Decoder, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    tokens, labels, mask = batch
+    losses = decoder(tokens, labels)
+    return (losses * mask.to(losses.dtype)).sum()
+
+
+# -- one rank ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reference:
+    """losses, norms: of each step. initial: weights. first: gradient of the first step, divided, not clipped."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: Tensors
+    first: Tensors
+
+
+def _whole_decoder(model: Model) -> Decoder:
+    config = model.config()
+    decoder = Decoder(decoder_config(config), dtype=DTYPES[model.dtype])
+    decoder.initialize(config.training.seed)
+    return decoder
+
+
+def _backward(decoder: Decoder, config: RunConfig, step: int) -> float:
+    """Mean loss over the valid tokens of the step's whole batch; gradients in .grad."""
+    batch = samples(config, step)
+    total = loss_sum(decoder, batch)
+    (total / batch[2].sum().item()).backward()
+    return total.double().item() / batch[2].sum().item()
+
+
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: t.detach().double().numpy().copy() for name, t in tensors.items()}
+
+
+def _gradients(decoder: Decoder) -> Tensors:
+    return _arrays({n: p.grad for n, p in decoder.named_parameters() if p.grad is not None})
+
+
+@cache
+def reference(model: Model) -> Reference:
+    config, decoder = model.config(), _whole_decoder(model)
+    o, plain = config.optimizer, decoder.no_weight_decay()
+    params = dict(decoder.named_parameters())
+    groups = [
+        {"params": [p for n, p in params.items() if n not in plain], "weight_decay": o.weight_decay},
+        {"params": [p for n, p in params.items() if n in plain], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    initial, first, losses, norms = _arrays(params), {}, [], []
+    for step in range(STEPS):
+        adamw.zero_grad()
+        losses.append(_backward(decoder, config, step))
+        first = first or _gradients(decoder)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(decoder.parameters(), o.clip_grad)))
+        adamw.step()
+    return Reference(losses, norms, initial, first)
+
+
+def gradients_at(model: Model, weights: Tensors, step: int) -> Tensors:
+    """One rank's gradient of a step at these weights."""
+    decoder = _whole_decoder(model)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            p.copy_(torch.from_numpy(weights[name]))
+    _backward(decoder, model.config(), step)
+    return _gradients(decoder)
+
+
+# -- many ranks --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank says of a case. slices: by event; losses: own sums; prints: hash of each gathered parameter."""
+
+    tp_rank: int
+    losses: list[float]
+    norms: list[float]
+    slices: dict[str, Slices]
+    prints: dict[str, str]
+
+
+def run_cases(cases: Sequence[Case]) -> list[list[Outcome]]:
+    """Run cases of one world size: for each, what every rank says.
+
+    One call of the pool for each mesh: torch cannot make a group again that was destroyed in the same world
+    (2.13: the name is the same, and the store still holds the old addresses).
+    """
+    groups: dict[tuple, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.mesh, []).append(case)
+    done: dict[Case, list[Outcome]] = {}
+    for group in groups.values():
+        ranks = run_ranks(group[0].world, _on_rank, group, timeout=60 + 10 * len(group))
+        done.update(zip(group, map(list, zip(*ranks, strict=True)), strict=True))
+    return [done[case] for case in cases]
+
+
+def _on_rank(cases: Sequence[Case]) -> list[Outcome]:
+    tp, shards, per_node = cases[0].mesh
+    mesh = create_mesh(tp=tp, shards=shards, ranks_per_node=per_node)
+    out = []
+    for case in cases:
+        try:
+            out.append(_run(case, case.config(), mesh))
+        except Exception as error:
+            raise RuntimeError(f"case {case.id}: {error}") from error
+    return out
+
+
+def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
+    decoder = build_decoder(config, mesh)
+    engine = shard_decoder(decoder, config, mesh)
+    store: dict[str, Any] = {}
+    capture_gradients(engine, store)
+    slices = {"initial": _masters(engine)}
+    losses, norms = [], []
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            slices["before last"] = _masters(engine)
+        batch = samples(config, step)
+        engine.begin_step(case.micro_batches, batch[2].sum().item())
+        total = 0.0
+        for rows in _own_rows(case, config.batch.micro_batch_size or 0, mesh.dp_rank):
+            loss = loss_sum(decoder, [t[rows] for t in batch])
+            loss.backward()
+            total += loss.double().item()
+        info = engine.step()
+        losses.append(total)
+        norms.append(info.grad_norm)
+        if step in (0, STEPS - 1):
+            slices["last" if step else "first"] = _export(store["slices"])
+    slices["final"] = _masters(engine)
+    with engine.gathered():
+        prints = {n: _print(p) for n, p in decoder.named_parameters()}
+    return Outcome(mesh.tp.index, losses, norms, slices, prints)
+
+
+def _print(p: torch.Tensor) -> str:
+    values = (
+        p.detach().clone()
+    )  # a storage that numpy has seen cannot be resized again: the engine's must not
+    return hashlib.sha1(values.numpy().tobytes()).hexdigest()
+
+
+def _own_rows(case: Case, size: int, dp_rank: int) -> Iterator[slice]:
+    """Samples of each micro-batch of a data-parallel rank, as the sampler deals them."""
+    for micro in range(case.micro_batches):
+        start = (micro * case.dp + dp_rank) * size
+        yield slice(start, start + size)
+
+
+def _masters(engine: Any) -> Slices:
+    return _export(local_slices(engine, lambda unit, a, b: unit.master[a:b]))
+
+
+def _export(slices: Sequence[tuple[str, int, torch.Tensor]]) -> Slices:
+    return [(name, low, values.numpy()) for name, low, values in slices]
+
+
+# -- putting together and comparing ------------------------------------------------------------------
+
+
+class Mismatch(AssertionError):
+    """Replicas that differ, elements nobody sent, padding that is not zero."""
+
+
+def _put(view: np.ndarray, values: np.ndarray, what: str) -> None:
+    """Fill a part that is NaN (nobody's yet); where it is filled, the values must be the same bits."""
+    if not (np.isnan(view) | (view == values)).all():
+        raise Mismatch(f"{what}: replicas differ by {np.nanmax(np.abs(view - values)):g}")
+    view[...] = values
+
+
+@cache
+def _placements(model: Model, tp: int, rank: int) -> dict:
+    return decoder_placements(decoder_config(model.config()), TensorParallel(None, rank, tp))
+
+
+def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
+    """Whole parameters from all ranks' slices. Raises Mismatch."""
+    local: dict[tuple[int, str], np.ndarray] = {}
+    for rank in range(case.tp):
+        for name, placement in _placements(case.model, case.tp, rank).items():
+            local[rank, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
+    for outcome in outcomes:
+        for name, low, values in outcome.slices[event]:
+            part = local[outcome.tp_rank, name][low : low + len(values)]
+            _put(part, values, f"{event} {name}, data parallel")
+    stored: dict[str, np.ndarray] = {}
+    for (rank, name), flat in local.items():
+        placement = _placements(case.model, case.tp, rank)[name]
+        values = flat.reshape(placement.local_shape)
+        if np.isnan(values).any():
+            raise Mismatch(f"{event} {name}: {np.isnan(values).sum()} elements are missing or NaN")
+        whole = stored.setdefault(placement.name, np.full(placement.shape, np.nan))
+        covered = np.zeros(len(values), dtype=bool)
+        for rows, target in _boxes(placement, whole):
+            _put(target, values[rows], f"{event} {name}, tensor parallel")
+            covered[rows] = True
+        if values[~covered].any():
+            raise Mismatch(f"{event} {name}: padding is not zero")
+    return {name: _one_rank(p, stored[p.name]) for name, p in _placements(case.model, 1, 0).items()}
+
+
+def _boxes(placement: Any, stored: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """(local rows, view of the stored tensor) of each segment."""
+    whole = stored.T if placement.transposed else stored
+    if whole.ndim == 2:
+        whole = whole[:, placement.offset1 : placement.offset1 + placement.local_shape[1]]
+    for s in placement.segments:
+        yield slice(s.local, s.local + s.length), whole[s.stored : s.stored + s.length]
+
+
+def _one_rank(placement: Any, stored: np.ndarray) -> np.ndarray:
+    out = np.zeros(placement.local_shape)
+    for rows, source in _boxes(placement, stored):
+        out[rows] = source
+    return out
+
+
+def gradient_errors(got: Tensors, want: Tensors) -> dict[str, float]:
+    """D5's metric: ||difference|| / max(||g||, 1e-6 x global norm), by parameter."""
+    total = np.sqrt(sum(np.sum(g**2) for g in want.values()))
+    return {n: np.linalg.norm(got[n] - g) / max(np.linalg.norm(g), 1e-6 * total) for n, g in want.items()}
+
+
+def faults(case: Case, outcomes: Sequence[Outcome]) -> list[str]:
+    """Everything in which the ranks' runs differ from one rank's beyond the tolerances."""
+    try:
+        return list(_faults(case, outcomes))
+    except Mismatch as error:
+        return [str(error)]
+
+
+def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    want = reference(case.model)
+    whole = {event: assemble(case, outcomes, event) for event in outcomes[0].slices}
+    yield from (f"initial {n} differs" for n, w in want.initial.items() if (whole["initial"][n] != w).any())
+    last = gradients_at(case.model, whole["before last"], STEPS - 1)
+    for event, expected in (("first", want.first), ("last", last)):
+        for name, error in gradient_errors(whole[event], expected).items():
+            if not error <= GRADIENT[case.dtype]:
+                yield f"{event} gradient of {name}: {error:.3g}"
+    yield from _curve_faults(case, outcomes, want)
+    yield from _replica_faults(case, outcomes)
+
+
+def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> Iterator[str]:
+    counts = [samples(case.model.config(), step)[2].sum().item() for step in range(STEPS)]
+    own = [o.losses for o in outcomes if o.tp_rank == 0]
+    losses = [sum(column) / count for column, count in zip(zip(*own, strict=True), counts, strict=True)]
+    for what, got, expected in (("loss", losses, want.losses), ("norm", outcomes[0].norms, want.norms)):
+        errors = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True)]
+        if not max(errors) <= LOSS[case.dtype]:
+            yield f"{what} at step {int(np.argmax(errors)) + 1}: {max(errors):.3g}"
+
+
+def _replica_faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Gathered parameters are the same bits on all data-parallel replicas, replicated ones on all ranks."""
+    cut = {
+        name
+        for name, p in _placements(case.model, case.tp, 0).items()
+        if p.local_shape != _placements(case.model, 1, 0)[name].local_shape
+    }
+    for name in outcomes[0].prints:
+        groups: dict[int, set[str]] = {}
+        for o in outcomes:
+            groups.setdefault(o.tp_rank if name in cut else 0, set()).add(o.prints[name])
+        if any(len(prints) > 1 for prints in groups.values()):
+            yield f"gathered {name} is not the same bits on all its replicas"
+    for rank in range(len(outcomes)):
+        if outcomes[rank].norms != outcomes[0].norms:
+            yield f"rank {rank} has another gradient norm than rank 0"

@@ -1,0 +1,202 @@
+"""Which combinations the parity tests run: the full product of legal ones, and a seeded pairwise cover of it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+from typing import Any
+
+from megazero.config import RunConfig, World, make_config, resolve_shards
+from megazero.mesh.grid import data_ranks_per_node
+
+STEPS = 20
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
+EXPLICIT = ("1,2,4", "2,2,4", "1,2,2")  # an axis for each of P, G, OS and the replicas
+VOCABULARIES = {
+    "odd": (33, 32),
+    "even": (64, 8),
+}  # size, divisible by; of 33, a rank of TP 4 holds no true row
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 40,
+    "num_attention_heads": 8,
+    "seq_length": 8,
+    "init_method_std": 0.2,
+    "zero_block_size": 8,  # small, so that slices cut parameters
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,
+    "train_iters": STEPS,
+    "mock_data": True,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the one-rank reference depends on. batch: samples of a step."""
+
+    family: str
+    tied: bool
+    vocabulary: str
+    dtype: str
+    batch: int
+
+    def values(self) -> dict[str, Any]:
+        size, divisor = VOCABULARIES[self.vocabulary]
+        return {
+            **SIZES,
+            "model_family": self.family,
+            "num_query_groups": 4 if self.family == "llama" else None,
+            "untie_embeddings_and_output_weights": not self.tied,
+            "vocab_size": size,
+            "make_vocab_size_divisible_by": divisor,
+            "params_dtype": self.dtype,
+            "global_batch_size": self.batch,
+        }
+
+    def config(self) -> RunConfig:
+        """One rank, one micro-batch, nothing recomputed."""
+        return make_config({**self.values(), "micro_batch_size": self.batch}, World(1, 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to compare with one rank. shards: a preset or P,G,OS. per_node: ranks of a node."""
+
+    tp: int
+    dp: int
+    per_node: int
+    shards: str
+    lifetime: str | None
+    sequence_parallel: bool
+    micro_batches: int
+    tied: bool
+    vocabulary: str
+    recompute: str
+    dtype: str
+    family: str
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def mesh(self) -> tuple[int, tuple[int, int, int], int]:
+        """(tp, (P, G, OS), ranks of a node): cases with equal ones can share a mesh."""
+        h = data_ranks_per_node(self.world, self.per_node, self.tp)
+        return self.tp, resolve_shards(_factors(self.shards), self.dp, h).factors, self.per_node
+
+    @property
+    def id(self) -> str:
+        words = [f"tp{self.tp}-dp{self.dp}-node{self.per_node}", self.shards, self.lifetime or ""]
+        words += ["sp" if self.sequence_parallel else "", f"micro{self.micro_batches}"]
+        words += ["tied" if self.tied else "untied", self.vocabulary, self.recompute, self.dtype, self.family]
+        return "-".join(word for word in words if word)
+
+    @property
+    def model(self) -> Model:
+        batch = 12 if self.dp <= 4 else 24  # every split into micro-batches is of the same samples
+        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch)
+
+    def config(self) -> RunConfig:
+        factors = _factors(self.shards)
+        named = isinstance(factors, str)
+        values = {
+            **self.model.values(),
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            "ranks_per_node": self.per_node,
+            "zero_preset": factors if named else None,
+            "zero_shard": None if named else factors,
+            "zero_params_lifetime": self.lifetime,
+            "micro_batch_size": self.model.batch // (self.dp * self.micro_batches),
+            "recompute_granularity": self.recompute,
+        }
+        return make_config(values, World(self.world, self.per_node))
+
+
+def _factors(shards: str) -> str | tuple[int, ...]:
+    return shards if shards in PRESETS else tuple(map(int, shards.split(",")))
+
+
+def layouts(worlds: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int, str, str | None, bool]]:
+    """Legal (tp, dp, per_node, shards, lifetime, sequence_parallel); the configuration refuses the others.
+
+    A lifetime that changes nothing and explicit factors that a preset has are left out.
+    """
+    for tp, dp in worlds:
+        for per_node in (n for n in range(1, tp * dp + 1) if tp * dp % n == 0 and n % tp == 0):
+            h = data_ranks_per_node(tp * dp, per_node, tp)
+            seen = set()
+            for shards, lifetime in product((*PRESETS, *EXPLICIT), (None, "step", "resident")):
+                try:
+                    resolved = resolve_shards(_factors(shards), dp, h, lifetime)
+                except ValueError:
+                    continue
+                name = (shards, resolved) if shards in PRESETS else resolved
+                if name in seen:
+                    continue
+                seen.update((name, resolved))
+                for sequence in (False, True) if tp > 1 else (False,):
+                    yield tp, dp, per_node, shards, lifetime, sequence
+
+
+def full_product() -> list[Case]:
+    """All legal cases on up to 4 ranks."""
+    worlds = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4]
+    return [
+        Case(*layout, *rest)
+        for layout in layouts(worlds)
+        for rest in product(
+            (1, 3),
+            (False, True),
+            VOCABULARIES,
+            ("none", "selective", "full"),
+            ("fp32", "fp64"),
+            ("llama", "gpt", "bloom"),
+        )
+    ]
+
+
+def pairwise_cover(cases: Sequence[Case], seed: int, sample: int = 48) -> list[Case]:
+    """Some of the cases, with every pair of values of two dimensions that occurs in them. Deterministic.
+
+    Greedy: take the first pair not covered yet, and of ``sample`` random cases that have it the one that
+    covers most.
+    """
+    generator = random.Random(seed)
+    holders: dict[tuple, list[int]] = defaultdict(list)
+    for index, case in enumerate(cases):
+        for pair in _pairs(case):
+            holders[pair].append(index)
+    open_pairs = dict.fromkeys(sorted(holders, key=lambda pair: (len(holders[pair]), repr(pair))))
+    chosen: list[Case] = []
+    while open_pairs:
+        having = holders[next(iter(open_pairs))]
+        tried = generator.sample(having, min(sample, len(having)))
+        best = max(tried, key=lambda i: sum(pair in open_pairs for pair in _pairs(cases[i])))
+        chosen.append(cases[best])
+        for pair in _pairs(cases[best]):
+            open_pairs.pop(pair, None)
+    return chosen
+
+
+def _pairs(case: Case) -> list[tuple]:
+    values = [(f.name, getattr(case, f.name)) for f in fields(case)]
+    return list(combinations(values, 2))
+
+
+def eight_ranks() -> list[Case]:
+    """A chosen few on 8 ranks: TP 2 x DP 4 on 1, 2 and 4 nodes, DP 8 on 2 and 4, TP 4 x DP 2 on 2; the other
+    dimensions rotate."""
+    rest = list(product((3, 1), (True, False), VOCABULARIES, ("selective", "none", "full"), ("fp32", "fp64")))
+    families = ("llama", "gpt", "bloom")
+    found = []
+    for index, layout in enumerate(layouts([(2, 4), (1, 8), (4, 2)])):
+        other = rest[index * 7 % len(rest)]
+        found.append(Case(*layout, *other, families[index % 3]))
+    return [case for case in found if case.lifetime is None]
