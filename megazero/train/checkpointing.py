@@ -6,8 +6,9 @@ fingerprint and the logger's run id; tensors are the engine's slices; each rank 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,32 @@ import torch
 import torch.distributed as dist
 
 from megazero.checkpoint import store
+from megazero.checkpoint.errors import agree
+from megazero.checkpoint.manifest import check_sizes
 from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh
 from megazero.zero import Engine
 from megazero.zero.state import load_kinds, load_records, optimizer_kinds, save_records
 
+# What the order of samples depends on, besides the files' contents.
+SAMPLE_ORDER = (
+    ("training", "seed"),
+    ("model", "seq_length"),
+    ("data", "data_path"),
+    ("data", "split"),
+    ("data", "mock_data"),
+)
+
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is. run_id: of an outside logger, kept over restarts."""
+    """Where training is. run_id: of an outside logger, kept over restarts. notes: what a load has to tell."""
 
     iteration: int = 0
     consumed_samples: int = 0
     run_id: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,6 @@ class Checkpointing:
             "run_id": progress.run_id,
             "optimizer": self.engine.optimizer.scalars(),
             "tokenizer": self.fingerprint,
-            "seed": self.config.training.seed,
         }
         snapshot = store.Snapshot(
             step=progress.iteration,
@@ -90,9 +102,10 @@ class Checkpointing:
         if path is None:
             if options.allow_fresh_start:
                 return Progress()
+            broken = "".join(f"; {line}" for line in _incomplete(options.load))
             raise store.CheckpointError(
-                f"--load {options.load} holds no complete checkpoint. Name a folder that does; or leave --load "
-                "out, or add --allow-fresh-start, to start from random weights"
+                f"--load {options.load} holds no complete checkpoint{broken}. Name a folder that does; or leave "
+                "--load out, or add --allow-fresh-start, to start from random weights"
             )
         manifest = store.read_manifest(path)
         with_optimizer = options.load_optim and not options.finetune
@@ -114,7 +127,8 @@ class Checkpointing:
             self.engine.optimizer.load_scalars(state["optimizer"])
         if options.load_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
-        return Progress(state["iteration"], state["consumed_samples"], state["run_id"])
+        notes = (*_incomplete(options.load, manifest.step), *self._changed_order(manifest.configuration))
+        return Progress(state["iteration"], state["consumed_samples"], state["run_id"], notes)
 
     def _agreed_latest(self, root: str) -> Path | None:
         """The first rank's answer: a folder seen over a network may look different elsewhere."""
@@ -124,7 +138,9 @@ class Checkpointing:
         return found[0]
 
     def _moments(self, stored: Mapping[str, Any], path: Path) -> list[str]:
-        ours = optimizer_kinds(self.engine)
+        # From every rank: one that holds no slice has no state of its own, and must decide as the others do.
+        held = agree(self._group, f"'{path}' not loaded", partial(optimizer_kinds, self.engine))
+        ours = sorted({kind for kinds in held for kind in kinds})
         theirs = sorted(kind for kind in stored if kind not in ("weights", "master"))
         if ours and ours != theirs:
             raise store.CheckpointError(
@@ -140,6 +156,28 @@ class Checkpointing:
                 f"{self.fingerprint[:12]}): name that one with --tokenizer-model, or use --finetune to start a "
                 "new run from its weights"
             )
+
+    def _changed_order(self, before: Mapping[str, Any]) -> Iterator[str]:
+        """What was changed since that makes the same count of consumed samples mean other samples."""
+        now = self.config.to_dict()
+        for section, name in SAMPLE_ORDER:
+            old, new = before.get(section, {}).get(name), now[section][name]
+            if old != new:
+                yield (
+                    f"--{name.replace('_', '-')} was {old} when the checkpoint was written and is {new} now: samples "
+                    "come in another order from here on, so some repeat and some are left out"
+                )
+
+
+def _incomplete(root: str, after: int = -1) -> Iterator[str]:
+    """What is wrong with the checkpoints under ``root`` of steps after ``after`` that are not complete."""
+    for path in sorted(Path(root).glob("iter_*")):
+        step = path.name.removeprefix("iter_")
+        if step.isdecimal() and int(step) > after:
+            try:
+                check_sizes(path, store.read_manifest(path))
+            except (store.CheckpointError, OSError) as error:
+                yield f"{path.name} was left out: {error}"
 
 
 def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,257 @@
+"""Whole training runs in the tests' ranks, through setup.prepare and Trainer, on a tiny model."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megazero.checkpoint import store
+from megazero.config import World, make_config
+from megazero.data import IndexedWriter
+from megazero.mesh.launch import Launch, read_launch
+from megazero.train import setup, trainer
+from tests.dist.pool import RankError
+
+Values = Mapping[str, Any]
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 48,
+    "seq_length": 12,
+    "vocab_size": 51,  # odd: padded to 52 on up to 2 tensor-parallel ranks, to 56 on 4
+    "make_vocab_size_divisible_by": 2,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "lr": 1e-2,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 2,
+    "train_iters": 6,
+    "mock_data": True,
+    "eval_iters": 0,
+    "device": "cpu",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a run. losses: (iteration, loss), ids: samples of each iteration by micro-batch.
+
+    texts: a checksum of the tokens of each sample, in the order of ids.
+    """
+
+    start: int
+    losses: tuple[tuple[int, float], ...]
+    ids: tuple[tuple[tuple[int, ...], ...], ...]
+    texts: tuple[int, ...]
+    dp_rank: int
+    notes: tuple[str, ...]
+    evaluations: tuple[float, ...] = ()
+
+
+class _Recorder:
+    """Makes Batches that note what they hand out: ids by step and micro-batch, checksums of the tokens."""
+
+    def __init__(self, batches: type) -> None:
+        self.batches = batches
+        self.ids: list = []
+        self.texts: list[int] = []
+
+    def __call__(self, dataset: Any, **options: Any) -> Any:
+        made = self.batches(dataset, **options)
+        if "consumed" in options:  # training, not evaluation
+            sample_ids, next_step = made.sample_ids, made.next_step
+            made.sample_ids = lambda count: self._note_ids(sample_ids(count))
+            made.next_step = lambda count: self._note_texts(next_step(count))
+        return made
+
+    def _note_ids(self, ids: list) -> list:
+        self.ids.append(tuple(map(tuple, ids)))
+        return ids
+
+    def _note_texts(self, step: list) -> list:
+        self.texts += [zlib.crc32(row.numpy().tobytes()) for batch in step for row in batch["tokens"]]
+        return step
+
+
+def train(values: Values) -> Seen:
+    """One run in this rank, with ``values`` over TINY."""
+    launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
+    config = make_config({**TINY, **values}, World(launch.world_size, launch.world_size))
+    losses: list = []
+    evaluations: list = []
+    original = trainer.Batches
+    trainer.Batches = recorder = _Recorder(original)
+    try:
+        with ExitStack() as stack, redirect_stdout(io.StringIO()):
+            run = setup.prepare(config, launch, stack, time.monotonic())
+            start, notes, log = run.progress.iteration, run.progress.notes, run._log
+            run._log = lambda loss, *rest: (losses.append((run.progress.iteration, loss)), log(loss, *rest))
+            run.outputs.console.evaluation = lambda _, loss: evaluations.append(loss)
+            run.run()
+    finally:
+        trainer.Batches = original
+    ids, texts = tuple(recorder.ids), tuple(recorder.texts)
+    return Seen(start, tuple(losses), ids, texts, run.mesh.dp_rank, notes, tuple(evaluations))
+
+
+def train_all(jobs: list[Values]) -> list[Seen]:
+    """Runs one after the other, in one process group."""
+    return [train(job) for job in jobs]
+
+
+def refusal(values: Values) -> str | None:
+    """The message of the error that ends a run in this rank; None if it ends well."""
+    try:
+        train(values)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def refusals(jobs: list[Values]) -> list[str | None]:
+    return [refusal(job) for job in jobs]
+
+
+def checkpoint_of(root: str | os.PathLike) -> dict[str, dict[str, torch.Tensor]]:
+    """Everything in the newest checkpoint: kind -> name -> whole tensor."""
+    path = store.latest(root)
+    assert path is not None, f"nothing complete in {root}"
+    return {kind: store.load_full(path, kind) for kind in store.read_manifest(path).kinds}
+
+
+def differences(one: Any, two: Any) -> list[str]:
+    """Tensors of two checkpoint_of that are not the same bits."""
+    names = {(kind, name) for tree in (one, two) for kind in tree for name in tree[kind]}
+    return [
+        f"{kind}/{name}"
+        for kind, name in sorted(names)
+        if name not in one.get(kind, {})
+        or name not in two.get(kind, {})
+        or not torch.equal(one[kind][name], two[kind][name])
+    ]
+
+
+def samples(seen: list[Seen]) -> list[tuple[int, int]]:
+    """(id, checksum) of a whole run in the order of the stream: step, micro-batch, data-parallel rank.
+
+    Tensor-parallel ranks must have seen the same.
+    """
+    ranks: dict[int, Seen] = {}
+    for each in seen:
+        known = ranks.setdefault(each.dp_rank, each)
+        assert (known.ids, known.texts) == (each.ids, each.texts)
+    order = [ranks[rank] for rank in sorted(ranks)]
+    texts = [iter(each.texts) for each in order]
+    out = []
+    for step in range(len(order[0].ids)):
+        for micro in range(len(order[0].ids[step])):
+            for each, text in zip(order, texts, strict=True):
+                out += [(sample, next(text)) for sample in each.ids[step][micro]]
+    return out
+
+
+def digest(root: str | os.PathLike) -> dict[str, str]:
+    """sha256 of every file below a folder, by its path in it."""
+    files = sorted(path for path in Path(root).rglob("*") if path.is_file())
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def write_data(prefix: Path, documents: int = 40, seed: int = 0, top: int = 50) -> str:
+    """An indexed dataset of random tokens below ``top``; its prefix."""
+    random = np.random.default_rng(seed)
+    with IndexedWriter(prefix, dtype=np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(random.integers(0, top, random.integers(5, 40)))
+    return str(prefix)
+
+
+# -- processes of their own, for what is about processes ---------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _process(rank: int, world: int, port: int, values: Values, log: str, prepare: Callable | None) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    launcher = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in launcher.items()})
+    if prepare is not None:
+        prepare(rank)
+    status = setup.main(make_config({**TINY, **values}, World(world, world)), read_launch())
+    sys.stdout.flush()
+    os._exit(status)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Ranks that run setup.main as the program does; they share only the loaded torch with the tests."""
+
+    ranks: list[Any]
+    logs: list[Path]
+
+    @classmethod
+    def start(cls, world: int, values: Values, folder: Path, prepare: Callable | None = None) -> Processes:
+        """prepare(rank): a top-level function called in each process before it begins."""
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        port, logs = free_port(), [folder / f"rank{rank}.log" for rank in range(world)]
+        ranks = [
+            context.Process(
+                target=_process, args=(rank, world, port, dict(values), str(logs[rank]), prepare), daemon=True
+            )
+            for rank in range(world)
+        ]
+        for each in ranks:
+            each.start()
+        return cls(ranks, logs)
+
+    def wait_for(self, ready: Callable[[], bool], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            if time.monotonic() > end or not any(each.is_alive() for each in self.ranks):
+                self.stop()
+                raise RankError(f"never became ready: {self.texts()}")
+            time.sleep(0.02)
+
+    def statuses(self, seconds: float = 60) -> list[int | None]:
+        """Exit status of each rank (negative: signal); those that did not end in time are killed, None."""
+        end = time.monotonic() + seconds
+        for each in self.ranks:
+            each.join(max(0.0, end - time.monotonic()))
+        codes = [each.exitcode for each in self.ranks]
+        self.stop()
+        return codes
+
+    def stop(self) -> None:
+        for each in self.ranks:
+            if each.is_alive():
+                each.kill()
+            each.join()
+
+    def texts(self) -> list[str]:
+        return [log.read_text() if log.exists() else "" for log in self.logs]

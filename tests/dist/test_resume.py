@@ -1,0 +1,267 @@
+"""Stopping and going on: the same bits on the same layout, the same loss on every other one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from megazero.checkpoint import store
+from megazero.train.metrics import read_metrics
+from tests.dist.pool import run_ranks
+from tests.dist.runs import TINY, Seen, checkpoint_of, differences, train_all
+
+NODES = {"ranks_per_node": 2}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+GPT = {"model_family": "gpt", "num_query_groups": 8}
+BLOOM = {"model_family": "bloom", "num_query_groups": 8}
+RAMP = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 16}  # 4, 4, 8, 12, 12, 16, ...
+TP2 = {"tensor_model_parallel_size": 2}
+TP4 = {"tensor_model_parallel_size": 4}
+
+# (ranks, values): what is stopped in the middle and must go on bit for bit
+SAME = {
+    "one rank, dropout": (1, {"global_batch_size": 2, **DROPOUT}),
+    "zero1, gpt, bf16, dropout": (2, {"zero_preset": "zero1", "params_dtype": "bf16", **GPT, **DROPOUT}),
+    "ddp, ramp-up": (2, {"zero_preset": "ddp", **RAMP}),
+    "zero2, sgd, masked ends": (2, {"zero_preset": "zero2", "optimizer": "sgd", "eod_mask_loss": True}),
+    "zero3, bf16, ramp-up": (2, {"zero_preset": "zero3", "params_dtype": "bf16", **RAMP}),
+    "hpz, bf16, dropout": (4, {"zero_preset": "hpz", "params_dtype": "bf16", **NODES, **DROPOUT}),
+    "mics, samples, WSD": (
+        4,
+        {
+            "zero_preset": "mics",
+            **NODES,
+            "train_iters": None,
+            "train_samples": 48,
+            "lr_warmup_iters": None,
+            "lr_warmup_samples": 8,
+            "lr_decay_style": "WSD",
+            "lr_wsd_decay_samples": 16,
+        },
+    ),
+    "tp 2 x zero3, sequence parallel, recompute": (
+        4,
+        {
+            **TP2,
+            "zero_preset": "zero3",
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+            **DROPOUT,
+        },
+    ),
+    "tp 4, bloom, bf16": (4, {**TP4, "params_dtype": "bf16", **BLOOM, "hidden_dropout": 0.1}),
+    "factors 1,2,4": (4, {"zero_shard": (1, 2, 4), **NODES}),
+}
+
+
+def interrupted(values: dict, folder: Path) -> list[dict]:
+    """The uninterrupted run (which also evaluates), a run that stops after 3 iterations, and the rest of it."""
+    values = {**values, "log_dir": str(folder / "logs")}
+    straight = {
+        **values,
+        "save": str(folder / "straight"),
+        "log_dir": str(folder / "straight-logs"),
+        "eval_interval": 2,
+        "eval_iters": 1,
+    }
+    first = {**values, "save": str(folder / "first"), "exit_interval": 3}
+    return [straight, first, {**values, "load": str(folder / "first"), "save": str(folder / "second")}]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, world: int) -> None:
+    cases = {name: values for name, (ranks, values) in SAME.items() if ranks == world}
+    folders = {name: tmp_path / str(number) for number, name in enumerate(cases)}
+    jobs = [job for name, values in cases.items() for job in interrupted(values, folders[name])]
+    every = run_ranks(world, train_all, jobs, timeout=240)
+    for number, (name, folder) in enumerate(folders.items()):
+        for rank in range(world):
+            straight, first, second = every[rank][3 * number : 3 * number + 3]
+            assert len(straight.losses) >= 6 and len(first.losses) == 3 == second.start, name
+            assert first.losses + second.losses == straight.losses, name
+            assert first.ids + second.ids == straight.ids, name
+            assert len(straight.evaluations) == len(straight.losses) // 2, name
+        one, two = checkpoint_of(folder / "straight"), checkpoint_of(folder / "second")
+        assert len(one) == (2 if "sgd" in name else 4 if "bf16" in name else 3), name
+        assert not differences(one, two), name
+        assert differences(one, checkpoint_of(folder / "first")), name
+        lines = read_metrics(folder / "logs")
+        straight_lines = read_metrics(folder / "straight-logs")
+        assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1)), name
+        for key in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples", "batch_size"):
+            wanted = [line[key] for line in straight_lines if "lm_loss" in line]
+            assert [line[key] for line in lines] == wanted, (name, key)
+
+
+def test_hpz_equals_zero3_bit_for_bit(tmp_path: Path) -> None:
+    jobs = [
+        {
+            "zero_preset": preset,
+            "params_dtype": dtype,
+            **NODES,
+            "train_iters": 3,
+            "save": str(tmp_path / f"{preset}-{dtype}"),
+            "log_dir": str(tmp_path / "logs"),
+        }
+        for dtype in ("fp32", "bf16")
+        for preset in ("zero3", "hpz")
+    ]
+    every = run_ranks(4, train_all, jobs, timeout=120)
+    for seen in every:
+        assert seen[0].losses == seen[1].losses and seen[2].losses == seen[3].losses
+        assert seen[0].losses != seen[2].losses
+    for dtype in ("fp32", "bf16"):
+        ours, theirs = (checkpoint_of(tmp_path / f"{preset}-{dtype}") for preset in ("zero3", "hpz"))
+        assert not differences(ours, theirs), dtype
+
+
+# Every layout loads what every other wrote. Name: (ranks, values).
+LAYOUTS = {
+    "1 rank": (1, {}),
+    "ddp 2": (2, {"zero_preset": "ddp"}),
+    "zero3 2": (2, {"zero_preset": "zero3"}),
+    "tp 2": (2, {**TP2}),
+    "tp 4": (4, {**TP4}),
+    "tp 2 x ddp": (4, {**TP2, "zero_preset": "ddp"}),
+    "tp 2 x zero1, sequence parallel": (4, {**TP2, "zero_preset": "zero1", "sequence_parallel": True}),
+    "tp 2 x zero2": (4, {**TP2, "zero_preset": "zero2"}),
+    "tp 2 x zero3": (4, {**TP2, "zero_preset": "zero3"}),
+    "zero1 4": (4, {"zero_preset": "zero1"}),
+    "zero2 4": (4, {"zero_preset": "zero2"}),
+    "zero3 4, 2 nodes": (4, {"zero_preset": "zero3", **NODES}),
+    "mics 4": (4, {"zero_preset": "mics", **NODES}),
+    "hpz 4": (4, {"zero_preset": "hpz", **NODES}),
+    "factors 1,2,4": (4, {"zero_shard": (1, 2, 4), **NODES}),
+}
+SOURCES = ("1 rank", "tp 4", "tp 2 x zero3", "hpz 4")
+
+
+def by_world(jobs: dict, timeout: float = 240) -> dict:
+    """jobs: key -> (ranks, values). One pool call per world size; key -> what rank 0 saw."""
+    seen: dict = {}
+    for world in sorted({ranks for ranks, _ in jobs.values()}):
+        keys = [key for key, (ranks, _) in jobs.items() if ranks == world]
+        results = run_ranks(world, train_all, [jobs[key][1] for key in keys], timeout=timeout)
+        seen.update(zip(keys, results[0], strict=True))
+    return seen
+
+
+def relayout(tmp_path: Path, sources: list[str], pairs: list[tuple[str, str]], changes: dict) -> None:
+    """Train 3 iterations on each source and go on for 2 on each target; losses as if it had stayed."""
+    common = {**changes, "log_dir": str(tmp_path / "logs"), "train_iters": 5, "global_batch_size": 4}
+    written = {
+        name: (
+            LAYOUTS[name][0],
+            {**common, **LAYOUTS[name][1], "save": str(tmp_path / name), "exit_interval": 3},
+        )
+        for name in sources
+    }
+    by_world(written)
+    jobs = {
+        (source, target): (
+            LAYOUTS[target][0],
+            {**common, **LAYOUTS[target][1], "load": str(tmp_path / source)},
+        )
+        for source, target in [*pairs, *((name, name) for name in sources)]
+    }
+    seen = by_world(jobs)
+    for (source, target), got in seen.items():
+        stayed: Seen = seen[source, source]
+        (_, next_loss), (_, after) = got.losses
+        wanted, wanted_after = stayed.losses[0][1], stayed.losses[1][1]
+        assert got.start == 3, (source, target)
+        assert abs(next_loss - wanted) <= 1e-6 * wanted, (source, target, next_loss, wanted)
+        # one update later: the moments and the step count came along, too
+        assert abs(after - wanted_after) <= 1e-5 * wanted_after, (source, target, after, wanted_after)
+
+
+def test_every_layout_goes_on_from_every_source(tmp_path: Path) -> None:
+    pairs = [(source, target) for source in SOURCES for target in LAYOUTS if source != target]
+    relayout(tmp_path, list(SOURCES), pairs[::3], {})
+
+
+@pytest.mark.slow
+def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+    relayout(tmp_path, list(LAYOUTS), list(itertools.permutations(LAYOUTS, 2)), {})
+
+
+@pytest.mark.parametrize("family", [GPT, BLOOM], ids=lambda values: values["model_family"])
+def test_fused_and_transposed_storage_changes_layout(tmp_path: Path, family: dict) -> None:
+    """GPT stores fused and transposed matrices, BLOOM fused ones; both tie their embeddings."""
+    ring = ["1 rank", "tp 2 x zero3", "tp 4", "zero3 4, 2 nodes"]
+    relayout(tmp_path, ring, list(zip(ring, [*ring[1:], ring[0]], strict=True)), family)
+
+
+def state_of(root: Path) -> dict:
+    path = store.latest(root)
+    assert path is not None
+    return json.loads((path / "state.json").read_text())
+
+
+def test_what_is_left_behind_when_asked(tmp_path: Path) -> None:
+    """--finetune, --no-load-optim, another precision, and which checkpoints stay."""
+    base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3"}
+    old = {"load": str(tmp_path / "old")}
+    jobs = [
+        {**base, "save": str(tmp_path / "old"), "exit_interval": 3},
+        {**base, **old, "train_iters": 5},
+        {
+            **base,
+            **old,
+            "train_iters": 1,
+            "lr_warmup_iters": 0,
+            "lr": 1e-12,
+            "finetune": True,
+            "save": str(tmp_path / "tuned"),
+        },
+        {**base, **old, "train_iters": 5, "load_optim": False, "save": str(tmp_path / "fresh")},
+        {**base, **old, "optimizer": "sgd", "train_iters": 4, "load_optim": False},
+        {**base, **old, "train_iters": 5, "params_dtype": "bf16", "save": str(tmp_path / "half")},
+        {**base, "load": str(tmp_path / "half"), "save": str(tmp_path / "back"), "train_iters": 6},
+        {
+            **base,
+            "save": str(tmp_path / "many"),
+            "train_iters": 8,
+            "save_interval": 1,
+            "save_keep_last": 2,
+            "save_retain_interval": 3,
+        },
+    ]
+    seen = run_ranks(2, train_all, jobs, timeout=120)[0]
+    _, stayed, tuned, fresh, other, half, back, _ = seen
+    before, weights = checkpoint_of(tmp_path / "old"), checkpoint_of(tmp_path / "tuned")["weights"]
+
+    assert tuned.start == 0 and tuned.ids == seen[0].ids[:1]
+    assert state_of(tmp_path / "tuned")["optimizer"] == {"step": 1.0}
+    assert all((weights[name] - value).abs().max() < 1e-9 for name, value in before["weights"].items())
+
+    assert fresh.start == 3 and fresh.losses[0] == stayed.losses[0] == other.losses[0]
+    assert abs(fresh.losses[1][1] - stayed.losses[1][1]) > 1e-4  # another update than with the moments
+    assert state_of(tmp_path / "old")["optimizer"] == {"step": 3.0}
+    assert state_of(tmp_path / "fresh")["optimizer"] == {"step": 2.0}
+
+    assert half.start == 3 and abs(half.losses[0][1] - stayed.losses[0][1]) < 0.02
+    assert back.start == 5 and set(checkpoint_of(tmp_path / "back")) == {"weights", "exp_avg", "exp_avg_sq"}
+    kept = sorted(path.name for path in (tmp_path / "many").iterdir())
+    assert kept == [f"iter_{step:07d}" for step in (3, 6, 7, 8)]
+
+
+def test_a_run_that_is_complete_or_rolled_back(tmp_path: Path) -> None:
+    """Resuming a finished run trains nothing; one from an older folder writes its iterations again."""
+    base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3", "train_iters": 4}
+    jobs = [
+        {**base, "save": str(tmp_path / "a"), "exit_interval": 2},
+        {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
+        {**base, "load": str(tmp_path / "b"), "save": str(tmp_path / "b")},
+        {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
+    ]
+    _, second, done, again = run_ranks(2, train_all, jobs, timeout=60)[0]
+    assert done.start == 4 and not done.losses
+    assert again.losses == second.losses
+    latest = store.latest(tmp_path / "b")
+    assert latest is not None and latest.name == "iter_0000004" and len(list((tmp_path / "b").iterdir())) == 1
+    assert [line["iteration"] for line in read_metrics(tmp_path / "logs")] == [1, 2, 3, 4]
+    assert TINY["global_batch_size"] * 4 == read_metrics(tmp_path / "logs")[-1]["consumed_samples"]
