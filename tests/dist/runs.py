@@ -230,7 +230,7 @@ class Processes:
             each.start()
         return cls(ranks, logs)
 
-    def wait_for(self, ready: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, ready: Callable[[], bool], seconds: float = 300) -> None:
         end = time.monotonic() + seconds
         while not ready():
             if time.monotonic() > end or not any(each.is_alive() for each in self.ranks):
@@ -238,7 +238,7 @@ class Processes:
                 raise RankError(f"never became ready: {self.texts()}")
             time.sleep(0.02)
 
-    def statuses(self, seconds: float = 60) -> list[int | None]:
+    def statuses(self, seconds: float = 300) -> list[int | None]:
         """Exit status of each rank (negative: signal); those that did not end in time are killed, None."""
         end = time.monotonic() + seconds
         for each in self.ranks:

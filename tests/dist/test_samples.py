@@ -40,7 +40,7 @@ def runs(jobs: list[tuple[int, dict]]) -> list[list[Seen]]:
     out: list = [None] * len(jobs)
     for world in sorted({ranks for ranks, _ in jobs}):
         mine = [number for number, (ranks, _) in enumerate(jobs) if ranks == world]
-        views = run_ranks(world, train_all, [jobs[number][1] for number in mine], timeout=120)
+        views = run_ranks(world, train_all, [jobs[number][1] for number in mine], timeout=300)
         for place, number in enumerate(mine):
             out[number] = [view[place] for view in views]
     return out
