@@ -16,7 +16,6 @@ import json
 import math
 import os
 import platform
-import pty
 import resource
 import shutil
 import subprocess
@@ -37,14 +36,16 @@ PRETRAIN = Path(__file__).resolve().parent
 TOOLS = PRETRAIN.parent / "tools"
 VOCABULARY = 4096
 PROMPT = "import os\n\n\ndef "
-# 10.2M parameters. 1024 tokens a step: with so little text to see, many small steps learn more than few large.
-GLOBAL_BATCH = 4
+# 10.6M parameters and 1024 tokens a step: with so little text to see, many small steps learn more than few large,
+# and few wide layers over short sequences are cheap (2 x 512 over 128 tokens against 4 x 384 over 256: the same
+# loss of 5.90 after 60 iterations, in 1.3 times less CPU time).
+GLOBAL_BATCH = 8
 MODEL = """
-    --num-layers 4 --hidden-size 384 --ffn-hidden-size 1024 --num-attention-heads 6 --swiglu --seq-length 256
-    --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
+    --num-layers 2 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --swiglu --seq-length 128
+    --lr 1.2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
     --split 98,2,0 --eval-iters 8
 """
-ITERATIONS = {"cuda": 600, "bf16": 240, "fp32": 120}  # sized for 5 minutes on 2 cores, everything included
+ITERATIONS = {"cuda": 600, "bf16": 320, "fp32": 160}  # sized for 5 minutes on 2 cores, everything included
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) ->
 
     Where we write to a terminal the command gets one too, so that its progress bars move.
     """
-    ours, theirs = pty.openpty() if sys.stdout.isatty() else os.pipe()
+    ours, theirs = os.openpty() if sys.stdout.isatty() else os.pipe()
     with open(log, "wb") as file:
         with subprocess.Popen(
             command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment

@@ -1,0 +1,101 @@
+"""The quickstart's decisions; the run itself is `make quickstart`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.config import World, parse
+
+SOURCE = Path(__file__).parents[2] / "pretrain" / "quickstart.py"
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    spec = importlib.util.spec_from_file_location("quickstart", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["quickstart"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["quickstart"]
+
+
+def training_flags(quickstart, monkeypatch, out, ranks, gpus):
+    """The flags of both legs, as the commands are given them."""
+    seen = []
+    monkeypatch.setattr(quickstart, "run_shown", lambda command, log, env: seen.append(command))
+    run = quickstart.Quickstart(out, quickstart.make_plan(ranks, None, gpus))
+    for step in run.steps[3:5]:
+        step.act(out / "log")
+    return [command[command.index("--num-layers") :] for command in seen]
+
+
+@pytest.mark.parametrize(
+    "ranks,gpus,expected", [(4, 0, 4), (4, 8, 4), (4, 3, 2), (4, 1, 1), (2, 0, 2), (1, 4, 1)]
+)
+def test_every_layout_is_legal(quickstart, monkeypatch, tmp_path, ranks, gpus, expected):
+    plan = quickstart.make_plan(ranks, None, gpus)
+    assert (plan.ranks, plan.device) == (expected, "cuda" if gpus else "cpu")
+    legs = [parse(flags, World(expected, expected)) for flags in
+            training_flags(quickstart, monkeypatch, tmp_path, ranks, gpus)]  # fmt: skip
+    assert [leg.optimizer for leg in legs] == [legs[0].optimizer] * 2
+    assert [leg.training.train_iters for leg in legs] == [plan.iterations] * 2
+    assert plan.iterations % legs[0].training.exit_interval == 0
+    assert plan.first_leg % legs[0].training.eval_interval == 0  # both legs evaluate at their ends
+    assert legs[1].checkpoint.load == legs[0].checkpoint.save
+    if expected > 1:
+        layouts = [(leg.parallel.tensor_model_parallel_size, leg.zero.zero_preset) for leg in legs]
+        assert layouts[0] != layouts[1]
+
+
+def test_out_folder_belongs_to_one_plan(quickstart, tmp_path):
+    plan, other = (quickstart.make_plan(4, n, 0) for n in (10, 20))
+    out = tmp_path / "out"
+    quickstart.claim(out, plan, fresh=False)
+    (out / "corpus.jsonl").write_text("x")
+    quickstart.claim(out, plan, fresh=False)
+    assert (out / "corpus.jsonl").exists()
+    with pytest.raises(ValueError, match="other settings.*--fresh"):
+        quickstart.claim(out, other, fresh=False)
+    quickstart.claim(out, other, fresh=True)
+    assert not (out / "corpus.jsonl").exists()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("x")
+    for fresh in (False, True):
+        with pytest.raises(ValueError, match="no quickstart"):
+            quickstart.claim(foreign, plan, fresh=fresh)
+    assert (foreign / "thesis.tex").exists()
+    with pytest.raises(ValueError, match="--iterations 7 .* nearest: 6"):
+        quickstart.make_plan(4, 7, 0)
+
+
+def test_failed_step_is_named_with_its_log(quickstart, tmp_path, capfd):
+    run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 10, 0))
+    code = "import sys; print('the cause'); sys.exit(3)"
+    run.steps = [
+        quickstart.Step("tokens: a test", tmp_path / "absent", lambda log: run._python(["-c", code], log))
+    ]
+    with pytest.raises(
+        quickstart.StepFailed, match=r"step 1 \(tokens: a test\) failed: exit status 3.*1-tokens.log"
+    ):
+        run.run()
+    assert (tmp_path / "steps" / "1-tokens.log").read_text() == "the cause\n"
+    assert "the cause" in capfd.readouterr().out
+
+
+def test_steps_that_are_done_are_left_alone(quickstart, tmp_path, monkeypatch, capsys):
+    run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 10, 0))
+    monkeypatch.setattr(run, "_summary", lambda: None)
+    done, acted = tmp_path / "done", []
+    done.touch()
+    run.steps = [
+        quickstart.Step("a", done, acted.append),
+        quickstart.Step("b", tmp_path / "no", acted.append),
+    ]
+    run.run()
+    assert [log.name for log in acted] == ["2-b.log"]
+    assert "a (there already)" in capsys.readouterr().out
