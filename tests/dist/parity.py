@@ -30,14 +30,23 @@ Slices = list[tuple[str, int, np.ndarray]]  # parameter, first flat element of t
 Tensors = dict[str, np.ndarray]  # whole parameters (one rank's shapes) by name, fp64
 GRADIENT = {"fp32": 1e-6, "fp64": 1e-10}
 LOSS = {"fp32": 1e-5, "fp64": 1e-10}
+# Smallest norm that counts, as a share of the global norm. A key bias without rotary positions shifts all scores
+# of a query alike, so its gradient is zero in exact arithmetic; in fp32 what is computed is noise of 1e-10 to 1e-9
+# of the global norm, on one rank as on many (split-up batches on one rank, and fp64 truth, show the same).
+FLOOR, FLOOR_OF_FP32_NOISE = 1e-6, 1e-2
 
 
 def samples(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, labels, loss mask [global batch, s] of a step: a fifth of the tokens do not count."""
+    count, length, vocabulary = (
+        config.batch.global_batch_size,
+        config.model.seq_length,
+        config.model.vocab_size,
+    )
+    assert count and length and vocabulary
     generator = torch.Generator().manual_seed(1000 + step)
-    shape = (config.batch.global_batch_size, config.model.seq_length + 1)
-    ids = torch.randint(0, config.model.vocab_size, shape, generator=generator)
-    mask = (torch.rand(shape[0], shape[1] - 1, generator=generator) > 0.2).double()
+    ids = torch.randint(0, vocabulary, (count, length + 1), generator=generator)
+    mask = (torch.rand(count, length, generator=generator) > 0.2).double()
     return ids[:, :-1], ids[:, 1:], mask
 
 
@@ -87,13 +96,15 @@ def _gradients(decoder: Decoder) -> Tensors:
 def reference(model: Model) -> Reference:
     config, decoder = model.config(), _whole_decoder(model)
     o, plain = config.optimizer, decoder.no_weight_decay()
+    assert o.lr
     params = dict(decoder.named_parameters())
     groups = [
         {"params": [p for n, p in params.items() if n not in plain], "weight_decay": o.weight_decay},
         {"params": [p for n, p in params.items() if n in plain], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    initial, first, losses, norms = _arrays(params), {}, [], []
+    initial, losses, norms = _arrays(params), [], []
+    first: Tensors = {}
     for step in range(STEPS):
         adamw.zero_grad()
         losses.append(_backward(decoder, config, step))
@@ -128,7 +139,7 @@ class Outcome:
 
 
 def run_cases(cases: Sequence[Case]) -> list[list[Outcome]]:
-    """Run cases of one world size: for each, what every rank says.
+    """Run cases: for each, what every rank says.
 
     One call of the pool for each mesh: torch cannot make a group again that was destroyed in the same world
     (2.13: the name is the same, and the store still holds the old addresses).
@@ -144,7 +155,7 @@ def run_cases(cases: Sequence[Case]) -> list[list[Outcome]]:
 
 
 def _on_rank(cases: Sequence[Case]) -> list[Outcome]:
-    tp, shards, per_node = cases[0].mesh
+    _, tp, shards, per_node = cases[0].mesh
     mesh = create_mesh(tp=tp, shards=shards, ranks_per_node=per_node)
     out = []
     for case in cases:
@@ -266,10 +277,15 @@ def _one_rank(placement: Any, stored: np.ndarray) -> np.ndarray:
     return out
 
 
-def gradient_errors(got: Tensors, want: Tensors) -> dict[str, float]:
-    """D5's metric: ||difference|| / max(||g||, 1e-6 x global norm), by parameter."""
+def gradient_errors(model: Model, got: Tensors, want: Tensors) -> dict[str, float]:
+    """||difference|| / max(||g||, floor x global norm), by parameter."""
     total = np.sqrt(sum(np.sum(g**2) for g in want.values()))
-    return {n: np.linalg.norm(got[n] - g) / max(np.linalg.norm(g), 1e-6 * total) for n, g in want.items()}
+    noise = "k_proj.bias" if model.dtype == "fp32" and model.family in ("gpt", "bloom") else "none"
+    floors = {name: FLOOR_OF_FP32_NOISE if name.endswith(noise) else FLOOR for name in want}
+    return {
+        name: float(np.linalg.norm(got[name] - g) / max(np.linalg.norm(g), floors[name] * total))
+        for name, g in want.items()
+    }
 
 
 def faults(case: Case, outcomes: Sequence[Outcome]) -> list[str]:
@@ -286,7 +302,7 @@ def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from (f"initial {n} differs" for n, w in want.initial.items() if (whole["initial"][n] != w).any())
     last = gradients_at(case.model, whole["before last"], STEPS - 1)
     for event, expected in (("first", want.first), ("last", last)):
-        for name, error in gradient_errors(whole[event], expected).items():
+        for name, error in gradient_errors(case.model, whole[event], expected).items():
             if not error <= GRADIENT[case.dtype]:
                 yield f"{event} gradient of {name}: {error:.3g}"
     yield from _curve_faults(case, outcomes, want)
@@ -294,10 +310,14 @@ def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> Iterator[str]:
+    """Losses of all steps. Norms: in fp64 of all; in fp32 of the first, since Adam makes updates of full size
+    from rounding noise in gradients that are near zero (the loss hardly sees them, the norm does: 4e-5)."""
     counts = [samples(case.model.config(), step)[2].sum().item() for step in range(STEPS)]
     own = [o.losses for o in outcomes if o.tp_rank == 0]
     losses = [sum(column) / count for column, count in zip(zip(*own, strict=True), counts, strict=True)]
-    for what, got, expected in (("loss", losses, want.losses), ("norm", outcomes[0].norms, want.norms)):
+    steps = STEPS if case.dtype == "fp64" else 1
+    curves = (("loss", losses, want.losses), ("norm", outcomes[0].norms[:steps], want.norms[:steps]))
+    for what, got, expected in curves:
         errors = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True)]
         if not max(errors) <= LOSS[case.dtype]:
             yield f"{what} at step {int(np.argmax(errors)) + 1}: {max(errors):.3g}"
@@ -316,6 +336,8 @@ def _replica_faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
             groups.setdefault(o.tp_rank if name in cut else 0, set()).add(o.prints[name])
         if any(len(prints) > 1 for prints in groups.values()):
             yield f"gathered {name} is not the same bits on all its replicas"
-    for rank in range(len(outcomes)):
-        if outcomes[rank].norms != outcomes[0].norms:
-            yield f"rank {rank} has another gradient norm than rank 0"
+    for rank, outcome in enumerate(outcomes):
+        if outcome.norms != outcomes[0].norms:
+            yield f"rank {rank} has other gradient norms than rank 0"
+        if outcome.losses != outcomes[rank - outcome.tp_rank].losses:
+            yield f"rank {rank} has other losses than the first of its tensor-parallel ranks"
