@@ -1,0 +1,362 @@
+"""Nodes on one machine, joined by slow links whose bytes the kernel counts.
+
+    python tests/netlab/lab.py --nodes 2 --ranks-per-node 2 --rate 200mbit -- CMD
+
+A node is a set of namespaces of its own (network, host name, processes, mounts) with one interface, eth0, that
+leads over a veth pair to a bridge in one more namespace, the switch. ``tc tbf`` shapes what leaves the node at
+eth0 and what enters it at the switch's port. CMD (a script or ``-m MODULE``, with arguments) is started in each
+node by torch.distributed.run, or as another --launcher says.
+
+Nothing is made outside these namespaces, so runs cannot collide and nothing can be left behind: each is held by a
+process that reads a pipe from this one, and the kernel removes processes, interfaces and namespaces when that
+pipe closes, however this process ends (SIGKILL included).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERFACE = "eth0"
+TOOLS = ("ip", "tc", "unshare", "nsenter")
+TORCHRUN = (
+    sys.executable,
+    *shlex.split("-m torch.distributed.run --nnodes {nodes} --nproc-per-node {ranks} --node-rank {node}"),
+    *shlex.split("--master-addr {address} --master-port {port}"),
+)
+# gloo, torch's RPC transport and NCCL else look the host's name up, which no name server knows here.
+SOCKETS = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), INTERFACE)
+GRACE = 10.0  # seconds that the other nodes have to end after one failed
+TIMED_OUT = 124
+# 9000: headers are 0.7% of a full frame, so the interface's count (which sees the kernel's large segments, one
+# header each) and the frames on a real wire agree within 1%; at 1500 they would differ by 4%.
+MTU = 9000
+
+
+class LabUnavailable(RuntimeError):
+    """This machine or user may not make namespaces or shape links; the message says what failed."""
+
+
+@dataclass(frozen=True)
+class LabResult:
+    """What one run did. Tuples are by node; ``sent`` and ``received`` are bytes counted by eth0."""
+
+    returncodes: tuple[int, ...]
+    seconds: float
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def returncode(self) -> int:
+        """0 if every node's is; else the first that is not."""
+        return next((code for code in self.returncodes if code), 0)
+
+
+def parse_rate(text: str | None) -> int | None:
+    """Bits per second of tc's way of writing a rate ('200mbit', '1gbit'); None for 'none', an unshaped link."""
+    if text is None or text == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
+    rate = int(float(match[1]) * 1000 ** " kmg".index(match[2] or " ")) if match else 0
+    if rate < 1_000_000:
+        raise ValueError(f"rate {text!r}: write a number and kbit, mbit or gbit, 1mbit or more, or none")
+    return rate
+
+
+def interface_bytes(pid: int | str = "self", interface: str = INTERFACE) -> tuple[int, int]:
+    """(sent, received): bytes that an interface of a process's network namespace has counted so far."""
+    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface:
+            fields = counts.split()
+            return int(fields[8]), int(fields[0])
+    raise ValueError(f"no interface {interface!r} in the network namespace of process {pid}")
+
+
+class _Namespaces:
+    """Namespaces named ``name``, held by a process that lives until this one closes its pipe."""
+
+    def __init__(self, name: str) -> None:
+        kinds = ("--net", "--uts", "--pid", "--mount")
+        self.name = name
+        self.holder = subprocess.Popen(
+            ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc"]
+            + ["sh", "-c", 'hostname "$0" && echo up && exec cat', name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a terminal's Ctrl-C must not take the ground from under the run
+        )
+        assert self.holder.stdout and self.holder.stderr
+        if self.holder.stdout.readline() != "up\n":
+            raise LabUnavailable(f"namespaces are not allowed: {self.holder.stderr.read().strip()}")
+        parent = self.holder.pid
+        self.pid = int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
+        self.inside = ["nsenter", "--target", str(self.pid), *kinds, "--"]
+
+    def call(self, command: str) -> None:
+        """Set the network up, from outside but for the network, so that process ids mean what they do here."""
+        entered = ["nsenter", "--target", str(self.pid), "--net", "--"]
+        done = subprocess.run([*entered, *shlex.split(command)], capture_output=True, text=True)
+        if done.returncode:
+            raise LabUnavailable(f"{command!r} failed in {self.name}: {done.stderr.strip()}")
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*self.inside, "env", f"--chdir={os.getcwd()}", *command],  # entering mounts loses the folder
+            env={**os.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def kill_all(self) -> None:
+        """End every process of a run, not the holder: in its process namespace -1 means all but the first."""
+        subprocess.run([*self.inside, "sh", "-c", "kill -KILL -1"], capture_output=True)
+
+    def close(self) -> None:
+        self.holder.kill()  # --kill-child: the first process dies with it, and all others with that
+        self.holder.communicate()
+
+
+class Lab:
+    """``nodes`` nodes joined at ``rate``; a context manager. ``with Lab(2, "200mbit") as lab: lab.run([...])``.
+
+    Raises LabUnavailable on entry where namespaces or shaping are not allowed, ValueError for a bad rate.
+    """
+
+    def __init__(self, nodes: int = 2, rate: str | None = None) -> None:
+        if not 2 <= nodes <= 200:
+            raise ValueError(f"{nodes} nodes: a lab joins 2 to 200")
+        self.nodes = nodes
+        self.rate = rate
+        parse_rate(rate)
+        self.members: list[_Namespaces] = []
+
+    def __enter__(self) -> Lab:
+        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+        if missing:
+            raise LabUnavailable(
+                f"programs not found: {', '.join(missing)} (iproute2 and util-linux have them)"
+            )
+        try:
+            self._build()
+            self.shape(self.rate)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self.members:
+            self.members.pop().close()
+
+    def address(self, node: int) -> str:
+        return f"10.0.0.{node + 1}"
+
+    def _build(self) -> None:
+        switch = _Namespaces("switch")
+        self.members.append(switch)
+        switch.call("ip link add bridge type bridge")
+        switch.call("ip link set bridge addrgenmode none up")
+        for i in range(self.nodes):
+            node = _Namespaces(f"node{i}")
+            self.members.append(node)
+            ends = f"ip link add port{i} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {node.pid}"
+            switch.call(ends)
+            # addrgenmode none: no IPv6 chatter in the counts.
+            switch.call(f"ip link set port{i} addrgenmode none master bridge up")
+            node.call(f"ip link set {INTERFACE} addrgenmode none")
+            node.call(f"ip address add {self.address(i)}/24 dev {INTERFACE}")
+            node.call(f"ip link set {INTERFACE} up")
+            node.call("ip link set lo up")
+            # Linux's default, whatever this machine uses.
+            node.call("sh -c 'echo cubic > /proc/sys/net/ipv4/tcp_congestion_control || true'")
+
+    def shape(self, rate: str | None) -> None:
+        """Set the rate of every link, each direction; None or 'none': as fast as the machine."""
+        switch, *nodes = self.members
+        bits = parse_rate(rate)
+        ends = [(node, INTERFACE) for node in nodes] + [(switch, f"port{i}") for i in range(self.nodes)]
+        for member, interface in ends:
+            if bits is not None:
+                member.call(f"tc qdisc replace dev {interface} root tbf {_bucket(bits)}")
+            elif parse_rate(self.rate) is not None:
+                member.call(f"tc qdisc delete dev {interface} root")
+        self.rate = rate
+
+    def counts(self) -> list[tuple[int, int]]:
+        """(sent, received) bytes of every node's interface so far."""
+        return [interface_bytes(node.pid) for node in self.members[1:]]
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_node: int = 1,
+        launcher: Sequence[str] = TORCHRUN,
+        environ: Mapping[str, str] | None = None,
+        echo: bool = False,
+        timeout: float | None = None,
+    ) -> LabResult:
+        """Run ``command`` in every node behind ``launcher`` and wait.
+
+        launcher: words put before the command; {node}, {nodes}, {ranks}, {address} and {port} are filled in; empty:
+        the command itself, once per node. echo: print lines as they come, with the node's name. timeout:
+        seconds, then the run is ended and its return codes are 124.
+        """
+        facts = {"nodes": self.nodes, "ranks": ranks_per_node, "address": self.address(0), "port": 29500}
+        commands = [
+            [*(word.format(node=i, **facts) for word in launcher), *command] for i in range(self.nodes)
+        ]
+        return self.run_each(commands, environ=environ, echo=echo, timeout=timeout)
+
+    def run_each(
+        self,
+        commands: Sequence[Sequence[str]],
+        *,
+        environ: Mapping[str, str] | None = None,
+        echo: bool = False,
+        timeout: float | None = None,
+    ) -> LabResult:
+        """Run a command of its own in each node; see run."""
+        nodes = self.members[1:]
+        if len(commands) != len(nodes):
+            raise ValueError(f"{len(commands)} commands for {len(nodes)} nodes: give one each")
+        before, began = self.counts(), time.monotonic()
+        env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **SOCKETS, **(environ or {})}
+        lines: list[list[str]] = [[] for _ in nodes]
+        running: list[subprocess.Popen] = []
+        try:
+            for node, command in zip(nodes, commands, strict=True):
+                running.append(node.start(command, env))
+            readers = [
+                threading.Thread(target=_read, args=(process, node.name if echo else None, into), daemon=True)
+                for process, node, into in zip(running, nodes, lines, strict=True)
+            ]
+            for reader in readers:
+                reader.start()
+            late = _wait(running, began + timeout if timeout else None)
+            seconds = time.monotonic() - began
+        finally:
+            for node in nodes:
+                node.kill_all()
+            for process in running:
+                process.wait()
+        for reader in readers:
+            reader.join()
+        spent = [(s - s0, r - r0) for (s, r), (s0, r0) in zip(self.counts(), before, strict=True)]
+        return LabResult(
+            returncodes=tuple(TIMED_OUT if late else process.returncode for process in running),
+            seconds=seconds,
+            sent=tuple(s for s, _ in spent),
+            received=tuple(r for _, r in spent),
+            outputs=tuple("".join(text) for text in lines),
+        )
+
+
+def _bucket(bits: int) -> str:
+    # burst: what may leave at once after a pause. It must hold a 64 KiB segment and what is due while a timer on a
+    # busy machine is late (2 ms); more would make short messages look free.
+    # limit: deeper than any socket's send buffer, so that nothing is dropped and sent (and counted) twice.
+    # Measured with transfer.py, best of 3 on a machine with 7 runnable programs per core: 51.1, 198.8 and 973 Mb/s
+    # of payload at 50, 200 and 1000 Mb/s (headers are 0.7%), 1.001 to 1.004 bytes counted per byte sent.
+    burst = max(128 * 1024, bits // 8 // 500)
+    return f"rate {bits}bit burst {burst}b limit {64 * 2**20}b"
+
+
+def _read(process: subprocess.Popen, name: str | None, into: list[str]) -> None:
+    assert process.stdout
+    for line in process.stdout:
+        into.append(line)
+        if name is not None:
+            sys.stdout.write(f"{name}| {line}")
+            sys.stdout.flush()
+
+
+def _wait(running: Sequence[subprocess.Popen], deadline: float | None) -> bool:
+    """Until all have ended, one has failed for longer than GRACE, or the deadline passed: then True."""
+    failed_at = None
+    while any(process.poll() is None for process in running):
+        now = time.monotonic()
+        if deadline is not None and now > deadline:
+            return True
+        if failed_at is None and any(process.poll() for process in running):
+            failed_at = now
+        if failed_at is not None and now > failed_at + GRACE:
+            return False
+        time.sleep(0.02)
+    return False
+
+
+def report(result: LabResult, steps: int | None) -> str:
+    rows = [f"{'':8}{'sent':>16}{'received':>16}   bytes at {INTERFACE}"]
+    counts = [*zip(result.sent, result.received, strict=True), (sum(result.sent), sum(result.received))]
+    names = [*(f"node{i}" for i in range(len(result.sent))), "all"]
+    for name, (sent, received) in zip(names, counts, strict=True):
+        rows.append(f"{name:8}{sent:16,}{received:16,}")
+        if steps:
+            rows.append(f"{'  / step':8}{sent / steps:16,.0f}{received / steps:16,.0f}")
+    return "\n".join([*rows, f"{result.seconds:.1f} s, return codes {list(result.returncodes)}"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument(
+        "--rate", default="none", help="of each node's link and direction: 200mbit, 1gbit, none"
+    )
+    parser.add_argument("--per-step", type=int, metavar="N", help="also print bytes divided by N steps")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS")
+    parser.add_argument(
+        "--launcher",
+        default=shlex.join(TORCHRUN),
+        help="words before CMD; {node}, {nodes}, {ranks}, {address}, {port} are filled in (default: %(default)s)",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD")
+    options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("no command: say -- CMD")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        with Lab(options.nodes, options.rate) as lab:
+            result = lab.run(
+                command,
+                ranks_per_node=options.ranks_per_node,
+                launcher=shlex.split(options.launcher),
+                echo=True,
+                timeout=options.timeout,
+            )
+    except (LabUnavailable, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(report(result, options.per_step))
+    return result.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
