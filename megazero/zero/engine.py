@@ -159,7 +159,10 @@ class Engine:
     def _install_hooks(self, plan: Plan) -> None:
         for module, needs in plan.needs:
             module.register_forward_pre_hook(lambda m, a, needs=needs: self._pre_forward(needs))
-            module.register_forward_hook(lambda m, a, out, needs=needs: self._post_forward(needs, out))
+            module.register_forward_hook(
+                lambda m, a, out, needs=needs: self._post_forward(needs, out),
+                always_call=True,  # a forward that raised has stopped using its parameters, too
+            )
         for unit in self.units:
             for name in unit.trainable:
                 unit.params[name].register_post_accumulate_grad_hook(
