@@ -22,7 +22,7 @@ from tests.dist.runs import TINY, Processes, digest, free_port, train_all, write
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "pretrain" / "pretrain_gpt.py")
 LONG = {
-    "train_iters": 100_000,
+    "train_iters": 20_000,  # longer than any test waits; ranks that a killed test run leaves do end
     "global_batch_size": 2,
     "micro_batch_size": 1,
     "distributed_timeout_minutes": 2,
