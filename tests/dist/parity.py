@@ -149,7 +149,7 @@ def run_cases(cases: Sequence[Case]) -> list[list[Outcome]]:
         groups.setdefault(case.mesh, []).append(case)
     done: dict[Case, list[Outcome]] = {}
     for group in groups.values():
-        ranks = run_ranks(group[0].world, _on_rank, group, timeout=60 + 10 * len(group))
+        ranks = run_ranks(group[0].world, _on_rank, group, timeout=120 + 30 * len(group))
         done.update(zip(group, map(list, zip(*ranks, strict=True)), strict=True))
     return [done[case] for case in cases]
 

@@ -13,7 +13,7 @@ from tests.dist.parity import Outcome, faults, run_cases
 from tests.dist.parity_cases import Case, eight_ranks, full_product, pairwise_cover, preset_product
 
 SEED = 0
-CHUNKS = 45  # slow tests, about 50 s each
+CHUNKS = 45  # slow tests, about a minute each
 
 
 def check(cases: Sequence[Case]) -> None:
