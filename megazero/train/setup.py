@@ -114,6 +114,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     """Everything before the first iteration, in the order in which mistakes are cheapest to find."""
     device = pick_device(config, launch)
     if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
         torch.use_deterministic_algorithms(True)
     timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
     if launch.world_size > 1:
