@@ -90,5 +90,5 @@ class ModelConfig:
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
     vocab_size: int | None = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
     make_vocab_size_divisible_by: int = option(
-        128, "the padded vocabulary is a multiple of this x tensor-parallel size", low=1
+        128, "the padded vocabulary is a multiple of this and of the tensor-parallel size", low=1
     )

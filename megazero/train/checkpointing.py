@@ -96,13 +96,14 @@ class Checkpointing:
     def load(self) -> Progress:
         """Continue from the newest complete checkpoint under --load; a fresh start only where asked for."""
         options = self.config.checkpoint
+        self._refuse_another_runs_folder()
         if options.load is None:
             return Progress()
         path = self._agreed_latest(options.load)
         if path is None:
-            if options.allow_fresh_start:
-                return Progress()
             broken = "".join(f"; {line}" for line in _incomplete(options.load))
+            if options.allow_fresh_start and not broken:
+                return Progress()
             raise store.CheckpointError(
                 f"--load {options.load} holds no complete checkpoint{broken}. Name a folder that does; or leave "
                 "--load out, or add --allow-fresh-start, to start from random weights"
@@ -129,6 +130,18 @@ class Checkpointing:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
         notes = (*_incomplete(options.load, manifest.step), *self._changed_order(manifest.configuration))
         return Progress(state["iteration"], state["consumed_samples"], state["run_id"], notes)
+
+    def _refuse_another_runs_folder(self) -> None:
+        """A run that does not continue the checkpoints under --save would overwrite and prune them."""
+        options = self.config.checkpoint
+        held = self._agreed_latest(options.save) if options.save else None
+        continues = options.load is not None and not options.finetune
+        if held is None or continues and Path(options.load or "").resolve() == held.parent.resolve():
+            return
+        raise store.CheckpointError(
+            f"--save {options.save} holds checkpoints of another run, up to '{held.name}': continue that run with "
+            f"--load {options.save}, or save to another folder"
+        )
 
     def _agreed_latest(self, root: str) -> Path | None:
         """The first rank's answer: a folder seen over a network may look different elsewhere."""

@@ -133,7 +133,8 @@ class Engine:
     def gathered(self, module: nn.Module | None = None, write: bool = False) -> Iterator[None]:
         """Full parameters (of ``module``'s units; default all) to read, or with ``write`` to change, between steps.
 
-        Collective. Each rank must write the same values: its slices of them become the master weights.
+        Collective. Each rank must write the same values: its slices of them become the master weights. Clone what
+        is to outlive the block; a numpy view of a parameter would pin its storage, which is then freed.
         """
         if self.micro_batches:
             raise RuntimeError("gathered() inside a step: call step() first")
