@@ -1,6 +1,7 @@
 """Pretrain a decoder-only language model: torchrun ... pretrain/pretrain_gpt.py FLAGS (see --help)."""
 
 import sys
+import time
 
 from megazero.config import ConfigError, World, parse
 from megazero.mesh.launch import read_launch
@@ -18,6 +19,8 @@ def main() -> int:
     except ConfigError as error:
         if launch.rank == 0:
             print(f"{error}\n--help lists every flag", file=sys.stderr)
+        else:
+            time.sleep(1)  # torchrun ends all ranks with the first that leaves: let the one that speaks be it
         return 2
     from megazero.train.setup import main as train
 

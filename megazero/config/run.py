@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -151,18 +152,22 @@ class RunConfig:
         return cls(**sections)
 
     def describe(self, world: World | None = None) -> list[str]:
-        """Readable lines by section; '*' marks what is not the default. ``world`` adds the layout."""
+        """Every value in a paragraph per section; '*' marks what is not the default. ``world`` adds the layout."""
         lines = []
         family = FAMILIES.get(self.model.model_family, {})
         for section in section_types():
-            lines.append(section)
+            words = []
             for opt in all_options().values():
                 if opt.section == section:
                     value = self.get(opt.name)
-                    mark = "*" if value != family.get(opt.name, opt.default) else " "
-                    lines.append(f"  {mark} {opt.key:<36} {show(value)}")
+                    mark = "*" if value != family.get(opt.name, opt.default) else ""
+                    words.append(f"{mark}{opt.key}={show(value)}".replace(" ", "\0"))
+            text = textwrap.wrap(" ".join(words), width=100, break_long_words=False, break_on_hyphens=False)
+            head = [f"{section:<11}", *[" " * 11] * (len(text) - 1)]
+            lines += [f"{start}{line}".replace("\0", " ") for start, line in zip(head, text, strict=True)]
         if world is not None:
-            lines += ["layout", *(f"    {line}" for line in self._layout(world))]
+            layout = self._layout(world)
+            lines += [f"{'layout' if not i else '':<11}{line}" for i, line in enumerate(layout)]
         return lines + [f"note: {note}" for note in self.notes]
 
     def _layout(self, world: World) -> list[str]:

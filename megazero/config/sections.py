@@ -113,6 +113,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
     exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
     eval_interval: int = option(1000, "iterations between evaluations", low=1)
+    eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -271,9 +270,5 @@ def _describe(
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
     }
     console.header(f"megazero on {grid.world_size} ranks", facts)
-    for line in (*progress.notes, *_resolved_lines(config, World(grid.world_size, grid.ranks_per_node))):
+    for line in (*progress.notes, *config.describe(World(grid.world_size, grid.ranks_per_node))):
         console.note(line)
-
-
-def _resolved_lines(config: RunConfig, world: World) -> Sequence[str]:
-    return config.describe(world)

@@ -84,6 +84,8 @@ class Trainer:
             size=self.mesh.dp_size,
             consumed=self.progress.consumed_samples,
         ) as batches:
+            if self.config.training.eval_at_start and self.progress.iteration == 0:
+                self._evaluate()
             while self.progress.iteration < self.schedules.last_iteration:
                 self._iterate(batches)
                 iteration = self.progress.iteration
