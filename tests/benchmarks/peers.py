@@ -1,0 +1,169 @@
+"""Contestants of the comparison: megazero's presets and the peers, all with bf16 parameters and gradients on the
+wire, an fp32 master, AdamW and clipping, on the same decoder and tokens.
+
+Peers stand in two forms: as most people write the loop (everything after every micro-batch), and "once", which
+crosses the nodes once per step as far as the peer's own switches allow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.benchmarks.contestants import ADAMW, CLIP, Shape, Step, batches, decoder, ours
+
+PRESETS = ("ddp", "zero1", "mics", "hpz", "zero3")
+CPU = torch.device("cpu")
+Builder = Callable[[Shape, int], Step]  # (shape, ranks per node) -> step
+Quiet = Callable[[bool], AbstractContextManager]  # what surrounds a micro-batch, given whether it is the last
+
+
+class MasterAdamW:
+    """AdamW on fp32 copies of bf16 parameters, for peers that leave the master to their user."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.masters = [p.detach().float() for p in parameters]
+        self.optimizer = ADAMW(self.masters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, p in zip(self.masters, self.parameters, strict=True):
+            assert p.grad is not None
+            master.grad = p.grad.float()
+        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        self.optimizer.step()
+        for master, p in zip(self.masters, self.parameters, strict=True):
+            p.copy_(master)
+            p.grad = None
+
+
+class ShardedAdamW:
+    """AdamW on FSDP2's own shards, which are fp32 and cast to bf16 for the gather."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = ADAMW(model.parameters())
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _loop(model: torch.nn.Module, optimizer: MasterAdamW | ShardedAdamW, shape: Shape, quiet: Quiet) -> Step:
+    data = batches(shape, CPU)
+
+    def step() -> None:
+        for i, tokens in enumerate(data):
+            with quiet(i == len(data) - 1):
+                (model(tokens, tokens).sum() / shape.tokens).backward()
+        optimizer.step()
+
+    return step
+
+
+def megazero(preset: str) -> Builder:
+    return lambda shape, ranks_per_node: ours(preset, shape, ranks_per_node, CPU)[0]
+
+
+def ddp(once: bool) -> Builder:
+    def build(shape: Shape, ranks_per_node: int) -> Step:
+        model = DistributedDataParallel(decoder(shape), gradient_as_bucket_view=True)
+        optimizer = MasterAdamW(list(model.parameters()))
+        return _loop(
+            model, optimizer, shape, lambda last: model.no_sync() if once and not last else nullcontext()
+        )
+
+    return build
+
+
+def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Builder:
+    """fully_shard on every layer and the root; hybrid: shards inside a node, replicas across (HSDP).
+
+    keep: gathered parameters stay for the step's other passes, so that they too cross once (ZeRO-2's memory).
+    """
+
+    def build(shape: Shape, ranks_per_node: int) -> Step:
+        world = dist.get_world_size()
+        dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
+        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+        precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
+        model = decoder(shape).float()
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+        assert isinstance(model, FSDPModule)
+
+        def quiet(last: bool) -> AbstractContextManager:
+            if once:
+                model.set_requires_gradient_sync(last)
+            if keep:
+                model.set_reshard_after_backward(last)
+            return nullcontext()
+
+        return _loop(model, ShardedAdamW(model), shape, quiet)
+
+    return build
+
+
+def deepspeed_zero(stage: int) -> Builder:
+    """ZeRO-1 reduces once per step by itself; ZeRO-3 gathers and reduces with every micro-batch and cannot else."""
+
+    def build(shape: Shape, ranks_per_node: int) -> Step:
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
+
+        # Its shared-memory operator would join ranks of different nodes, which here share a machine.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        model = decoder(shape)
+        config = {
+            "train_micro_batch_size_per_gpu": shape.micro_batch,
+            "gradient_accumulation_steps": shape.micro_batches,
+            "gradient_clipping": CLIP,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 2**31,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=ADAMW(model.parameters()), config=config)
+        data = batches(shape, CPU)
+
+        def step() -> None:
+            for tokens in data:
+                loss = engine(tokens, tokens).sum() / (shape.sequence * shape.micro_batch)
+                engine.backward(loss)  # divides by the micro-batches itself
+                engine.step()
+
+        return step
+
+    return build
+
+
+CONTESTANTS: dict[str, Builder] = {
+    **{f"megazero {preset}": megazero(preset) for preset in PRESETS},
+    "FSDP2": fsdp2(),
+    "FSDP2 once": fsdp2(once=True),
+    "FSDP2 once, kept": fsdp2(once=True, keep=True),
+    "HSDP": fsdp2(hybrid=True),
+    "HSDP once": fsdp2(hybrid=True, once=True),
+    "DDP": ddp(once=False),
+    "DDP once": ddp(once=True),
+    "DeepSpeed ZeRO-1": deepspeed_zero(1),
+    "DeepSpeed ZeRO-3": deepspeed_zero(3),
+}
+
+
+def absent(name: str) -> str | None:
+    """Why a contestant cannot take part here; None if it can."""
+    if name.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install deepspeed)"
+    return None
