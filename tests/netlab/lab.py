@@ -10,6 +10,8 @@ node by torch.distributed.run, or as another --launcher says.
 Nothing is made outside these namespaces, so runs cannot collide and nothing can be left behind: each is held by a
 process that reads a pipe from this one, and the kernel removes processes, interfaces and namespaces when that
 pipe closes, however this process ends (SIGKILL included).
+
+It needs root, or ``unshare --user --map-root-user`` before the command where users may make namespaces.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ class _Namespaces:
         )
         assert self.holder.stdout and self.holder.stderr
         if self.holder.stdout.readline() != "up\n":
-            raise LabUnavailable(f"namespaces are not allowed: {self.holder.stderr.read().strip()}")
+            said = self.holder.stderr.read().strip()
+            raise LabUnavailable(f"namespaces are not allowed ({said}); be root, or try unshare --user -r")
         parent = self.holder.pid
         self.pid = int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
         self.inside = ["nsenter", "--target", str(self.pid), *kinds, "--"]
