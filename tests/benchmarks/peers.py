@@ -1,6 +1,7 @@
-"""Contestants of the comparison: megazero's presets and the peers, all with bf16 parameters and gradients on the
-wire, an fp32 master, AdamW and clipping, on the same decoder and tokens. All start from the same fp32 weights but
-DeepSpeed, which makes its master of the bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
+"""Contestants of the comparison: megazero's presets and the peers, with bf16 parameters, an fp32 master, AdamW and
+clipping, on the same decoder and tokens. Peers send bf16 gradients; megazero's exact presets send fp32 where a
+rank's gradient is already a sum. All start from the same fp32 weights but DeepSpeed, which makes its master of the
+bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
 
 Peers stand in two forms: as most people write the loop (everything after every micro-batch), and "once", which
 crosses the nodes once per step as far as the peer's own switches allow.
