@@ -16,10 +16,12 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+
+from megazero.kernels.bound import error_bound
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
-from megazero.kernels.format import DEFAULT_BLOCK, Format, error_bound
+from megazero.kernels.format import DEFAULT_BLOCK, Format
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
 
@@ -268,9 +270,7 @@ def sum_encode(
     sums = torch.empty(n + exact, dtype=_sum_dtype(messages.dtype), device=messages.device)
     coded, rest = sums[:n], sums[n:] if exact else None
     codec.decode_sum(messages, coded, False, rest)
-    return next_codec.encode(
-        coded.view(rows, -1), None if rest is None else rest.view(rows, -1), noise=noise
-    )
+    return next_codec.encode(coded.view(rows, -1), None if rest is None else rest.view(rows, -1), noise=noise)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

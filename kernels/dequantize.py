@@ -1,0 +1,102 @@
+"""Decode: payload and scales to values, q * s exact in fp32, then rounded to the output's dtype.
+
+Bytes moved per element, one pass: read bits / 8 + 2 / block, write 4 (fp32) or 2 (bf16, fp16). Accesses are 16
+bytes where a block's payload is.
+"""
+
+from __future__ import annotations
+
+import torch
+from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
+from megazero.kernels.format import Format
+from megazero.kernels.values import raw, store_values
+
+
+def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format) -> None:
+    """Coded part of messages uint8 [k, m], contiguous -> out [k, n], any float dtype, rows contiguous."""
+    if not out.numel():
+        return
+    if use_kernel(messages, out):
+        _launch(messages, out, form)
+    else:
+        reference(messages, out, form)
+
+
+def reference(messages: torch.Tensor, out: torch.Tensor, form: Format) -> None:
+    """The same in torch, on any device."""
+    n = out.shape[1]
+    payload, scales = form.payload(messages, n), form.scales(messages, n)
+    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    size = min(n, max(CHUNK, form.block))
+    direct = out.dtype == dtype
+    buffer = torch.empty(0 if direct else size, dtype=dtype, device=out.device)
+    for row in range(len(messages)):
+        for low in range(0, n, size):
+            high = min(n, low + size)
+            blocks = slice(low // form.block, high // form.block)
+            piece = out[row, low:high]
+            digits = piece if direct else buffer[: high - low]
+            unpack(payload[row, blocks], digits, form)
+            digits.view(-1, form.block).mul_(scales[row, blocks].to(dtype)[:, None])
+            if not direct:
+                piece.copy_(digits)
+
+
+def unpack(payload: torch.Tensor, digits: torch.Tensor, form: Format) -> None:
+    """payload int8 [b, part] -> digits q, float [b * block]."""
+    if form.pack == 1:
+        digits.view(payload.shape).copy_(payload)
+        return
+    shifted = payload + ((form.bias ^ 0x80) - 0x80)  # int8 wraps: the bits are those of byte + bias
+    parts = digits.view(-1, form.pack, form.part)
+    mask = (1 << form.bits) - 1
+    for p in range(form.pack):
+        digit = torch.bitwise_right_shift(shifted, form.bits * p) if p else shifted.clone()
+        parts[:, p].copy_(digit.bitwise_and_(mask).sub_(form.offset))
+
+
+@jit
+def load_tile(
+    messages, halves, g, valid, row_bytes, row_blocks,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values fp32 [r, pack, part] of blocks g int64 [r]; messages int8 and halves int16 are one buffer."""
+    PACK: tl.constexpr = 8 // BITS
+    PART: tl.constexpr = BLOCK // PACK
+    OFFSET: tl.constexpr = 1 << (BITS - 1)
+    BIAS: tl.constexpr = OFFSET * (255 // ((1 << BITS) - 1))
+    row, b = g // row_blocks, g % row_blocks
+    j = tl.arange(0, PART)
+    at = (row * row_bytes + b * PART)[:, None] + j[None, :]
+    biased = tl.load(messages + at, mask=valid[:, None], other=0).to(tl.int32) + BIAS
+    p = tl.arange(0, PACK)[None, :, None]
+    digits = ((biased[:, None, :] >> (p * BITS)) & ((1 << BITS) - 1)) - OFFSET
+    top = tl.load(halves + row * (row_bytes // 2) + row_blocks * (PART // 2) + b, mask=valid, other=0)
+    scale = (top.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return digits.to(tl.float32) * scale[:, None, None]
+
+
+@jit
+def _kernel(
+    messages, halves, out, total, row_blocks, row_bytes, row_stride,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    PACK: tl.constexpr = 8 // BITS
+    PART: tl.constexpr = BLOCK // PACK
+    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    valid = g < total
+    values = load_tile(messages, halves, g, valid, row_bytes, row_blocks, BITS, BLOCK)
+    start = (g // row_blocks) * row_stride + (g % row_blocks) * BLOCK
+    p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
+    at = start[:, None, None] + p * PART + j
+    store_values(out, at, values, valid[:, None, None])
+
+
+def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format) -> None:
+    row_blocks = form.blocks(out.shape[1])
+    total, r = row_blocks * len(messages), blocks_per_program(form.block)
+    _kernel[(-(-total // r),)](
+        messages.view(torch.int8), messages.view(torch.int16), raw(out),
+        total, row_blocks, messages.shape[1], out.stride(0), form.bits, form.block, r,
+        enable_fp_fusion=False,
+    )  # fmt: skip

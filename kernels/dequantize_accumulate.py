@@ -1,0 +1,93 @@
+"""Decode and sum: the end of a quantised reduction. out (+)= messages[0] + messages[1] + ... in this order.
+
+Products q * s are exact in fp32 and each addition is rounded once, so the sum has the same bits on every
+implementation. fp64 out sums in fp64.
+
+Bytes moved per element of out, one pass: read k x (bits / 8 + 2 / block), write 4, and read 4 if accumulating.
+"""
+
+from __future__ import annotations
+
+import torch
+from megazero.kernels.dequantize import load_tile, unpack
+from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
+from megazero.kernels.format import Format
+
+
+def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
+    """Coded part of messages uint8 [k, m], contiguous -> out [n], fp32 or fp64, contiguous."""
+    if not out.numel():
+        return
+    if use_kernel(messages, out):
+        _launch(messages, out, form, accumulate)
+    else:
+        reference(messages, out, form, accumulate)
+
+
+def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
+    """The same in torch, on any device."""
+    n = out.numel()
+    total = Summed(messages, n, form, out.dtype)
+    for low in range(0, n, total.size):
+        high = min(n, low + total.size)
+        total.add(low, high, out[low:high], accumulate)
+
+
+class Summed:
+    """Reference: sums of decoded messages uint8 [k, m] by pieces of at most ``size`` elements."""
+
+    def __init__(self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype) -> None:
+        self.form, self.size = form, min(n, max(CHUNK, form.block))
+        self.payload, self.scales = form.payload(messages, n), form.scales(messages, n)
+        self.digits = torch.empty(self.size, dtype=dtype, device=messages.device)
+
+    def add(self, low: int, high: int, out: torch.Tensor, accumulate: bool) -> None:
+        """out [high - low] (+)= elements low .. high of every message."""
+        blocks = slice(low // self.form.block, high // self.form.block)
+        sums, digits = out.view(-1, self.form.block), self.digits[: high - low].view(-1, self.form.block)
+        for k, (payload, scales) in enumerate(zip(self.payload, self.scales, strict=True)):
+            scale = scales[blocks].to(out.dtype)[:, None]
+            first = k == 0 and not accumulate
+            unpack(payload[blocks], sums if first else digits, self.form)
+            if first:
+                sums.mul_(scale)
+            else:
+                sums.addcmul_(digits, scale)
+
+
+@jit
+def sum_tile(
+    acc, messages, halves, sources, g, valid, row_bytes, row_blocks,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """acc fp32 [r, pack, part] + blocks g int64 [r] of messages 0, 1, ... sources - 1, in this order."""
+    for k in range(sources):
+        acc += load_tile(messages, halves, g + k * row_blocks, valid, row_bytes, row_blocks, BITS, BLOCK)
+    return acc
+
+
+@jit
+def _kernel(
+    messages, halves, out, sources, row_blocks, row_bytes,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    PACK: tl.constexpr = 8 // BITS
+    PART: tl.constexpr = BLOCK // PACK
+    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    valid = g < row_blocks
+    p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
+    at = g[:, None, None] * BLOCK + p * PART + j
+    acc = tl.zeros((R, PACK, PART), tl.float32)
+    if ACCUMULATE:
+        acc = tl.load(out + at, mask=valid[:, None, None], other=0.0)
+    acc = sum_tile(acc, messages, halves, sources, g, valid, row_bytes, row_blocks, BITS, BLOCK)
+    tl.store(out + at, acc, mask=valid[:, None, None])
+
+
+def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
+    row_blocks, r = form.blocks(out.numel()), blocks_per_program(form.block)
+    _kernel[(-(-row_blocks // r),)](
+        messages.view(torch.int8), messages.view(torch.int16), out,
+        len(messages), row_blocks, messages.shape[1], form.bits, form.block, accumulate, r,
+        enable_fp_fusion=False,
+    )  # fmt: skip

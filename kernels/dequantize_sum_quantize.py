@@ -1,0 +1,99 @@
+"""Decode, sum, encode: the middle of a reduction of two hops (ZeRO++, section 4.2), sums in registers.
+
+sum = messages[0] + messages[1] + ... in fp32, in this order, then encoded in rows for the next hop. The two
+formats may differ: a program takes whole blocks of both and reshapes between them.
+
+Bytes moved per element, one pass: read k x (bits / 8 + 2 / block), write next bits / 8 + 2 / block; apart they
+move 8 more (the fp32 sum, written and read).
+"""
+
+from __future__ import annotations
+
+import torch
+from megazero.kernels.dequantize_accumulate import Summed, sum_tile
+from megazero.kernels.dispatch import TILE, jit, tl, use_kernel
+from megazero.kernels.format import Format
+from megazero.kernels.noise import Noise
+from megazero.kernels.quantize import encode_rows, encode_tile, launch_arguments, store_tile
+
+
+def dequantize_sum_quantize(
+    messages: torch.Tensor,
+    n: int,
+    form: Format,
+    out: torch.Tensor,
+    next_form: Format,
+    noise: Noise | None = None,
+) -> None:
+    """Coded part of messages uint8 [k, m], each n elements -> coded part of out uint8 [rows, m2], contiguous,
+    n / rows elements each. noise: as for quantize; its start is the global index of the sum's element 0."""
+    if noise is not None:
+        noise.check(n)
+    form.blocks(n // len(out))  # a row of out is whole blocks of both
+    if not n:
+        return
+    if use_kernel(messages, out):
+        _launch(messages, n, form, out, next_form, noise)
+    else:
+        reference(messages, n, form, out, next_form, noise)
+
+
+def reference(
+    messages: torch.Tensor,
+    n: int,
+    form: Format,
+    out: torch.Tensor,
+    next_form: Format,
+    noise: Noise | None = None,
+) -> None:
+    """The same in torch, on any device."""
+    share = n // len(out)
+    total = Summed(messages, n, form, torch.float32)
+
+    def load(row: int, low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
+        total.add(row * share + low, row * share + high, buffer, accumulate=False)
+        return buffer
+
+    encode_rows(load, out, share, next_form, noise)
+
+
+@jit
+def _kernel(
+    messages, halves, out, out_halves, sources, row_blocks, row_bytes, out_blocks, out_bytes, total,
+    word0, key0, key1,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
+    CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    PACK: tl.constexpr = 8 // BITS
+    NEXT_PACK: tl.constexpr = 8 // NEXT_BITS
+    NEXT_PART: tl.constexpr = NEXT_BLOCK // NEXT_PACK
+    R: tl.constexpr = ELEMENTS // BLOCK
+    NEXT_R: tl.constexpr = ELEMENTS // NEXT_BLOCK
+    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    acc = tl.zeros((R, PACK, BLOCK // PACK), tl.float32)
+    acc = sum_tile(acc, messages, halves, sources, g, g < row_blocks, row_bytes, row_blocks, BITS, BLOCK)
+    acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
+    h = tl.program_id(0).to(tl.int64) * NEXT_R + tl.arange(0, NEXT_R)
+    p, j = tl.arange(0, NEXT_PACK)[None, :, None], tl.arange(0, NEXT_PART // 2)[None, None, :]
+    word = h[:, None, None] * (NEXT_BLOCK // 2) + p * (NEXT_PART // 2) + j + word0
+    payload, scale = encode_tile(acc, word.to(tl.uint32), key0, key1, NEXT_BITS, CLIP, STOCHASTIC, LARGEST)
+    store_tile(payload, scale, h, h < total, out, out_halves, out_bytes, out_blocks, NEXT_PART)
+
+
+def _launch(
+    messages: torch.Tensor,
+    n: int,
+    form: Format,
+    out: torch.Tensor,
+    next_form: Format,
+    noise: Noise | None,
+) -> None:
+    elements = max(TILE, form.block, next_form.block)
+    _kernel[(-(-n // elements),)](
+        messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
+        len(messages), form.blocks(n), messages.shape[1],
+        next_form.blocks(n // len(out)), out.shape[1], next_form.blocks(n), *launch_arguments(noise),
+        form.bits, form.block, next_form.bits, next_form.block,
+        next_form.clip, noise is not None, next_form.largest_scale, elements,
+        enable_fp_fusion=False,
+    )  # fmt: skip

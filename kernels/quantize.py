@@ -1,0 +1,255 @@
+"""Encode: values to payload and scales (kernels/format.py says how they lie).
+
+Per block: absmax a, scale s = a / qmax rounded up to bf16, digits rint(clamp(x / s) [+ draw]), where a draw in
+(-1/2, 1/2) makes the rounding stochastic. x / s is x times the reciprocal of s.
+
+Bytes moved per element, one pass: read 4 (fp32) or 2 (bf16, fp16), write bits / 8 + 2 / block. A program keeps
+its blocks in registers between absmax and digits, searched clip included. Accesses are 16 bytes where a block's
+payload is (8 bits from 16 elements, 4 bits from 32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
+from megazero.kernels.format import (
+    ERROR_LIMIT,
+    ERROR_UNIT,
+    NAN_SCALE,
+    SMALLEST_SCALE,
+    Format,
+)
+from megazero.kernels.noise import NOISE_UNIT, Draws, Noise, draws_tile, signed
+from megazero.kernels.values import load_values, raw
+
+
+def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
+    """x [k, n], contiguous -> coded part of messages uint8 [k, m], contiguous, m a multiple of 16.
+
+    noise: rounds stochastically; its start is the global index of x[0, 0], rows follow each other.
+    """
+    if noise is not None:
+        noise.check(x.numel())
+    if not x.numel():
+        return
+    if use_kernel(messages, x):
+        _launch(x, messages, form, noise)
+    else:
+        reference(x, messages, form, noise)
+
+
+def reference(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
+    """The same in torch, on any device."""
+
+    def load(row: int, low: int, high: int, out: torch.Tensor) -> torch.Tensor:
+        piece = x[row, low:high]
+        return piece if x.dtype == torch.float32 else out.copy_(piece)
+
+    encode_rows(load, messages, x.shape[1], form, noise)
+
+
+def encode_rows(
+    load: Callable[[int, int, int, torch.Tensor], torch.Tensor],
+    messages: torch.Tensor,
+    n: int,
+    form: Format,
+    noise: Noise | None,
+    origin: Callable[[int], int] | None = None,
+) -> None:
+    """Encode every row of messages [k, m] in chunks.
+
+    load(row, low, high, out): fp32 values [high - low] of the row's elements, in ``out`` or elsewhere.
+    origin(row): position of the row's element 0 among the elements that noise counts; default row * n.
+    """
+    payload, scales = form.payload(messages, n), form.scales(messages, n).view(torch.int16)
+    size = min(n, max(CHUNK, form.block))
+    buffers = torch.empty(2, size, dtype=torch.float32, device=messages.device)
+    draws = Draws(noise, size, messages.device) if noise is not None else None
+    for row in range(len(messages)):
+        base = row * n if origin is None else origin(row)
+        for low in range(0, n, size):
+            high = min(n, low + size)
+            count = high - low
+            values = load(row, low, high, buffers[0, :count]).view(-1, form.block)
+            drawn = draws(base + low, count) if draws is not None else None
+            first, last = low // form.block, high // form.block
+            found = encode_blocks(values, buffers[1, :count], form, drawn, payload[row, first:last])
+            scales[row, first:last].copy_(found)  # bits: a NaN's would not survive a conversion
+
+
+def encode_blocks(
+    values: torch.Tensor, work: torch.Tensor, form: Format, drawn: torch.Tensor | None, payload: torch.Tensor
+) -> torch.Tensor:
+    """values fp32 [b, block] -> payload int8 [b, part]; returns the scales' bf16 bits,
+    int32 [b]. work: fp32 [b * block]."""
+    work = work.view_as(values)
+    values, scale = _scaled(values, work, form)
+    digits = torch.mul(values, inverse_of(scale)[:, None], out=work).clamp_(-form.qmax, form.qmax)
+    if drawn is not None:
+        digits.add_(drawn.view_as(digits), alpha=NOISE_UNIT)
+    parts = digits.round_().unflatten(1, (form.pack, form.part))
+    for p in range(form.pack - 1, 0, -1):
+        parts[:, p - 1].add_(parts[:, p], alpha=1 << form.bits)
+    payload.copy_(parts[:, 0])
+    return scale.view(torch.int32).bitwise_right_shift_(16)
+
+
+def scales_of(values: torch.Tensor, form: Format) -> torch.Tensor:
+    """values fp32 [b, block] -> scales fp32 [b]."""
+    if not len(values):
+        return values.new_empty(0)
+    return _scaled(values, torch.empty_like(values), form)[1]
+
+
+def _scaled(values: torch.Tensor, work: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values with zeros for blocks that have NaN or Inf, and the scales. work: as values."""
+    absmax = torch.abs(values, out=work).amax(1)
+    if not torch.isfinite(absmax.amax()):
+        values = values.masked_fill(~torch.isfinite(absmax)[:, None], 0.0)
+    scale = _searched(values, absmax, work, form) if form.clip else scale_of(absmax, form, form.ratios[0])
+    return values, scale
+
+
+def scale_of(absmax: torch.Tensor, form: Format, ratio: float) -> torch.Tensor:
+    """fp32 [b]: absmax * ratio rounded up to bf16, within the format's limits; 0 and NaN as format.py says."""
+    bits = (absmax * ratio).view(torch.int32)
+    bits = bits.add_(0xFFFF).bitwise_and_(signed(0xFFFF0000)).clamp_(SMALLEST_SCALE, form.largest_scale)
+    low, high = torch.aminmax(absmax)  # NaN if there is one
+    if not (low > 0 and high < torch.inf):
+        bits.masked_fill_(absmax == 0, 0)
+        bits.masked_fill_(~torch.isfinite(absmax), NAN_SCALE)
+    return bits.view(torch.float32)
+
+
+def inverse_of(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, 0 for scales 0 and NaN."""
+    return scale.reciprocal().nan_to_num_(0.0, posinf=0.0)
+
+
+def _searched(values: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor, form: Format) -> torch.Tensor:
+    """The scale of least squared error per block, the first of equals; errors as integers (exact sums)."""
+    best, scale = torch.empty(0), torch.empty(0)
+    exact = torch.empty_like(work)
+    for j, ratio in enumerate(form.ratios):
+        tried = scale_of(absmax, form, ratio)
+        torch.mul(values, inverse_of(tried)[:, None], out=exact)
+        torch.clamp(exact, -form.qmax, form.qmax, out=work).round_()
+        unit = (tried / absmax).nan_to_num_(0.0).mul_(ERROR_UNIT)
+        errors = exact.sub_(work).abs_().mul_(unit[:, None]).clamp_(max=ERROR_LIMIT).round_()
+        # Squares are integers below 2 ** 20: 8 of them add up in fp32 exactly, in any order.
+        total = errors.square_().view(len(values), -1, 8).sum(2).to(torch.int32).sum(1)
+        if j == 0:
+            best, scale = total, tried
+            continue
+        better = total < best
+        best, scale = torch.where(better, total, best), torch.where(better, tried, scale)
+    return scale
+
+
+@jit
+def scale_tile(bits, ratio, LARGEST: tl.constexpr):
+    """absmax as fp32 bits int32 [r] -> scale fp32 [r]."""
+    scaled = (bits.to(tl.float32, bitcast=True) * ratio).to(tl.int32, bitcast=True)
+    scaled = (scaled + 0xFFFF) & -0x10000
+    scaled = tl.minimum(tl.maximum(scaled, 0x00800000), LARGEST)
+    scaled = tl.where(bits == 0, 0, scaled)
+    return tl.where(bits >= 0x7F800000, 0x7FC00000, scaled).to(tl.float32, bitcast=True)
+
+
+@jit
+def inverse_tile(scale):
+    """1 / scale, 0 for scales 0 and NaN."""
+    usable = scale > 0
+    return tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
+
+
+@jit
+def rint_tile(x):
+    """Round half to even for abs(x) < 2 ** 21: adding 1.5 x 2 ** 23 leaves no fraction bits."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@jit
+def encode_tile(
+    x, word, key0, key1,
+    BITS: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """x fp32 [r, pack, part], word uint32 [r, pack, part / 2] -> payload int8 [r, part], scale fp32 [r]."""
+    PACK: tl.constexpr = 8 // BITS
+    QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
+    TRIES: tl.constexpr = CLIP if CLIP > 0 else 1
+    bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)
+    finite = bits < 0x7F800000
+    x = tl.where(finite[:, None, None], x, 0.0)
+    scale = scale_tile(bits, 1.0 / QMAX, LARGEST)
+    if CLIP > 0:
+        absmax = bits.to(tl.float32, bitcast=True)
+        usable = finite & (bits > 0)
+        best = tl.full(bits.shape, 0x7FFFFFFF, tl.int32)
+        for j in tl.static_range(TRIES):
+            tried = scale_tile(bits, (1 - j / (2 * TRIES)) / QMAX, LARGEST)
+            exact = x * inverse_tile(tried)[:, None, None]
+            unit = tl.where(
+                usable, tl.div_rn(tl.where(usable, tried, 0.0), tl.where(usable, absmax, 1.0)), 0.0
+            )
+            error = tl.abs(exact - rint_tile(tl.clamp(exact, -1.0 * QMAX, 1.0 * QMAX)))
+            error = rint_tile(tl.minimum(error * (unit * 2048.0)[:, None, None], 1023.0)).to(tl.int32)
+            total = tl.sum(tl.sum(error * error, axis=2), axis=1)
+            scale = tl.where(total < best, tried, scale)
+            best = tl.minimum(total, best)
+    y = tl.clamp(x * inverse_tile(scale)[:, None, None], -1.0 * QMAX, 1.0 * QMAX)
+    if STOCHASTIC:
+        y = y + draws_tile(word, key0, key1) * 0.0000152587890625
+    digits = rint_tile(y).to(tl.int32)
+    p = tl.arange(0, PACK)[None, :, None]
+    return tl.sum(digits << (p * BITS), axis=1).to(tl.int8), scale
+
+
+@jit
+def store_tile(
+    payload, scale, g, valid, messages, halves, row_bytes, row_blocks,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """Store blocks g int64 [r]: payload int8 [r, PART] and scale [r]; messages int8 and halves int16 are one
+    buffer, rows of row_bytes and row_blocks blocks."""
+    row, b = g // row_blocks, g % row_blocks
+    j = tl.arange(0, PART)
+    tl.store(messages + (row * row_bytes + b * PART)[:, None] + j[None, :], payload, mask=valid[:, None])
+    top = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    tl.store(halves + row * (row_bytes // 2) + row_blocks * (PART // 2) + b, top, mask=valid)
+
+
+@jit
+def _kernel(
+    x, messages, halves, total, row_blocks, row_bytes, word0, key0, key1,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    LARGEST: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    PACK: tl.constexpr = 8 // BITS
+    PART: tl.constexpr = BLOCK // PACK
+    g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    valid = g < total
+    p = tl.arange(0, PACK)[None, :, None]
+    at = g[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
+    values = load_values(x, at, valid[:, None, None])
+    word = g[:, None, None] * (BLOCK // 2) + p * (PART // 2) + tl.arange(0, PART // 2)[None, None, :] + word0
+    payload, scale = encode_tile(values, word.to(tl.uint32), key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
+    store_tile(payload, scale, g, valid, messages, halves, row_bytes, row_blocks, PART)
+
+
+def launch_arguments(noise: Noise | None) -> tuple[int, int, int]:
+    """word0, key0, key1 of the kernels."""
+    return (noise.start // 2, *noise.keys) if noise is not None else (0, 0, 0)
+
+
+def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None) -> None:
+    row_blocks = form.blocks(x.shape[1])
+    total, r = row_blocks * len(x), blocks_per_program(form.block)
+    _kernel[(-(-total // r),)](
+        raw(x), messages.view(torch.int8), messages.view(torch.int16),
+        total, row_blocks, messages.shape[1], *launch_arguments(noise),
+        form.bits, form.block, form.clip, noise is not None, form.largest_scale, r,
+        enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""Values in and out of the kernels: bf16 by its bits, so that Triton's interpreter rounds as the GPU does.
+
+(The interpreter of Triton 3.x truncates fp32 to bf16 and gets bf16 denormals wrong; shifts and an integer
+rounding give the GPU's and torch's bits everywhere, for a few integer operations per element.)
+"""
+
+from __future__ import annotations
+
+import torch
+from megazero.kernels.dispatch import jit, tl
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """What a kernel is given for values x: bf16 as int16."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+@jit
+def load_values(x, at, mask):
+    """fp32 values at x + at, 0 where masked; x points to fp32, fp16 or bf16 as int16."""
+    loaded = tl.load(x + at, mask=mask, other=0)
+    if x.dtype.element_ty == tl.int16:
+        values = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        values = loaded.to(tl.float32)
+    return values
+
+
+@jit
+def store_values(x, at, values, mask):
+    """fp32 values to x + at, rounded to nearest even; x as for load_values."""
+    if x.dtype.element_ty == tl.int16:
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+        tl.store(x + at, rounded.to(tl.int16), mask=mask)
+    else:
+        tl.store(x + at, values.to(x.dtype.element_ty), mask=mask)

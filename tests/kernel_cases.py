@@ -1,0 +1,102 @@
+"""Kernel against reference, operation by operation, on a device. Run as a program (with TRITON_INTERPRET=1) it
+prints a JSON object: case -> names of the operations whose results differ."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+from megazero.kernels import (
+    dequantize,
+    dequantize_accumulate,
+    dequantize_sum_quantize,
+    dispatch,
+    quantize,
+    reorder_quantize,
+)
+from megazero.kernels.format import Format
+from megazero.kernels.noise import Noise
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    form: Format
+    next_form: Format
+    dtype: torch.dtype
+    noise: Noise | None
+    blocks: int = 4  # of a slice; a multiple of 2
+
+
+END = (1 << 33) - (1 << 16)  # near the last element that noise counts
+CASES = (
+    Case("8 bits, fp32", Format(8, 128), Format(4, 64), torch.float32, None),
+    Case("8 bits, bf16, noise, clip", Format(8, 16, 2), Format(8, 16), torch.bfloat16, Noise(5, 7, 9, 32)),
+    Case("4 bits, fp16, noise", Format(4, 64), Format(2, 64), torch.float16, Noise(-1, 2, 3, END)),
+    Case("4 bits, bf16, clip", Format(4, 8, 3), Format(4, 16, 2), torch.bfloat16, None),
+    Case("2 bits, fp32, noise, clip", Format(2, 64, 3), Format(8, 32), torch.float32, Noise(0, 0, 0)),
+)
+
+
+def values(case: Case, rows: int, device: str) -> torch.Tensor:
+    """[rows, n]: normal values, and in the first row blocks of what is hard."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, case.blocks, case.form.block)
+    x[0, 0, 1] = torch.nan
+    x[0, 1, 2] = -torch.inf
+    x[1, 0] = 0
+    x[1, 1] *= 2e-39
+    x[1, 2, 0] = torch.finfo(case.dtype).max
+    return x.flatten(1).to(case.dtype).to(device)
+
+
+def buffer(form: Format, k: int, n: int, device: str) -> torch.Tensor:
+    return torch.zeros(k, -(-form.coded_bytes(n) // 16) * 16, dtype=torch.uint8, device=device)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, but for the bits of a NaN."""
+    if a.dtype == torch.uint8:
+        return torch.equal(a, b)
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
+
+
+def different(case: Case, device: str, rows: int = 3) -> list[str]:
+    """Names of the operations whose kernel does not give the reference's bits (computed on the CPU)."""
+    form, next_form, noise = case.form, case.next_form, case.noise
+    x = values(case, rows, device)
+    n = x.shape[1]
+    order = reorder_quantize.Order(2, rows, case.blocks // 2)
+    flat = x.flatten().repeat(2)
+    results = []
+    for where, run in ((device, True), ("cpu", False)):
+        messages, reordered = buffer(form, rows, n, where), buffer(form, order.pieces, form.block * 2, where)
+        summed = buffer(next_form, 2, n // 2, where)
+        decoded = torch.zeros(rows, n, dtype=case.dtype, device=where)
+        sums = torch.ones(n, device=where)
+        here, there = x.to(where), flat.to(where)[: order.pieces * form.block * 2]
+        fused = dequantize_sum_quantize
+        if run:
+            assert dispatch.use_kernel(messages, x), "the kernels do not run here"
+            quantize.quantize(here, messages, form, noise)
+            dequantize.dequantize(messages, decoded, form)
+            dequantize_accumulate.dequantize_accumulate(messages, sums, form, True)
+            fused.dequantize_sum_quantize(messages, n, form, summed, next_form, noise)
+            reorder_quantize.reorder_quantize(there, reordered, form, order, noise)
+        else:
+            quantize.reference(here, messages, form, noise)
+            dequantize.reference(messages, decoded, form)
+            dequantize_accumulate.reference(messages, sums, form, True)
+            fused.reference(messages, n, form, summed, next_form, noise)
+            reorder_quantize.reference(there, reordered, form, order, noise)
+        results.append((messages, decoded, sums, summed, reordered))
+    names = ("quantize", "dequantize", "accumulate", "sum_quantize", "reorder_quantize")
+    return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    json.dump({case.name: different(case, "cpu") for case in CASES}, sys.stdout)

@@ -1,0 +1,242 @@
+"""Codecs: error bounds, bias, what is not finite, message layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megazero.kernels.format import DEFAULT_BLOCK
+
+from megazero.comm.codec import Blockwise, Identity, Noise, sum_encode
+
+BITS = st.sampled_from([2, 4, 8])
+BLOCK = st.sampled_from([8, 16, 64, 128, 512])
+MAGNITUDE = st.sampled_from([0.0, 1e-44, 1e-38, 1e-30, 1e-6, 1.0, 1e6, 1e30, 1e38])
+DTYPE = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+HEAVY = settings(max_examples=60, deadline=None)
+
+
+def drawn(seed: int, k: int, n: int, magnitude: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(k, n, generator=generator, dtype=torch.float64).clamp(-3, 3) * magnitude
+    return x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def round_trip(codec: Blockwise, x: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
+    out = torch.empty(x.shape)
+    codec.decode(codec.encode(x, noise=noise), out)
+    return out
+
+
+def within(codec: Blockwise, x: torch.Tensor, decoded: torch.Tensor) -> bool:
+    error = (decoded.double() - x.double()).abs().unflatten(1, (-1, codec.form.block))
+    return bool((error <= codec.error_bound(x).double()[..., None]).all())
+
+
+@HEAVY
+@given(
+    seed=st.integers(0, 1 << 30), bits=BITS, block=BLOCK, blocks=st.integers(0, 5), k=st.integers(1, 3),
+    magnitude=MAGNITUDE, dtype=DTYPE, stochastic=st.booleans(), clip=st.sampled_from([0, 0, 3]),
+)  # fmt: skip
+def test_error_is_within_the_bound(
+    seed: int, bits: int, block: int, blocks: int, k: int, magnitude: float, dtype: torch.dtype,
+    stochastic: bool, clip: int,
+) -> None:  # fmt: skip
+    codec = Blockwise(bits, block, stochastic, 0 if stochastic else clip)
+    x = drawn(seed, k, blocks * block, magnitude, dtype)
+    decoded = round_trip(codec, x, Noise(seed, 1, 2))
+    assert decoded.isfinite().all()
+    assert within(codec, x, decoded)
+
+
+def test_the_bound_is_tight_and_of_the_stated_form() -> None:
+    x = drawn(0, 1, 1 << 16, 1.0)
+    absmax = x.view(-1, 64).abs().amax(1)
+    for codec, share in ((Blockwise(4, 64), 0.5), (Blockwise(4, 64, stochastic=True), 1.0)):
+        bound = codec.error_bound(x)[0]
+        # Half a step or one, of a scale at most 2 ** -7 (bf16) above absmax / qmax.
+        assert (bound <= share * absmax / 7 * (1 + 2**-7) * (1 + 2**-16)).all()
+        error = (round_trip(codec, x, Noise(0, 0, 0)) - x).view(-1, 64).abs().amax(1)
+        assert (error / bound).max() > 0.98
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_both_signs_of_the_largest_value_are_kept(bits: int) -> None:
+    """No sign bias: the largest magnitudes are hit exactly where the scale is exact, and signs mirror."""
+    codec = Blockwise(bits, 8)
+    top = float(codec.form.qmax)
+    x = torch.tensor([[top, -top, 1, -1, 0, 0, 1, 0]])
+    assert torch.equal(round_trip(codec, x), x)
+    x = drawn(1, 1, 4096, 1.0)
+    assert torch.equal(round_trip(codec, -x), -round_trip(codec, x))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_stochastic_rounding_is_unbiased(bits: int) -> None:
+    codec, draws = Blockwise(bits, 64, stochastic=True), 2000
+    x = drawn(2, 1, 128, 1.0)
+    mean = sum(round_trip(codec, x, Noise(0, step, 1)).double() for step in range(draws)) / draws
+    scale = codec.error_bound(x).double().repeat_interleave(64, 1)
+    # A digit's variance is at most 1/4: 5.5 standard errors, and the draws' grain of 2 ** -16.
+    assert ((mean - x).abs() <= scale * (5.5 * 0.5 / draws**0.5 + 2**-16)).all()
+    nearest = round_trip(Blockwise(bits, 64), x).double()
+    assert ((nearest - x).abs() > scale * 5.5 * 0.5 / draws**0.5).any(), "the test could not fail"
+
+
+def test_stochastic_rounding_does_not_depend_on_the_layout() -> None:
+    codec = Blockwise(4, 64, stochastic=True)
+    x, noise = drawn(3, 1, 1024, 1.0), Noise(7, 8, 9, 128)
+    whole = round_trip(codec, x, noise)
+    assert torch.equal(round_trip(codec, x.view(4, 256), noise).view(1, -1), whole)
+    assert torch.equal(round_trip(codec, x[:, 512:], noise.at(512)), whole[:, 512:])
+    for other in (Noise(6, 8, 9, 128), Noise(7, 7, 9, 128), Noise(7, 8, 8, 128), Noise(7, 8, 9, 130)):
+        assert not torch.equal(round_trip(codec, x, other), whole)
+    with pytest.raises(ValueError, match="needs noise"):
+        codec.encode(x)
+
+
+@HEAVY
+@given(
+    bits=BITS, block=BLOCK, at=st.integers(0, 1 << 20), value=st.sampled_from([torch.nan, torch.inf, -torch.inf]),
+    stochastic=st.booleans(), dtype=DTYPE, clip=st.sampled_from([0, 3]),
+)  # fmt: skip
+def test_not_finite_blocks_survive_and_stay_alone(
+    bits: int, block: int, at: int, value: float, stochastic: bool, dtype: torch.dtype, clip: int
+) -> None:
+    codec = Blockwise(bits, block, stochastic, 0 if stochastic else clip)
+    clean = drawn(at, 2, 4 * block, 1.0, dtype)
+    x = clean.clone()
+    x.view(-1)[at % x.numel()] = value
+    noise, bad = Noise(0, 0, 0), at % x.numel() // block
+    decoded = round_trip(codec, x, noise).view(-1, block)
+    assert decoded[bad].isnan().all()
+    keep = torch.arange(8) != bad
+    assert torch.equal(decoded[keep], round_trip(codec, clean, noise).view(-1, block)[keep])
+    sums = torch.zeros(4 * block)
+    codec.decode_sum(codec.encode(x, noise=noise), sums, True)
+    assert sums.view(-1, block).isnan().all(1).nonzero().flatten().tolist() == [bad % 4]
+    twice = torch.empty(2, 2 * block)
+    middle = codec.decode_sum_encode(codec.encode(x, noise=noise), 4 * block, codec, 2, noise=noise)
+    codec.decode(middle, twice)
+    assert twice.view(-1, block).isnan().all(1).nonzero().flatten().tolist() == [bad % 4]
+
+
+def test_zero_scales_have_zero_payload_and_tiny_values_round_to_it() -> None:
+    for bits in (2, 4, 8):
+        codec = Blockwise(bits, 64)
+        assert not codec.encode(torch.zeros(1, 640)).any()
+        assert not round_trip(codec, torch.full((1, 64), 1e-44)).any()
+
+
+@HEAVY
+@given(
+    seed=st.integers(0, 1 << 30), bits=BITS, next_bits=BITS, k=st.integers(1, 4), rows=st.integers(1, 3),
+    e=st.integers(0, 5), accumulate=st.booleans(), stochastic=st.booleans(),
+)  # fmt: skip
+def test_sums_and_the_middle_of_two_hops(
+    seed: int, bits: int, next_bits: int, k: int, rows: int, e: int, accumulate: bool, stochastic: bool
+) -> None:
+    """decode_sum is decode, then sums by source; decode_sum_encode is decode_sum, then encode: bit for bit."""
+    codec, following = Blockwise(bits, 32), Blockwise(next_bits, 64, stochastic)
+    n, noise = rows * 128, Noise(seed, 0, 0)
+    x, exact = drawn(seed, k, n, 1.0), drawn(seed + 1, k, e * rows, 1.0)
+    messages = codec.encode(x, exact)
+    decoded, exact_back = torch.empty(k, n), torch.empty(k, e * rows)
+    codec.decode(messages, decoded, exact_back)
+    assert torch.equal(exact_back, exact)
+    for dtype in (torch.float32, torch.float64):
+        out, exact_out = torch.ones(n, dtype=dtype), torch.ones(e * rows, dtype=dtype)
+        codec.decode_sum(messages, out, accumulate, exact_out)
+        for sums, rows_of in ((out, decoded), (exact_out, exact)):
+            expected = torch.full_like(sums, float(accumulate))
+            for row in rows_of:
+                expected += row
+            assert torch.equal(sums, expected)
+    sums, exact_sums = torch.empty(n), torch.empty(e * rows)
+    codec.decode_sum(messages, sums, False, exact_sums)
+    fused = codec.decode_sum_encode(messages, n, following, rows, exact=e * rows, noise=noise)
+    assert torch.equal(fused, following.encode(sums.view(rows, -1), exact_sums.view(rows, -1), noise=noise))
+    assert torch.equal(fused, sum_encode(codec, messages, n, following, rows, exact=e * rows, noise=noise))
+    exactly = sum_encode(codec, messages, n, Identity(torch.float32), rows, exact=e * rows)
+    assert torch.equal(exactly, torch.cat([sums.view(rows, -1), exact_sums.view(rows, -1)], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_decode_rounds_the_fp32_value_once(dtype: torch.dtype) -> None:
+    codec = Blockwise(8)
+    x = drawn(4, 2, 1280, 1.0)
+    out = torch.empty(2, 1280, dtype=dtype)
+    codec.decode(codec.encode(x), out)
+    assert torch.equal(out, round_trip(codec, x).to(dtype))
+
+
+def test_long_slices_are_taken_in_chunks() -> None:
+    codec = Blockwise(4, stochastic=True)
+    x, noise = drawn(5, 1, (1 << 19) + 128, 1.0), Noise(1, 1, 1)
+    parts = [round_trip(codec, x[:, i : i + 65600], noise.at(i)) for i in range(0, x.shape[1], 65600)]
+    assert torch.equal(round_trip(codec, x, noise), torch.cat(parts, 1))
+
+
+def test_message_bytes() -> None:
+    n = 1 << 20
+    assert [Blockwise(bits).message_numel(n) / n for bits in (8, 4, 2)] == [1.015625, 0.53125, 0.28125]
+    assert Blockwise(4, 64).message_numel(64) == 48  # 34, filled up
+    assert Blockwise(4, 64).message_numel(64, 5) == 48 + 32
+    assert Blockwise(4, 64, exact_dtype=torch.bfloat16).message_numel(64, 5) == 48 + 16
+    assert Blockwise(8).message_numel(0) == 0
+    assert Blockwise(8).form.block == DEFAULT_BLOCK[8]
+
+
+def test_out_is_written_and_filling_is_zero() -> None:
+    codec = Blockwise(4, 8)
+    x, exact = drawn(6, 2, 8, 1.0), drawn(7, 2, 3, 1.0)
+    out = torch.full((2, codec.message_numel(8, 3)), 255, dtype=torch.uint8)
+    assert codec.encode(x, exact, out=out) is out
+    assert torch.equal(out, codec.encode(x, exact))
+    assert not out[:, 6:16].any() and not out[:, 28:].any()
+
+
+def test_identity_stays_free_and_takes_an_exact_region() -> None:
+    codec, x = Identity(torch.float32), drawn(8, 2, 8, 1.0)
+    assert codec.encode(x) is x
+    message = codec.encode(x, x[:, :3])
+    assert message.shape == (2, codec.message_numel(8, 3))
+    out, exact = torch.empty(2, 8), torch.empty(2, 3)
+    codec.decode(message, out, exact)
+    assert torch.equal(out, x) and torch.equal(exact, x[:, :3])
+    sums, exact_sums = torch.ones(8), torch.ones(3)
+    codec.decode_sum(message, sums, True, exact_sums)
+    assert torch.equal(sums, 1 + x[0] + x[1]) and torch.equal(exact_sums, sums[:3])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"bits": 5}, "5 bits: a codec has 2, 4 or 8 bits; nearest: 4"),
+        ({"bits": 8, "block": 100}, "block size 100: a power of two from 8 to 2048; nearest: 128"),
+        ({"bits": 8, "block": 1 << 20}, "nearest: 2048"),
+        ({"bits": 4, "clip": 65}, "clip 65.*nearest: 64"),
+        ({"bits": 4, "clip": 4, "stochastic": True}, "clip 0 or round to nearest"),
+    ],
+)
+def test_impossible_settings_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Blockwise(**arguments)
+
+
+def test_slices_are_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="100 elements is not whole blocks of 64: pad it to 128"):
+        Blockwise(4, 64).encode(torch.zeros(1, 100))
+    with pytest.raises(ValueError, match="do not cut into 3"):
+        Blockwise(4, 8).decode_sum_encode(torch.zeros(1, 16, dtype=torch.uint8), 16, Blockwise(4, 8), 3)
+
+
+def test_a_searched_clip_lowers_the_error() -> None:
+    x = drawn(9, 1, 1 << 16, 1.0)
+    error = {
+        (bits, clip): float((round_trip(Blockwise(bits, 64, clip=clip), x) - x).square().mean())
+        for bits in (2, 4)
+        for clip in (0, 8)
+    }
+    assert error[4, 8] < 0.9 * error[4, 0] and error[2, 8] < 0.5 * error[2, 0]

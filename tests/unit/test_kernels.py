@@ -1,0 +1,137 @@
+"""Every Triton kernel equals its torch reference bit for bit, in Triton's interpreter; the reordering's order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megazero.kernels import dispatch
+from megazero.kernels.format import Format
+from megazero.kernels.noise import Draws, Noise
+from megazero.kernels.quantize import quantize
+from megazero.kernels.reorder_quantize import Order, reorder_quantize
+
+from tests import kernel_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[str]]:
+    """Case -> operations that differ, from a process with the interpreter on (a choice made at import)."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed (it has wheels for Linux only)")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernel_cases"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", [case.name for case in kernel_cases.CASES])
+def test_kernels_equal_their_references(case: str, interpreted: dict[str, list[str]]) -> None:
+    assert interpreted[case] == []
+
+
+def test_without_cuda_the_reference_runs_and_triton_stays_out() -> None:
+    code = (
+        "import sys, megazero.kernels.reorder_quantize, megazero.kernels.dequantize_sum_quantize, torch\n"
+        "print(torch.version.cuda is not None or 'triton' not in sys.modules)"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
+    x = torch.zeros(8)
+    assert dispatch.use_kernel(x, x) == dispatch.INTERPRETED
+
+
+def test_paper_order_of_slices() -> None:
+    order = Order(nodes=3, node_size=2)
+    assert [order.source(m) for m in range(6)] == [0, 2, 4, 1, 3, 5]  # 0, X, 2X, 1, X+1, 2X+1
+
+
+@given(nodes=st.integers(1, 4), node_size=st.integers(1, 4), stages=st.integers(1, 3))
+def test_two_hops_end_on_the_right_rank(nodes: int, node_size: int, stages: int) -> None:
+    """Follow the messages of one sender through both all-to-alls: rank r is left with the pieces of slice r."""
+    order = Order(nodes, node_size, stages)
+    pieces = range(order.pieces)
+    assert [order.source(order.target(p)) for p in pieces] == list(pieces)
+    for stage in range(stages):
+        messages = [order.source(m) for m in pieces][stage * nodes * node_size :][: nodes * node_size]
+        for local in range(node_size):
+            first_hop = messages[local * nodes :][:nodes]  # what the sender gives its node's rank ``local``
+            for node in range(nodes):
+                rank = node * node_size + local
+                assert first_hop[node] == rank * stages + stage
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    nodes=st.integers(1, 3),
+    node_size=st.integers(1, 3),
+    stages=st.integers(1, 3),
+    blocks=st.integers(1, 3),
+    noisy=st.booleans(),
+)
+def test_reordering_moves_whole_messages(
+    nodes: int, node_size: int, stages: int, blocks: int, noisy: bool
+) -> None:
+    """Reorder + quantise is quantise, then the messages in another order: noise goes with the element."""
+    form, order = Format(4, 16), Order(nodes, node_size, stages)
+    n, noise = blocks * 16, Noise(1, 2, 3, 64) if noisy else None
+    x = torch.randn(order.pieces * n)
+    plain = kernel_cases.buffer(form, order.pieces, n, "cpu")
+    moved = torch.zeros_like(plain)
+    quantize(x.view(order.pieces, n), plain, form, noise)
+    reorder_quantize(x, moved, form, order, noise)
+    assert torch.equal(moved, plain[[order.source(m) for m in range(order.pieces)]])
+
+
+def test_reordering_refuses_what_does_not_cut() -> None:
+    with pytest.raises(ValueError, match="10 elements do not cut into 4 pieces: pad them to 12"):
+        reorder_quantize(torch.zeros(10), torch.zeros(0), Format(4, 8), Order(2, 2))
+    with pytest.raises(ValueError, match="stages 0"):
+        Order(2, 2, 0)
+
+
+def draws(noise: Noise, n: int, at: int = 0) -> torch.Tensor:
+    return Draws(noise, n, torch.device("cpu"))(at, n).clone()
+
+
+def test_draws_do_not_depend_on_where_a_chunk_starts() -> None:
+    whole = draws(Noise(3, 4, 5), 4096)
+    assert torch.equal(whole[1000:], draws(Noise(3, 4, 5), 3096, 1000))
+    assert torch.equal(whole[1000:], draws(Noise(3, 4, 5).at(1000), 3096))
+
+
+def test_draws_are_uniform_and_independent() -> None:
+    n = 1 << 18
+    first = draws(Noise(0, 0, 0), n) / 65536
+    assert first.abs().max() < 0.5 and (first.mul(65536) % 2 == 1).all()
+    # Standard errors of a uniform draw's mean and variance over n draws; 5 of them.
+    assert abs(first.mean()) < 5 * (1 / 12 / n) ** 0.5
+    assert abs(first.var() - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
+    others = [Noise(1, 0, 0), Noise(0, 1, 0), Noise(0, 0, 1), Noise(0, 0, 0, 2), Noise(0, 0, 0, 64)]
+    for other in [draws(noise, n) / 65536 for noise in others] + [first.roll(1)]:
+        assert abs((first * other).mean() * 12) < 5 / n**0.5
+
+
+def test_noise_knows_its_limits() -> None:
+    with pytest.raises(ValueError, match="start at an even element"):
+        Noise(0, 0, 0, 3).check(8)
+    with pytest.raises(ValueError, match="8589934592"):
+        Noise(0, 0, 0, (1 << 33) - 8).check(16)
+    Noise(0, 0, 0, (1 << 33) - 8).check(8)
