@@ -14,7 +14,6 @@ the forward's order of first use; both are hashed and compared across ranks at e
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,15 +23,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megazero.comm.lane import Lane, Ticket
+from megazero.comm.lane import Lane
 from megazero.comm.traffic import Traffic
 from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
-from megazero.zero.movement import gather, gather_plan, reduce, reduce_plan
+from megazero.zero.gathering import Gathering
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
-from megazero.zero.order import Order, OrderHash
+from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
+from megazero.zero.reducing import Reducing
 from megazero.zero.unit import Unit
 
 
@@ -64,18 +64,15 @@ class Engine:
         self.traffic = traffic
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
-        self.axes = mesh.data_axes
-        self.orders = {"train": Order(), "eval": Order()}
-        self.order_hash = OrderHash()
-        self.mode = "train"
+        self.issued = OrderHash()
+        axes = mesh.data_axes
+        self.gathering = Gathering(
+            self.units, axes, policy, self.gathers, traffic, self.issued, lambda: self._more_passes
+        )
+        self.reducing = Reducing(self.units, axes, policy, self.reductions, traffic, self.issued)
         self.micro_batches = 0  # of the step that is open; 0: none is
         self.divisor = 1.0
-        self._index = {u: i for i, u in enumerate(self.units)}
-        self._ahead: set[Unit] = set()  # gathered or on the way before use
         self._forward_uses: list[Unit] = []
-        self._reduce_queue: deque[Unit] = deque()
-        self._complete: set[Unit] = set()
-        self._reducing: deque[Ticket] = deque()
         self._backward_open = False
         self._done_backwards = 0
         self._install_hooks(plan)
@@ -91,10 +88,11 @@ class Engine:
         if self.micro_batches:
             raise RuntimeError("begin_step was called twice: call step() after the step's last backward")
         self.micro_batches, self.divisor, self._done_backwards = micro_batches, float(divisor), 0
+        self.reducing.micro_batches = micro_batches
         for unit in self.units:
             unit.begin_step()
         self._begin_pass()
-        self._prefetch()
+        self.gathering.prefetch()
 
     def step(self) -> StepInfo:
         """Finish the reductions, take the global norm, clip, update the master weights.
@@ -103,7 +101,7 @@ class Engine:
         backwards is not what begin_step was told.
         """
         self._check_backwards()
-        self._wait_reductions()
+        self.reducing.wait()
         with self.timed("optimizer"):
             self._sum_partial()
             norm = self._global_norm()
@@ -119,14 +117,14 @@ class Engine:
         """Forwards without gradient, between steps; training goes on bit for bit as if it had not been."""
         if self.micro_batches:
             raise RuntimeError("evaluation() inside a step: call step() first")
-        self.mode = "eval"
+        self.gathering.mode = "eval"
         self._begin_pass()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.mode = "train"
-            self._drop_gathered()
+            self.gathering.mode = "train"
+            self.gathering.drop_all()
             self._begin_pass()
 
     @contextmanager
@@ -141,14 +139,14 @@ class Engine:
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         for unit in units:
-            self._ensure(unit)
+            self.gathering.ensure(unit)
         try:
             yield
             if write:
                 for unit in units:
                     self._take_written(unit)
         finally:
-            self._drop_gathered()
+            self.gathering.drop_all()
 
     def invalidate(self) -> None:
         """The master weights were changed from outside (a checkpoint was loaded): every copy is stale."""
@@ -182,19 +180,19 @@ class Engine:
         recompute = torch._C._current_graph_task_id() != -1
         for unit in needs:
             if recompute:
-                self._ensure(unit)
+                self.gathering.ensure(unit)
                 continue
             if unit not in self._forward_uses:
                 self._forward_uses.append(unit)
             unit.active += 1
-            self._use(unit)
+            self.gathering.use(unit)
 
     def _post_forward(self, needs: list[Unit], output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
         for unit in needs:
             unit.active -= 1
-            self._release(unit)
+            self.gathering.release(unit)
         self._poll()
         if torch.is_grad_enabled():
             for tensor in tree_leaves(output):
@@ -206,7 +204,7 @@ class Engine:
         for unit in needs:
             if not unit.in_backward:
                 unit.in_backward = True
-                self._use(unit)
+                self.gathering.use(unit)
         self._poll()
 
     def _grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
@@ -218,12 +216,11 @@ class Engine:
         unit.stage(name, param)
         unit.pending.discard(name)
         if not unit.pending:
-            self._complete.add(unit)
             if len(unit.trainable) == len(unit.params):
                 # Whatever used these parameters has run backward, or a gradient would be missing. Frozen ones
                 # give no such sign: their unit stays gathered to the end of the backward.
                 self._end_use(unit)
-            self._submit_complete()
+            self.reducing.completed(unit)
         self._poll()
 
     def _open_backward(self) -> None:
@@ -235,96 +232,34 @@ class Engine:
                 "call begin_step(micro_batches) with the right number before the step's first forward"
             )
         self._backward_open = True
-        used = [u for u in reversed(self._forward_uses) if u.trainable]
-        self._reduce_queue.extend(
-            [*used, *(u for u in self.units if u.trainable and u not in self._forward_uses)]
-        )
+        self.reducing.open(self._forward_uses)
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
 
     def _close_backward(self) -> None:
         """End of one micro-batch's backward: units that still lack gradients contribute zeros."""
-        self._complete.update(self._reduce_queue)
-        self._submit_complete()
+        self.reducing.close()
         self._backward_open = False
         self._done_backwards += 1
         for unit in self.units:
             self._end_use(unit)
         self._begin_pass()
 
-    # -- gathers ---------------------------------------------------------------------------------
+    def _end_use(self, unit: Unit) -> None:
+        if unit.in_backward:
+            unit.in_backward = False
+            self.gathering.release(unit)
 
-    @property
-    def _order(self) -> Order:
-        return self.orders[self.mode]
+    def _begin_pass(self) -> None:
+        self.gathering.order.begin()
+        self._forward_uses.clear()
 
     @property
     def _more_passes(self) -> bool:
         return self._done_backwards + int(self._backward_open) < self.micro_batches
 
-    def _begin_pass(self) -> None:
-        self._order.begin()
-        self._forward_uses.clear()
-
-    def _use(self, unit: Unit) -> None:
-        """The unit is needed now: note it, start what comes next, return when it is gathered."""
-        self._order.use(self._index[unit])
-        self._ahead.discard(unit)
-        if not unit.ready and unit.ticket is None:
-            self._launch(unit)
-        self._prefetch()
-        self._ensure(unit)
-
-    def _ensure(self, unit: Unit) -> None:
-        if unit.ready:
-            return
-        if unit.ticket is None:
-            self._launch(unit)
-        if unit.ticket is not None:
-            self.gathers.wait(unit.ticket)
-            unit.ticket = None
-        assert unit.ready, f"unit {unit.name}: copy {unit.copy_version}, master {unit.master_version}"
-
-    def _launch(self, unit: Unit) -> None:
-        plan = gather_plan(unit, self.axes)
-        chain = gather(unit, self.axes, self.traffic)
-        self.order_hash.add(f"g{self._index[unit]}")
-        if plan:
-            unit.ticket = self.gathers.submit(unit.name, plan, chain)
-        else:
-            deque(chain, maxlen=0)
-
-    def _prefetch(self) -> None:
-        budget = self.policy.prefetch_bytes - sum(u.full.nbytes for u in self._ahead)
-        for index in self._order.upcoming(wrap=self._more_passes):
-            unit = self.units[index]
-            if unit.ready or unit.ticket is not None:
-                continue
-            budget -= unit.full.nbytes
-            if budget < 0:
-                return
-            self._launch(unit)
-            self._ahead.add(unit)
-
-    def _release(self, unit: Unit) -> None:
-        """Drop the gathered parameters unless someone uses them now or next."""
-        if not unit.levels.p or unit.active or unit.in_backward or unit.ticket is not None:
-            return
-        keep = self.policy.keep_gathered and self.mode == "train" and self._more_passes
-        if not keep and not self._order.next_is(self._index[unit], self._more_passes):
-            unit.drop_full()
-
-    def _end_use(self, unit: Unit) -> None:
-        if unit.in_backward:
-            unit.in_backward = False
-            self._release(unit)
-
-    def _drop_gathered(self) -> None:
-        self.gathers.drain()
-        self._ahead.clear()
-        for unit in self.units:
-            unit.ticket = None
-            if unit.levels.p:
-                unit.drop_full()
+    def _poll(self) -> None:
+        self.gathers.poll()
+        self.reductions.poll()
 
     def _take_written(self, unit: Unit) -> None:
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
@@ -332,41 +267,7 @@ class Engine:
             unit.master[at : at + high - low].copy_(values)
         unit.master_version += 1
 
-    # -- reductions ------------------------------------------------------------------------------
-
-    def _submit_complete(self) -> None:
-        while self._reduce_queue and self._reduce_queue[0] in self._complete:
-            unit = self._reduce_queue.popleft()
-            self._complete.discard(unit)
-            self._submit_reduction(unit)
-
-    def _submit_reduction(self, unit: Unit) -> None:
-        first, last = unit.backwards == 0, unit.backwards == self.micro_batches - 1
-        if unit.levels.g and unit.pending or not unit.levels.g and last:
-            unit.fill_missing()
-        staging, unit.staging = unit.staging, None
-        unit.pending = set(unit.trainable)
-        unit.backwards += 1
-        plan = reduce_plan(unit, last, self.axes)
-        single = self.micro_batches == 1
-        chain = reduce(unit, staging, first, last, single, self.axes, self.traffic)
-        self.order_hash.add(f"r{self._index[unit]}{last}")
-        if not plan:
-            deque(chain, maxlen=0)
-            return
-        keep = () if staging is None else (staging,)
-        self._reducing.append(self.reductions.submit(unit.name, plan, chain, keep))
-        while len(self._reducing) > self.policy.pending_reductions:
-            self.reductions.wait(self._reducing.popleft())
-
-    def _wait_reductions(self) -> None:
-        while self._reducing:
-            self.reductions.wait(self._reducing.popleft())
-        self.reductions.drain()
-
-    def _poll(self) -> None:
-        self.gathers.poll()
-        self.reductions.poll()
+    # -- the update ------------------------------------------------------------------------------
 
     def _check_backwards(self) -> None:
         if not self.micro_batches:
@@ -376,8 +277,6 @@ class Engine:
                 f"step() after {self._done_backwards} backwards of {self.micro_batches}: every micro-batch that "
                 "begin_step() announced needs one backward"
             )
-
-    # -- the update ------------------------------------------------------------------------------
 
     def _sum_partial(self) -> None:
         """Sum over tp, in rank order, of gradients that are partial there (norms under sequence parallel)."""
@@ -400,9 +299,7 @@ class Engine:
         """Norm over unique slices; ranks also compare the hash of what they issued."""
         counts = not self.mesh.is_replica
         square = self.optimizer.squared_norm(count_replicated=self.mesh.tp.index == 0)
-        row = torch.stack(
-            [square.cpu() * 1.0, torch.tensor(float(self.order_hash.take()), dtype=torch.float64)]
-        )
+        row = torch.stack([square.cpu() * 1.0, torch.tensor(float(self.issued.take()), dtype=torch.float64)])
         if not counts:
             row[0] = 0.0
         rows = self.mesh.gather_rows(row.to(self.mesh.device)).cpu()
@@ -420,7 +317,7 @@ class Engine:
         return "inter_node" if inter else "intra_node"
 
     def _end_step(self, updated: bool) -> None:
-        self._drop_gathered()
+        self.gathering.drop_all()
         for unit in self.units:
             if unit.lifetime == "step":
                 unit.drop_copy()

@@ -140,7 +140,7 @@ def bytes_in_step(preset: str, shape: Shape, ranks_per_node: int, device: torch.
         engine.module(tokens, tokens).sum().backward()
     for unit in engine.units:
         if unit.levels.p:
-            engine._release(unit)
+            engine.gathering.release(unit)
     engine.optimizer.ensure_state()
     held = held_bytes(engine)
     engine.step()

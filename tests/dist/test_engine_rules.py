@@ -270,8 +270,8 @@ def prefetch():
     wait = engine.gathers.wait
     engine.gathers.wait = lambda ticket: (waited.append(ticket.label), wait(ticket))
     launched = []
-    launch = engine._launch
-    engine._launch = lambda unit: (launched.append((engine.units.index(unit), len(waited))), launch(unit))
+    launch = engine.gathering._launch
+    engine.gathering._launch = lambda unit: (launched.append((engine.units.index(unit), len(waited))), launch(unit))
     for _ in range(2):
         launched.clear(), waited.clear()
         engine.begin_step(1)

@@ -1,0 +1,79 @@
+"""When gradients are reduced: unit by unit as they complete, in one order on every rank, behind the backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from megazero.comm.lane import Lane, Ticket
+from megazero.comm.traffic import Traffic
+from megazero.mesh.mesh import Axis
+from megazero.zero.movement import reduce, reduce_plan
+from megazero.zero.order import OrderHash
+from megazero.zero.policy import Policy
+from megazero.zero.unit import Unit
+
+
+class Reducing:
+    """Submits reductions in the reverse of the forward's order of first use, whichever gradients come first."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        axes: Sequence[Axis],
+        policy: Policy,
+        lane: Lane,
+        traffic: Traffic,
+        issued: OrderHash,
+    ) -> None:
+        self.units, self.axes, self.policy = units, axes, policy
+        self.lane, self.traffic, self.issued = lane, traffic, issued
+        self.micro_batches = 0
+        self.index = {u: i for i, u in enumerate(units)}
+        self.queue: deque[Unit] = deque()  # units of this backward, in the order of submission
+        self.complete: set[Unit] = set()
+        self.pending: deque[Ticket] = deque()
+
+    def open(self, forward_uses: Sequence[Unit]) -> None:
+        """A backward begins: units in the reverse of their first use, then those the forward did not use."""
+        unused = [u for u in self.units if u not in forward_uses]
+        self.queue.extend(u for u in [*reversed(forward_uses), *unused] if u.trainable)
+
+    def completed(self, unit: Unit) -> None:
+        """The unit's last gradient of this micro-batch has arrived."""
+        self.complete.add(unit)
+        self._submit()
+
+    def close(self) -> None:
+        """The backward ends: parameters without gradient contribute zeros."""
+        self.complete.update(self.queue)
+        self._submit()
+
+    def wait(self) -> None:
+        while self.pending:
+            self.lane.wait(self.pending.popleft())
+        self.lane.drain()
+
+    def _submit(self) -> None:
+        while self.queue and self.queue[0] in self.complete:
+            unit = self.queue.popleft()
+            self.complete.discard(unit)
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        first, last = unit.backwards == 0, unit.backwards == self.micro_batches - 1
+        if unit.levels.g and unit.pending or not unit.levels.g and last:
+            unit.fill_missing()
+        staging, unit.staging = unit.staging, None
+        unit.pending = set(unit.trainable)
+        unit.backwards += 1
+        plan = reduce_plan(unit, last, self.axes)
+        chain = reduce(unit, staging, first, last, self.micro_batches == 1, self.axes, self.traffic)
+        self.issued.add(f"r{self.index[unit]}{last}")
+        if not plan:
+            deque(chain, maxlen=0)
+            return
+        keep = () if staging is None else (staging,)
+        self.pending.append(self.lane.submit(unit.name, plan, chain, keep))
+        while len(self.pending) > self.policy.pending_reductions:
+            self.lane.wait(self.pending.popleft())
