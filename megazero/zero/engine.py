@@ -194,10 +194,20 @@ class Engine:
             unit.active -= 1
             self.gathering.release(unit)
         self._poll()
-        if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda grad, needs=needs: self._pre_backward(needs))
+        if torch.is_grad_enabled() and output is not None:
+            self._watch_backward(needs, output)
+
+    def _watch_backward(self, needs: list[Unit], output: Any) -> None:
+        """The units are needed again when a gradient reaches the module's output."""
+        tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._pre_backward(needs))
+        if not tensors and any(u.levels.p for u in needs):
+            raise TypeError(
+                f"a module of unit {needs[0].name!r} returned a {type(output).__name__}, in which the engine sees "
+                "no tensors: return tensors, tuples, lists or dicts, or register the class as a pytree node"
+            )
 
     def _pre_backward(self, needs: list[Unit]) -> None:
         self._open_backward()

@@ -128,6 +128,36 @@ def test_refusals_name_the_cure():
         assert word in text
 
 
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+class Wrapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Opaque(self.inner(x))
+
+
+def opaque_output():
+    mesh = create_mesh(shards=(2, 2, 2))
+    model = Wrapping()
+    engine = zero.shard(model, mesh=mesh, units=[model])
+    engine.begin_step(1)
+    try:
+        model(torch.ones(2, 8))
+    except TypeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_output_that_hides_its_tensors_is_refused():
+    assert all("pytree" in said for said in run_ranks(2, opaque_output))
+
+
 def non_finite(shards):
     model, engine = make(shards)
     x = torch.ones(3, 8) * (math.inf if dist.get_rank() == 1 else 1)
@@ -271,7 +301,10 @@ def prefetch():
     engine.gathers.wait = lambda ticket: (waited.append(ticket.label), wait(ticket))
     launched = []
     launch = engine.gathering._launch
-    engine.gathering._launch = lambda unit: (launched.append((engine.units.index(unit), len(waited))), launch(unit))
+    engine.gathering._launch = lambda unit: (
+        launched.append((engine.units.index(unit), len(waited))),
+        launch(unit),
+    )
     for _ in range(2):
         launched.clear(), waited.clear()
         engine.begin_step(1)
