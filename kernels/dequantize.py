@@ -1,7 +1,7 @@
 """Decode: payload and scales to values, q * s exact in fp32, then rounded to the output's dtype.
 
-Bytes moved per element, one pass: read bits / 8 + 2 / block, write 4 (fp32) or 2 (bf16, fp16). Accesses are 16
-bytes where a block's payload is.
+Bytes moved per element, one pass: read bits / 8 + 2 / block, write 4 (fp32) or 2 (bf16, fp16). Accesses are as
+quantize's.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from megazero.kernels.dequantize_accumulate import Summed, sum_tile
 from megazero.kernels.dispatch import TILE, jit, tl, use_kernel
 from megazero.kernels.format import Format
-from megazero.kernels.noise import Noise
+from megazero.kernels.noise import Noise, word_tile
 from megazero.kernels.quantize import encode_rows, encode_tile, launch_arguments, store_tile
 
 
@@ -74,9 +74,8 @@ def _kernel(
     acc = sum_tile(acc, messages, halves, sources, g, g < row_blocks, row_bytes, row_blocks, BITS, BLOCK)
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
     h = tl.program_id(0).to(tl.int64) * NEXT_R + tl.arange(0, NEXT_R)
-    p, j = tl.arange(0, NEXT_PACK)[None, :, None], tl.arange(0, NEXT_PART // 2)[None, None, :]
-    word = h[:, None, None] * (NEXT_BLOCK // 2) + p * (NEXT_PART // 2) + j + word0
-    payload, scale = encode_tile(acc, word.to(tl.uint32), key0, key1, NEXT_BITS, CLIP, STOCHASTIC, LARGEST)
+    word = word_tile(h, word0, NEXT_PACK, NEXT_PART)
+    payload, scale = encode_tile(acc, word, key0, key1, NEXT_BITS, CLIP, STOCHASTIC, LARGEST)
     store_tile(payload, scale, h, h < total, out, out_halves, out_bytes, out_blocks, NEXT_PART)
 
 

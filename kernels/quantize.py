@@ -4,8 +4,8 @@ Per block: absmax a, scale s = a / qmax rounded up to bf16, digits rint(clamp(x 
 (-1/2, 1/2) makes the rounding stochastic. x / s is x times the reciprocal of s.
 
 Bytes moved per element, one pass: read 4 (fp32) or 2 (bf16, fp16), write bits / 8 + 2 / block. A program keeps
-its blocks in registers between absmax and digits, searched clip included. Accesses are 16 bytes where a block's
-payload is (8 bits from 16 elements, 4 bits from 32).
+its blocks in registers between absmax and digits, searched clip included. Accesses are 16 bytes (the compiled code is
+checked), 8 for the payload of 2 bits, less where a block's payload is less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megazero.kernels.format import (
     SMALLEST_SCALE,
     Format,
 )
-from megazero.kernels.noise import NOISE_UNIT, Draws, Noise, draws_tile, signed
+from megazero.kernels.noise import NOISE_UNIT, Draws, Noise, draws_tile, signed, word_tile
 from megazero.kernels.values import load_values, raw
 
 
@@ -234,8 +234,8 @@ def _kernel(
     p = tl.arange(0, PACK)[None, :, None]
     at = g[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
     values = load_values(x, at, valid[:, None, None])
-    word = g[:, None, None] * (BLOCK // 2) + p * (PART // 2) + tl.arange(0, PART // 2)[None, None, :] + word0
-    payload, scale = encode_tile(values, word.to(tl.uint32), key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
+    word = word_tile(g, word0, PACK, PART)
+    payload, scale = encode_tile(values, word, key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
     store_tile(payload, scale, g, valid, messages, halves, row_bytes, row_blocks, PART)
 
 

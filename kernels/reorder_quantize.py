@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from megazero.kernels.dispatch import blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
-from megazero.kernels.noise import Noise
+from megazero.kernels.noise import Noise, word_tile
 from megazero.kernels.quantize import encode_rows, encode_tile, launch_arguments, store_tile
 from megazero.kernels.values import load_values, raw
 
@@ -109,9 +109,8 @@ def _kernel(
     p = tl.arange(0, PACK)[None, :, None]
     at = source[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
     values = load_values(x, at, valid[:, None, None])
-    half = tl.arange(0, PART // 2)[None, None, :]
-    word = source[:, None, None] * (BLOCK // 2) + p * (PART // 2) + half + word0
-    payload, scale = encode_tile(values, word.to(tl.uint32), key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
+    word = word_tile(source, word0, PACK, PART)
+    payload, scale = encode_tile(values, word, key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
     store_tile(payload, scale, g, valid, messages, halves, row_bytes, row_blocks, PART)
 
 

@@ -1,0 +1,49 @@
+"""The kernels compile for a GPU (without one), with 16-byte accesses and exactly rounded arithmetic only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = (
+    "quantize", "quantize with clip", "reorder_quantize", "dequantize", "accumulate", "sum_quantize",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed (it has wheels for Linux only)")
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernel_compile"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles_to_wide_accesses_and_exact_arithmetic(
+    kernel: str, compiled: dict[str, dict[str, list[str]]]
+) -> None:
+    accesses = compiled[kernel]["accesses"]
+    for kind in ("ld", "st"):
+        assert any(name.startswith(f"{kind}.global.v4") for name in accesses), accesses
+    assert compiled[kernel]["inexact"] == []
+
+
+def test_every_kernel_is_tried(compiled: dict[str, dict[str, list[str]]]) -> None:
+    assert set(compiled) == set(KERNELS)
