@@ -14,9 +14,9 @@ from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Init, UnitSpec, build_units
 from megazero.zero.engine import Engine, StepInfo
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
-from megazero.zero.policy import Policy
+from megazero.zero.policy import Codecs, Policy
 
-__all__ = ["Engine", "Policy", "StepInfo", "Traits", "default_adamw", "shard"]
+__all__ = ["Codecs", "Engine", "Policy", "StepInfo", "Traits", "default_adamw", "shard"]
 
 
 def shard(

@@ -79,7 +79,16 @@ def _make_unit(label, params, group, mesh, policy, traits, init) -> Unit:
         exact=exact,
     )
     values = _initial_values(label, params, group, init, mesh.device, at_least_fp32(dtype))
-    unit = Unit(label, params, layout, levels, dtype, mesh.device, levels.lifetime(policy.lifetime))
+    unit = Unit(
+        label,
+        params,
+        layout,
+        levels,
+        dtype,
+        mesh.device,
+        levels.lifetime(policy.lifetime),
+        policy.codecs.weights,
+    )
     unit.adopt(values)
     return unit
 

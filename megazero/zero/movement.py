@@ -1,89 +1,117 @@
 """What moves between ranks for one unit: the gather chain and the reduce chain.
 
 Both are generators for comm.lane: they yield each collective's Work and go on when it has finished. Gathers
-take the sub-axes outermost first, reductions innermost first, one collective per sub-axis and region.
+take the sub-axes outermost first, reductions innermost first: one collective and one message per sub-axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from megazero.comm.codec import Identity
+from megazero.comm.codec import Codec, Identity
 from megazero.comm.hops import start_exchange, start_gather
 from megazero.comm.lane import Chain
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
+from megazero.zero.policy import Codecs
 from megazero.zero.unit import Unit
 
 
 def gather_plan(unit: Unit, axes: Sequence[Axis]) -> tuple[str, ...]:
     """Axes of ``gather``'s collectives, in order."""
-    levels, regions = unit.levels, len(unit.layout.regions)
+    levels = unit.levels
     stale = unit.copy_version != unit.master_version
     order = [*range(levels.os, levels.p, -1)] if stale else []
-    order += range(levels.p, 0, -1)
-    return tuple(axes[level - 1].name for level in order for _ in range(regions))
+    return tuple(axes[level - 1].name for level in [*order, *range(levels.p, 0, -1)])
 
 
 def gather(unit: Unit, axes: Sequence[Axis], traffic: Traffic) -> Chain:
     """Make the full parameters present: refresh the P copy if it is stale, then gather over P.
 
-    Refresh: encode the OS slice once per master version, all-gather over the axes between P and OS, in place
-    inside the P copy. Then all-gather over the P axes into the full buffer.
+    Refresh: encode the OS slice once per master version, all-gather the messages over the axes between P and OS,
+    in place inside the P copy. Then all-gather what was received over the P axes, and decode into full; the
+    owner, too, uses the decoded values.
     """
-    layout, levels = unit.layout, unit.levels
+    wire, levels = unit.wire, unit.levels
+    messages = unit.copy
     if unit.copy_version != unit.master_version:
-        unit.encode()
+        messages = unit.open_copy()
+        (own,) = wire.within(levels.os, levels.p)
+        unit.encode(messages[own.start : own.start + own.numel])
         for level in range(levels.os, levels.p, -1):
-            outs, owns = layout.within(level - 1, levels.p), layout.within(level, levels.p)
-            for out, own in zip(outs, owns, strict=True):
-                yield start_gather(
-                    axes[level - 1],
-                    unit.copy[out.start : out.start + out.numel],
-                    unit.copy[own.start : own.start + own.numel],
-                    "refresh",
-                    traffic,
-                )
+            yield _gather(
+                axes[level - 1],
+                wire.within(level - 1, levels.p),
+                wire.within(level, levels.p),
+                messages,
+                messages,
+                "refresh",
+                traffic,
+            )
         unit.copy_version = unit.master_version
+        if not levels.p:
+            unit.decode(messages)
     unit.materialise_full()
+    if not levels.p:
+        return
+    every = unit.full if unit.direct else unit.new_wire(0)
     for level in range(levels.p, 0, -1):
-        for out, own in zip(layout.pieces(level - 1), layout.pieces(level), strict=True):
-            first = level == levels.p
-            source = (
-                unit.copy[own.compact : own.compact + own.numel]
-                if first
-                else unit.full[own.start : own.start + own.numel]
-            )
-            yield start_gather(
-                axes[level - 1], unit.full[out.start : out.start + out.numel], source, "gather", traffic
-            )
+        mine = wire.within(level, levels.p) if level == levels.p else wire.pieces(level)
+        source = messages if level == levels.p else every
+        yield _gather(axes[level - 1], wire.pieces(level - 1), mine, every, source, "gather", traffic)
+    unit.decode(every)
+
+
+def _gather(axis, outs, owns, target, source, kind, traffic) -> dist.Work:
+    """One hop between buffers of one region each: ``outs`` in target from ``owns`` in source."""
+    (out,), (own,) = outs, owns
+    return start_gather(
+        axis,
+        target[out.start : out.start + out.numel],
+        source[own.start : own.start + own.numel],
+        kind,
+        traffic,
+    )
 
 
 def reduce_plan(unit: Unit, last: bool, axes: Sequence[Axis]) -> tuple[str, ...]:
     """Axes of ``reduce``'s collectives, in order."""
-    levels, regions = unit.levels, len(unit.layout.regions)
+    levels = unit.levels
     order = [*range(1, levels.g + 1)]
     if last:
         order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
-    return tuple(axes[level - 1].name for level in order for _ in range(regions))
+    return tuple(axes[level - 1].name for level in order)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whose gradients a reduction takes: the step's first (overwrites ``grad``), its last, its only one."""
+
+    first: bool
+    last: bool
+
+    @property
+    def single(self) -> bool:
+        return self.first and self.last
 
 
 def reduce(
     unit: Unit,
     staging: torch.Tensor | None,
-    first: bool,
-    last: bool,
-    single: bool,
+    which: MicroBatch,
+    codecs: Codecs,
     axes: Sequence[Axis],
     traffic: Traffic,
 ) -> Chain:
     """Sum one micro-batch's gradients (``staging``) into ``grad``; after the last, over OS/G and the replicas.
 
-    first: ``grad`` is overwritten, not added to. single: the step has one micro-batch. Wire dtype of a hop:
-    the parameters' own for what is still a raw gradient (exact), at least fp32 for sums. Replicas: reduce-
-    scatter down to an equal share each, then gather back, so every replica holds the owner's bits.
+    A hop's codec is the policy's for its link, else identity: in the parameters' own dtype for what is still a raw
+    gradient (exact), at least fp32 for sums. Replicas: reduce-scatter down to an equal share each, then gather
+    back, so every replica holds the owner's bits.
     """
     levels, grad = unit.levels, unit.grad
     assert grad is not None
@@ -93,48 +121,61 @@ def reduce(
         assert source is not None
         final = level == levels.g
         target = grad if final else source.new_empty(unit.layout.level_numel(level), dtype=unit.sum_dtype)
-        codec = raw if level == 1 else sums
-        yield from _hop(
-            unit, axes[level - 1], level, (source, base), (target, level), codec, final and not first, traffic
-        )
+        axis = axes[level - 1]
+        hop = Hop(axis, level, codecs.gradients(axis.link) or (raw if level == 1 else sums))
+        yield from _reduce(unit, hop, (source, base), (target, level), final and not which.first, traffic)
         source, base = target, level
-    if not last:
+    if not which.last:
         return
     for level in range(levels.g + 1, levels.all + 1):
-        codec = raw if level == 1 and single else sums
-        yield from _hop(
-            unit, axes[level - 1], level, (grad, levels.g), (grad, levels.g), codec, False, traffic
-        )
+        axis = axes[level - 1]
+        exact = raw if level == 1 and which.single else sums
+        hop = Hop(axis, level, codecs.gradients(axis.link) or exact)
+        yield from _reduce(unit, hop, (grad, levels.g), (grad, levels.g), False, traffic)
     for level in range(levels.all, levels.os, -1):
-        outs, owns = unit.layout.within(level - 1, levels.g), unit.layout.within(level, levels.g)
-        for out, own in zip(outs, owns, strict=True):
-            yield start_gather(
-                axes[level - 1],
-                grad[out.start : out.start + out.numel],
-                grad[own.start : own.start + own.numel],
-                "reduce",
-                traffic,
-            )
+        axis = axes[level - 1]
+        yield from _return(unit, Hop(axis, level, codecs.gradients(axis.link) or sums), traffic)
 
 
-def _hop(
+@dataclass(frozen=True)
+class Hop:
+    """One collective of a reduction: over ``axis``, between level - 1 and ``level``, in the codec's format."""
+
+    axis: Axis
+    level: int
+    codec: Codec
+
+
+def _reduce(
     unit: Unit,
-    axis: Axis,
-    level: int,
+    hop: Hop,
     source: tuple[torch.Tensor, int],
     target: tuple[torch.Tensor, int],
-    codec: Identity,
     accumulate: bool,
     traffic: Traffic,
 ) -> Chain:
-    """Reduce-scatter from level - 1 to ``level``; source and target are (compact buffer, its level).
+    """Reduce-scatter from level - 1 to the hop's level; source and target are (compact buffer, its level).
 
     In place (target is the source buffer) is safe: messages have left before the sum is written.
     """
-    (src, src_base), (dst, dst_base) = source, target
-    inputs, outputs = unit.layout.within(level - 1, src_base), unit.layout.within(level, dst_base)
-    for inp, out in zip(inputs, outputs, strict=True):
-        messages = codec.encode(src[inp.start : inp.start + inp.numel].view(axis.size, -1))
-        received = torch.empty_like(messages)
-        yield start_exchange(axis, received, messages, traffic)
-        codec.decode_sum(received, dst[out.start : out.start + out.numel], accumulate)
+    rows = unit.regions_of(source[0], hop.level - 1, source[1], hop.axis.size)
+    messages = hop.codec.encode(*rows)
+    received = torch.empty_like(messages)
+    yield start_exchange(hop.axis, received, messages, traffic)
+    coded, *exact = [r.view(-1) for r in unit.regions_of(target[0], hop.level, target[1], 1)]
+    hop.codec.decode_sum(received, coded, accumulate, *exact)
+
+
+def _return(unit: Unit, hop: Hop, traffic: Traffic) -> Chain:
+    """The way back of replicas: this rank's share of the sums to the others of the axis, in place in ``grad``.
+
+    The owner, too, takes the decoded values, so that replicas stay equal to the bit.
+    """
+    grad, g = unit.grad, unit.levels.g
+    assert grad is not None
+    messages = hop.codec.encode(*unit.regions_of(grad, hop.level, g, 1))
+    regions = unit.regions_of(grad, hop.level - 1, g, hop.axis.size)
+    in_place = len(regions) == 1 and messages.dtype == grad.dtype
+    received = regions[0] if in_place else messages.new_empty(hop.axis.size, messages.shape[1])
+    yield start_gather(hop.axis, received.view(-1), messages.view(-1), "reduce", traffic)
+    hop.codec.decode(received, *regions)  # nothing where it landed in place

@@ -6,9 +6,27 @@ from dataclasses import dataclass
 
 import torch
 
+from megazero.comm.codec import Blockwise, Codec
+from megazero.mesh.grid import INTRA
 from megazero.mesh.mesh import Mesh
 
 LIFETIMES = ("use", "step", "resident")
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """Wire formats; None is exact: identity, in the parameters' dtype or, for sums of gradients, at least fp32.
+
+    weights: of the refresh; the gathers inside P send what was received. gradients_intra, gradients_inter: of
+    reductions inside a node and across nodes. Blocks must divide the policy's block.
+    """
+
+    weights: Codec | None = None
+    gradients_intra: Codec | None = None
+    gradients_inter: Codec | None = None
+
+    def gradients(self, link: str) -> Codec | None:
+        return self.gradients_intra if link == INTRA else self.gradients_inter
 
 
 @dataclass(frozen=True)
@@ -24,6 +42,7 @@ class Policy:
     block: elements; parameters start on block boundaries and slices are whole blocks.
     exact_numel: parameters with at most this many elements go to the unit's exact region.
     dtype: the parameters' dtype in forward and backward; None: as the module has them.
+    codecs: wire formats of the hops.
     """
 
     lifetime: str | None = None
@@ -33,6 +52,7 @@ class Policy:
     block: int = 64
     exact_numel: int = 0
     dtype: torch.dtype | None = None
+    codecs: Codecs = Codecs()
 
     def __post_init__(self) -> None:
         problems = []
@@ -46,6 +66,13 @@ class Policy:
         ):
             if getattr(self, name) < least:
                 problems.append(f"{name}={getattr(self, name)} must be at least {least}")
+        for codec in (self.codecs.weights, self.codecs.gradients_intra, self.codecs.gradients_inter):
+            inner = codec.form.block if isinstance(codec, Blockwise) else 1
+            if self.block % inner:
+                problems.append(
+                    f"block={self.block} is not a multiple of the codec's block {inner}, so a slice could cut one; "
+                    f"nearest: {-(-self.block // inner) * inner}"
+                )
         if problems:
             raise ValueError("; ".join(problems))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megazero.comm.lane import Lane, Ticket
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
-from megazero.zero.movement import reduce, reduce_plan
+from megazero.zero.movement import MicroBatch, reduce, reduce_plan
 from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
 from megazero.zero.unit import Unit
@@ -61,15 +61,15 @@ class Reducing:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        first, last = unit.backwards == 0, unit.backwards == self.micro_batches - 1
-        if unit.levels.g and unit.pending or not unit.levels.g and last:
+        which = MicroBatch(unit.backwards == 0, unit.backwards == self.micro_batches - 1)
+        if unit.levels.g and unit.pending or not unit.levels.g and which.last:
             unit.fill_missing()
         staging, unit.staging = unit.staging, None
         unit.pending = set(unit.trainable)
         unit.backwards += 1
-        plan = reduce_plan(unit, last, self.axes)
-        chain = reduce(unit, staging, first, last, self.micro_batches == 1, self.axes, self.traffic)
-        self.issued.add(f"r{self.index[unit]}{last}")
+        plan = reduce_plan(unit, which.last, self.axes)
+        chain = reduce(unit, staging, which, self.policy.codecs, self.axes, self.traffic)
+        self.issued.add(f"r{self.index[unit]}{which.last}")
         if not plan:
             deque(chain, maxlen=0)
             return

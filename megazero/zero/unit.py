@@ -4,7 +4,11 @@ Glossary (n: elements of the unit; compact: see layout.py)
 --------
 full      [n], parameter dtype. Storage of the Parameters, which are views of it for life. With P > 1 its
           storage is resized to 0 when released and materialised again by the gather.
-copy      compact [n/P], parameter dtype: this rank's P copy. Is ``full`` where P = 1.
+message   what the codec makes of an OS slice: m elements of its wire dtype. Messages of nested slices
+          concatenate in layout order; ``wire`` is their layout (one region of OS * m elements).
+direct    the codec's messages are the parameters themselves (identity in their dtype, one region): gathers
+          write in place, nothing is decoded.
+copy      [OS/P * m] wire dtype: this rank's P copy, as received. Where P = 1 the decoded ``full`` is the copy.
 master    compact [n/OS], at least fp32: what the optimizer updates. A part of ``copy`` where both have one
           dtype and the copy is never dropped (then the refresh's encoding is free).
 grad      compact [n/G], at least fp32: sum of this step's gradients; after the step's reduction its OS
@@ -17,11 +21,12 @@ versions  master_version counts optimizer updates; copy_version says which of th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import nn
 
-from megazero.comm.codec import Identity
+from megazero.comm.codec import Codec, Identity
 from megazero.comm.lane import Ticket
 from megazero.zero.layout import Layout
 from megazero.zero.policy import Levels
@@ -43,28 +48,20 @@ class Unit:
         dtype: torch.dtype,
         device: torch.device,
         lifetime: str,
+        codec: Codec | None = None,
     ) -> None:
         self.name, self.params, self.layout, self.levels = name, dict(params), layout, levels
         self.dtype, self.device, self.lifetime = dtype, device, lifetime
         self.sum_dtype = at_least_fp32(dtype)
-        self.codec = Identity(dtype)  # refresh and gather
+        self.codec = codec or Identity(dtype)  # of refresh and gather
         self.slots = {slot.name: slot for slot in layout.slots}
         self.trainable = [n for n, p in self.params.items() if p.requires_grad]
+        self.direct = isinstance(self.codec, Identity) and self.codec.wire_dtype == dtype
+        self.direct = self.direct and len(layout.regions) == 1
+        self.wire = self._wire_layout()
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
-        whole = levels.p == 0
-        self.copy = (
-            self.full if whole else torch.empty(layout.level_numel(levels.p), dtype=dtype, device=device)
-        )
-        aliased = dtype == self.sum_dtype and (
-            levels.p == levels.os or (lifetime == "resident" and len(layout.regions) == 1)
-        )
-        self.master = (
-            self.os_views(self.copy, levels.p)[0]
-            if aliased
-            else torch.zeros(layout.level_numel(levels.os), dtype=self.sum_dtype, device=device)
-        )
-        if aliased and levels.p == levels.os:
-            self.master = self.copy
+        self.copy = self.full if levels.p == 0 else self.new_wire(levels.p)
+        self.master = self._make_master()
         self.grad: torch.Tensor | None = None
         self.master_version = 1
         self.copy_version = 0
@@ -80,9 +77,35 @@ class Unit:
 
     # -- storage ---------------------------------------------------------------------------------
 
-    def os_views(self, buffer: torch.Tensor, base: int) -> list[torch.Tensor]:
-        """The OS slice inside a compact buffer of level ``base``, one view per region."""
-        return [buffer[p.start : p.start + p.numel] for p in self.layout.within(self.levels.os, base)]
+    def _wire_layout(self) -> Layout:
+        """Of the messages of all OS slices, cut by the same sub-axes as the parameters."""
+        sizes, indices = self.layout.sizes[: self.levels.os], self.layout.indices[: self.levels.os]
+        own = [p.numel for p in self.layout.pieces(self.levels.os)]
+        message = (
+            self.codec.message_numel(own[0], own[1]) if len(own) > 1 else self.codec.message_numel(own[0])
+        )
+        return Layout((), ((0, message * prod(sizes)),), sizes, indices)
+
+    def _make_master(self) -> torch.Tensor:
+        """A part of the P copy where the two have one dtype and the copy is never dropped; else of its own."""
+        levels = self.levels
+        if (
+            self.direct
+            and self.dtype == self.sum_dtype
+            and (levels.p == levels.os or self.lifetime == "resident")
+        ):
+            (own,) = self.wire.within(levels.os, levels.p)
+            return self.copy[own.start : own.start + own.numel]
+        return torch.zeros(self.layout.level_numel(levels.os), dtype=self.sum_dtype, device=self.device)
+
+    def new_wire(self, level: int) -> torch.Tensor:
+        """A buffer for the messages of a level's slice."""
+        return torch.empty(self.wire.level_numel(level), dtype=self.codec.wire_dtype, device=self.device)
+
+    def regions_of(self, buffer: torch.Tensor, level: int, base: int, rows: int) -> list[torch.Tensor]:
+        """The level's slice inside a compact buffer of level ``base``, as [rows, -1] per region."""
+        within = self.layout.within(level, base)
+        return [buffer[p.start : p.start + p.numel].view(rows, -1) for p in within]
 
     def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take the parameters' values [shape of each] into the master and make the Parameters views of full."""
@@ -121,18 +144,31 @@ class Unit:
             self.drop_full()
         self.copy_present, self.copy_version = False, 0
 
-    def encode(self) -> None:
-        """Master slice into its place in the P copy, in the parameters' dtype: the refresh's message."""
-        if not self.copy_present:
-            if self.levels.p:
-                self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
-            else:
-                self.materialise_full()
-            self.copy_present = True
-        own = self.os_views(self.copy, self.levels.p)
-        for view, piece in zip(own, self.layout.pieces(self.levels.os), strict=True):
-            source = self.master[piece.compact : piece.compact + piece.numel]
-            self.codec.decode(self.codec.encode(source), view)
+    def open_copy(self) -> torch.Tensor:
+        """The buffer a refresh fills with messages: the P copy, or a passing one where full is the copy."""
+        if not self.copy_present and self.levels.p:
+            self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
+        elif not self.copy_present:
+            self.materialise_full()
+        self.copy_present = True
+        return self.copy if self.levels.p or self.direct else self.new_wire(0)
+
+    def encode(self, out: torch.Tensor) -> None:
+        """The master slice as its message [m] into ``out``."""
+        source = self.regions_of(self.master, self.levels.os, self.levels.os, 1)
+        message = out.view(1, -1)
+        if self.direct:
+            self.codec.decode(
+                self.codec.encode(source[0]), message
+            )  # a cast, or nothing where master is the copy
+        else:
+            self.codec.encode(*source, out=message)
+
+    def decode(self, messages: torch.Tensor) -> None:
+        """The messages of all OS slices into full."""
+        if not self.direct:
+            rows = prod(self.wire.sizes)
+            self.codec.decode(messages.view(rows, -1), *self.regions_of(self.full, 0, 0, rows))
 
     @property
     def ready(self) -> bool:

@@ -47,7 +47,9 @@ def assemble(slices, shapes: dict) -> dict:
     if dist.is_initialized():
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, slices)
-    full = {n: torch.full((torch.Size(s).numel(),), torch.nan, dtype=torch.float64) for n, s in shapes.items()}
+    full = {
+        n: torch.full((torch.Size(s).numel(),), torch.nan, dtype=torch.float64) for n, s in shapes.items()
+    }
     for part in every:
         for name, low, values in part:
             full[name][low : low + values.numel()] = values.double()

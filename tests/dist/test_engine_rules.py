@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megazero import zero
+from megazero.comm.codec import Blockwise
 from megazero.comm.lane import CommunicationError
 from megazero.mesh.mesh import create_mesh
 from tests.dist.capture import weights
@@ -103,6 +104,7 @@ def refusals():
         lambda: zero.shard(Stack(), mesh=mesh, optimizer=partial(torch.optim.Adafactor, lr=0.1)),
         lambda: zero.shard(Stack(), mesh=create_mesh(shards=(1, 1, 2)), policy=zero.Policy(lifetime="use")),
         lambda: zero.Policy(block=0, lifetime="forever"),
+        lambda: zero.Policy(block=64, codecs=zero.Codecs(weights=Blockwise(8, 128))),
     ]
     said = []
     for attempt in tries:
@@ -123,6 +125,7 @@ def test_refusals_name_the_cure():
         "elementwise",
         "nearest",
         "forever",
+        "nearest: 128",
     ]
     for text, word in zip(run_ranks(2, refusals)[0], expected, strict=True):
         assert word in text
