@@ -11,16 +11,20 @@ OUT ?= runs/quickstart
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+# The stamp names the requirement, so that another TORCH is installed over the first.
+TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
 .PHONY: quickstart test test-slow bench lint clean
 
-$(VENV)/.torch:
+$(TORCH_STAMP):
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megazero needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH)"
 	$(BIN)/pip install --quiet $(TORCH)
+	@rm -f $(VENV)/.torch-*
 	@touch $@
 
-$(VENV)/.base: $(VENV)/.torch setup.cfg pyproject.toml
+$(VENV)/.base: $(TORCH_STAMP) setup.cfg pyproject.toml
 	@echo "installing megazero"
 	$(BIN)/pip install --quiet --editable '.[plot]'
 	@touch $@

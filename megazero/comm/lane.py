@@ -99,10 +99,13 @@ class Lane:
                 self.poll()
 
     def drain(self) -> None:
+        """Wait for every chain."""
         while self.tickets:
-            self.wait(self.tickets[-1])
+            self.wait(self.tickets[0])
             if self.stream is not None:
-                self.tickets.pop()
+                self.tickets.popleft()
+            else:
+                self.poll()  # takes finished chains off the front
 
     def take_stalls(self) -> float:
         """Seconds the compute stream stood waiting since the last call (CUDA; synchronises)."""
@@ -147,13 +150,16 @@ class Lane:
             self.tickets.popleft()
 
     def _wait_event(self, ticket: Ticket) -> None:
-        if ticket.event.query():
-            return
         stream = torch.cuda.current_stream()
+        if ticket.event.query() or self.timed is no_timing:
+            stream.wait_event(ticket.event)
+            ticket.keep = ()  # its memory is the compute stream's, which now comes after the chain
+            return
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
         stream.wait_event(ticket.event)
         after.record(stream)
+        ticket.keep = ()
         self.stalls.append((before, after))
 
 

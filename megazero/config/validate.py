@@ -79,6 +79,15 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             "--save-interval",
         ),
         (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
+        (
+            ["min_lr", "lr_decay_iters", "lr_decay_samples"],
+            opt.lr_decay_style != "constant",
+            "a --lr-decay-style that decays",
+        ),
+        (["split", "data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"),
+        (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
+        (["save_retain_interval"], config.checkpoint.save_keep_last is not None, "--save-keep-last"),
+        (["load_optim", "load_rng"], not config.checkpoint.finetune, "continuing the run (no --finetune)"),
         (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
     )
     said: set[str] = set()

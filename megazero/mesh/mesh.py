@@ -51,6 +51,13 @@ class Mesh:
     rank: int
     device: torch.device
     axes: dict[str, Axis] = field(repr=False)
+    _claims: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    def claim(self) -> None:
+        """Take the axes' communicators for one engine: two would issue collectives on them in no common order."""
+        if self._claims:
+            raise RuntimeError("this mesh already serves an engine: call create_mesh() again for another one")
+        self._claims.append("engine")
 
     @property
     def world_size(self) -> int:

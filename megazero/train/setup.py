@@ -222,6 +222,16 @@ def make_datasets(
         cache_dir=data.data_cache_path,
         eod_mask_loss=data.eod_mask_loss,
     )
+    for name, flag, data_set, wanted in (
+        ("train", "--train-iters", train, schedules.batch.consumed_after(schedules.last_iteration)),
+        ("valid", "--eval-iters", valid, config.training.eval_iters * config.batch.global_batch_size),
+    ):
+        if data_set is not None and len(data_set) < wanted:
+            most = len(data_set) // config.batch.global_batch_size
+            raise ValueError(
+                f"the {name} data has {len(data_set)} samples and the run takes {wanted}: lower {flag} to at most "
+                f"{most}, add data, or give the blend weights (they repeat data)"
+            )
     return train, valid
 
 

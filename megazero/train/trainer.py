@@ -102,6 +102,8 @@ class Trainer:
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()
+        for lane in (self.engine.gathers, self.engine.reductions):
+            lane.take_stalls()  # of an evaluation
         began = time.perf_counter()
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"

@@ -52,6 +52,7 @@ def shard(
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
     plan = build_units(module, units, mesh, policy, chosen, init)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
+    mesh.claim()
     return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic())
 
 

@@ -39,10 +39,16 @@ def build_units(
     A parameter shared by several modules belongs to the first spec that holds it; the others' hooks gather
     that unit too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init.
     """
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
+        if buffer.device != mesh.device:
+            buffer.data = buffer.data.to(mesh.device)
     groups = [tuple(s) if isinstance(s, Sequence) else (s,) for s in specs]
     modules = dict(module.named_modules(remove_duplicate=False))
     _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
     names = {id(p): n for n, p in module.named_parameters()}
+    _refuse_different_starts(module, mesh)
     owner: dict[int, Unit] = {}
     units: list[Unit] = []
     for group in [*groups, (module,)]:
@@ -111,6 +117,22 @@ def _initial_values(label, params, group, init, device, sum_dtype) -> dict[str, 
             )
         values[name] = value.to(device=device, dtype=sum_dtype)
     return values
+
+
+def _refuse_different_starts(module: nn.Module, mesh: Mesh) -> None:
+    """Each rank gives its own slices: ranks that start from other values would mix them, or drift apart."""
+    values = [p.detach() for p in module.parameters() if not p.is_meta]
+    if not values or mesh.dp_size == 1:
+        return
+    row = torch.stack([v.double().sum() for v in values]).to(mesh.device)
+    rows = mesh.gather_rows(row)[mesh.tp.index :: mesh.tp.size]
+    differ = (rows != rows[0]).logical_and(rows == rows).any(0).nonzero()
+    if len(differ):
+        names = [n for n, p in module.named_parameters() if not p.is_meta]
+        raise ValueError(
+            f"data-parallel ranks start from different values of {names[int(differ[0])]!r}: build the module from "
+            "the same seed, or load the same weights, on every rank"
+        )
 
 
 def _one_dtype(label: str, params: Mapping[str, nn.Parameter]) -> torch.dtype:

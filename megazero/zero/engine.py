@@ -86,7 +86,10 @@ class Engine:
                 f"begin_step needs micro_batches >= 1 and divisor > 0, got {micro_batches} and {divisor}"
             )
         if self.micro_batches:
-            raise RuntimeError("begin_step was called twice: call step() after the step's last backward")
+            raise RuntimeError(
+                "begin_step was called twice: call step() after the step's last backward, or abort_step()"
+            )
+        self._check_frozen()
         self.micro_batches, self.divisor, self._done_backwards = micro_batches, float(divisor), 0
         self.reducing.micro_batches = micro_batches
         for unit in self.units:
@@ -102,6 +105,10 @@ class Engine:
         """
         self._check_backwards()
         self.reducing.wait()
+        if self.mesh.device.type == "cuda":
+            # The norm is read by the host below: standing here instead keeps the reductions' tail out of the
+            # optimizer's time.
+            torch.cuda.current_stream().synchronize()
         with self.timed("optimizer"):
             self._sum_partial()
             norm = self._global_norm()
@@ -111,6 +118,14 @@ class Engine:
                 self.optimizer.update()
         self._end_step(updated=not skipped)
         return StepInfo(norm, skipped)
+
+    def abort_step(self) -> None:
+        """Give the open step up, on every rank alike (after an exception): no update, gradients are forgotten."""
+        self.reducing.abort()
+        self._backward_open = False
+        for unit in self.units:
+            unit.active, unit.in_backward = 0, False
+        self._end_step(updated=False)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -140,12 +155,15 @@ class Engine:
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         for unit in units:
             self.gathering.ensure(unit)
+            unit.pinned += 1
         try:
             yield
             if write:
                 for unit in units:
                     self._take_written(unit)
         finally:
+            for unit in units:
+                unit.pinned -= 1
             self.gathering.drop_all()
 
     def invalidate(self) -> None:
@@ -167,14 +185,32 @@ class Engine:
                 unit.params[name].register_post_accumulate_grad_hook(
                     lambda p, unit=unit, name=name: self._grad_ready(unit, name, p)
                 )
-        self.module.register_state_dict_pre_hook(self._guard_state_dict)
-
-    def _guard_state_dict(self, *_: Any) -> None:
-        if not all(u.full_present for u in self.units):
-            raise RuntimeError(
-                "the module's parameters are sharded: use `with engine.gathered(): module.state_dict()`, or save "
-                "a sharded checkpoint"
+        owner = {id(p): unit for unit in self.units for p in unit.params.values()}
+        for module in self.module.modules():
+            held = list(dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner))
+            module.register_state_dict_pre_hook(
+                lambda *_, held=held: self._guard(held, "state_dict", "gathered()")
             )
+            module.register_load_state_dict_pre_hook(
+                lambda *_, held=held: self._guard(held, "load_state_dict", "gathered(write=True)")
+            )
+
+    def _guard(self, held: list[Unit], call: str, inside: str) -> None:
+        """Outside of ``gathered`` parameters may be absent, stale, or overwritten from the master weights."""
+        if not all(u.pinned for u in held):
+            raise RuntimeError(
+                f"the module's parameters are sharded: use `with engine.{inside}: module.{call}(...)`, or a sharded "
+                "checkpoint"
+            )
+
+    def _check_frozen(self) -> None:
+        for unit in self.units:
+            now = [n for n, p in unit.params.items() if p.requires_grad]
+            if now != unit.trainable:
+                changed = sorted(set(now) ^ set(unit.trainable))
+                raise RuntimeError(
+                    f"requires_grad of {changed[0]} changed after zero.shard: freeze parameters before, or shard anew"
+                )
 
     def _pre_forward(self, needs: list[Unit]) -> None:
         recompute = torch._C._current_graph_task_id() != -1
@@ -274,7 +310,9 @@ class Engine:
     def _take_written(self, unit: Unit) -> None:
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
             values = unit.full[slot.start + low : slot.start + high]
-            unit.master[at : at + high - low].copy_(values)
+            own = unit.master[at : at + high - low]
+            # What was not written keeps its bits below the parameters' precision.
+            own.copy_(torch.where(values == own.to(unit.dtype), own, values.to(own.dtype)))
         unit.master_version += 1
 
     # -- the update ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from megazero.comm.lane import Lane
 from megazero.comm.traffic import Traffic
@@ -68,7 +69,8 @@ class Gathering:
     def prefetch(self) -> None:
         """Start gathers of the units that come next, within the policy's bytes."""
         budget = self.policy.prefetch_bytes - sum(u.full.nbytes for u in self.ahead)
-        for index in self.order.upcoming(wrap=self.more_passes()):
+        # At most two passes ahead: a long evaluation is one pass of many forwards.
+        for index in islice(self.order.upcoming(wrap=self.more_passes()), 2 * len(self.units)):
             unit = self.units[index]
             if unit.ready or unit.ticket is not None:
                 continue
@@ -80,7 +82,7 @@ class Gathering:
 
     def release(self, unit: Unit) -> None:
         """Drop the gathered parameters unless someone uses them now or next."""
-        if not unit.levels.p or unit.active or unit.in_backward or unit.ticket is not None:
+        if not unit.levels.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
             return
         keep = self.policy.keep_gathered and self.mode == "train" and self.more_passes()
         if not keep and not self.order.next_is(self.index[unit], self.more_passes()):
@@ -92,7 +94,7 @@ class Gathering:
         self.ahead.clear()
         for unit in self.units:
             unit.ticket = None
-            if unit.levels.p:
+            if unit.levels.p and not unit.pinned:
                 unit.drop_full()
 
     def _launch(self, unit: Unit) -> None:

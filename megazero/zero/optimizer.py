@@ -73,6 +73,10 @@ def default_adamw(**options: Any) -> OptimizerFactory:
     return lambda groups: torch.optim.AdamW(groups, fused=True, **options)
 
 
+# Optimizers whose state starts as zeros, so that it can be made before the first step.
+_ZERO_START = frozenset({"Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "SGD"})
+
+
 class SliceOptimizer:
     """Owns the runs and the torch optimizer over their leaves."""
 
@@ -118,6 +122,12 @@ class SliceOptimizer:
         """Create the optimizer's state tensors without changing weights: one step with lr 0 and zero gradients."""
         if all(self.torch.state.get(r.leaf) for r in self.runs):
             return
+        name = type(self.torch).__name__
+        if name not in _ZERO_START:
+            raise ValueError(
+                f"{name} has no state before its first step, and what it starts from is not known to be zero: save "
+                f"or load after a step, or use one of {', '.join(sorted(_ZERO_START))}"
+            )
         saved = [(g["lr"], g.get("weight_decay")) for g in self.torch.param_groups]
         for group in self.torch.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0

@@ -12,7 +12,6 @@ class Order:
     def __init__(self) -> None:
         self.sequence: list[int] = []
         self.position = 0
-        self.misses = 0
 
     def begin(self) -> None:
         """Start a pass. The last one may have been shorter than the record: then its tail is forgotten."""
@@ -25,7 +24,6 @@ class Order:
         at = self.position
         if at < len(self.sequence) and self.sequence[at] != index:
             del self.sequence[at:]
-            self.misses += 1
         if at == len(self.sequence):
             self.sequence.append(index)
         self.position += 1

@@ -54,6 +54,12 @@ class Reducing:
             self.lane.wait(self.pending.popleft())
         self.lane.drain()
 
+    def abort(self) -> None:
+        """Finish what is on its way and forget the rest of the step."""
+        self.wait()
+        self.queue.clear()
+        self.complete.clear()
+
     def _submit(self) -> None:
         while self.queue and self.queue[0] in self.complete:
             unit = self.queue.popleft()

@@ -71,6 +71,7 @@ class Unit:
         self.ticket: Ticket | None = None  # gather in flight
         self.active = 0  # modules in forward that use it now
         self.in_backward = False
+        self.pinned = 0  # open gathered() blocks that hold it
         self.pending: set[str] = set()  # trainable parameters without a gradient in this micro-batch
         self.touched: set[str] = set()  # parameters whose part of grad was written in this step
         self.backwards = 0  # completed backwards in this step
@@ -122,6 +123,7 @@ class Unit:
                 torch.utils.swap_tensors(param, fresh)
             # .data keeps the Parameter's own version counter: gathers into full do not look like edits.
             param.data = view
+            param.grad = None
         if self.levels.p:
             self.drop_full()
 

@@ -339,3 +339,94 @@ def test_a_dead_peer_is_reported_with_rank_unit_and_axis():
     assert answers[0][0], answers[0]
     for word in ("rank 0", "layers.", "p_intra", "A peer died"):
         assert word in answers[0][1], answers[0][1]
+
+
+def shorter_evaluations():
+    """Gathers that ran ahead and were never used are finished, whatever their order of completion."""
+    mesh = create_mesh(shards=(2, 2, 2))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8), nn.Linear(8, 8))
+    engine = zero.shard(model, mesh=mesh, units=model)
+    for forwards in (3, 1, 3, 1):
+        with engine.evaluation():
+            for _ in range(forwards):
+                model(torch.ones(2, 8))
+    engine.begin_step(1)
+    model(torch.ones(2, 8)).sum().backward()
+    return engine.step().grad_norm
+
+
+def test_unused_gathers_are_finished():
+    norms = run_ranks(2, shorter_evaluations, timeout=30)
+    assert norms[0] == norms[1] > 0
+
+
+def user_mistakes():
+    said = []
+
+    def attempt(call):
+        try:
+            call()
+            said.append("nothing")
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+
+    model, engine = make()
+    attempt(lambda: zero.shard(Stack(), mesh=engine.mesh))
+    attempt(lambda: model.layers[0].state_dict())
+    attempt(lambda: model.load_state_dict(Stack().state_dict()))
+    model.layers[0].bias.requires_grad_(False)
+    attempt(engine.begin_step)
+    torch.manual_seed(dist.get_rank())
+    other = nn.Linear(8, 8)
+    attempt(lambda: zero.shard(other, mesh=create_mesh(shards=(1, 1, 1))))
+    return said
+
+
+def test_user_mistakes_are_named():
+    expected = ["create_mesh() again", "sharded", "sharded", "requires_grad", "start from different values"]
+    for said in run_ranks(2, user_mistakes):
+        assert [word in text for word, text in zip(expected, said, strict=True)] == [True] * 5, said
+
+
+def aborted():
+    model, engine = make()
+    plain, plain_engine = make()
+    x = torch.ones(3, 8)
+    engine.begin_step(2)
+    model(x).sum().backward()
+    model(x)
+    engine.abort_step()
+    norms = []
+    for net, each in ((model, engine), (plain, plain_engine)):
+        each.begin_step(1)
+        net(x).sum().backward()
+        norms.append(each.step().grad_norm)
+    return norms
+
+
+def test_an_aborted_step_leaves_no_trace():
+    for first, second in run_ranks(2, aborted):
+        assert first == second
+
+
+def reads_while_gathered():
+    mesh = create_mesh(shards=(2, 2, 2))
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).bfloat16()
+    engine = zero.shard(model, mesh=mesh, units=[model], optimizer=partial(torch.optim.SGD, lr=1e-4))
+    engine.begin_step(1)
+    model(torch.ones(2, 8).bfloat16()).sum().backward()
+    engine.step()
+    before = weights(engine)
+    with engine.gathered(write=True), torch.no_grad():
+        model(torch.ones(2, 8).bfloat16())
+        model.bias[0] = 3.0
+    after = weights(engine)
+    changed = {n: int((before[n] != after[n]).sum()) for n in before}
+    return changed, float(after["bias"][0])
+
+
+def test_gathered_survives_a_forward_and_keeps_masters_that_were_not_written():
+    for changed, value in run_ranks(2, reads_while_gathered):
+        assert changed == {"weight": 0, "bias": 1} and value == 3.0

@@ -40,7 +40,8 @@ def test_gathers_outermost_first_rebuild_the_buffer(sizes):
     held = {i: full[p.start : p.start + p.numel] for i, lay in every.items() for p in lay.pieces(len(sizes))}
     for axis in reversed(range(len(sizes))):
         held = {
-            i: np.concatenate([held[(*i[:axis], k, *i[axis + 1 :])] for k in range(sizes[axis])]) for i in every
+            i: np.concatenate([held[(*i[:axis], k, *i[axis + 1 :])] for k in range(sizes[axis])])
+            for i in every
         }
     assert all(np.array_equal(x, full) for x in held.values())
 
