@@ -54,6 +54,7 @@ __all__ = [
     "load",
     "load_full",
     "read_manifest",
+    "read_state",
     "save",
     "verify",
 ]
@@ -188,6 +189,11 @@ def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch
         )
     load(path, records=records, kinds=(kind,))
     return tensors
+
+
+def read_state(path: str | os.PathLike) -> dict[str, Any]:
+    """The ``state`` of a checkpoint directory, as saved."""
+    return json.loads((Path(path) / STATE_FILE).read_bytes())
 
 
 def verify(path: str | os.PathLike) -> Manifest:

@@ -95,8 +95,12 @@ class Checkpointing:
 
     def load(self) -> Progress:
         """Continue from the newest complete checkpoint under --load; a fresh start only where asked for."""
+        progress = self._load()
+        self._refuse_another_runs_folder(progress.run_id)
+        return progress
+
+    def _load(self) -> Progress:
         options = self.config.checkpoint
-        self._refuse_another_runs_folder()
         if options.load is None:
             return Progress()
         path = self._agreed_latest(options.load)
@@ -131,12 +135,11 @@ class Checkpointing:
         notes = (*_incomplete(options.load, manifest.step), *self._changed_order(manifest.configuration))
         return Progress(state["iteration"], state["consumed_samples"], state["run_id"], notes)
 
-    def _refuse_another_runs_folder(self) -> None:
-        """A run that does not continue the checkpoints under --save would overwrite and prune them."""
+    def _refuse_another_runs_folder(self, run_id: str) -> None:
+        """A run that is not the one of the checkpoints under --save would overwrite and prune them."""
         options = self.config.checkpoint
         held = self._agreed_latest(options.save) if options.save else None
-        continues = options.load is not None and not options.finetune
-        if held is None or continues and Path(options.load or "").resolve() == held.parent.resolve():
+        if held is None or run_id and store.read_state(held)["run_id"] == run_id:
             return
         raise store.CheckpointError(
             f"--save {options.save} holds checkpoints of another run, up to '{held.name}': continue that run with "

@@ -43,7 +43,7 @@ def write(tmp_path, name, content):
 
 def test_values_of_every_kind():
     config = run(
-        "--tensor-model-parallel-size=2 --bf16 --adam-beta2 .95 --zero-shard 2,2,4 --data-cache-path c"
+        "--tensor-model-parallel-size=2 --bf16 --adam-beta2 .95 --zero-shard 2,2,4 --wandb-project c"
     )
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.precision.params_dtype == "bf16"
