@@ -81,5 +81,6 @@ class Reducing:
             return
         keep = () if staging is None else (staging,)
         self.pending.append(self.lane.submit(unit.name, plan, chain, keep))
-        while len(self.pending) > self.policy.pending_reductions:
+        # The bound is on staging memory; where there is none (G = 1) the backward need not wait.
+        while staging is not None and len(self.pending) > self.policy.pending_reductions:
             self.lane.wait(self.pending.popleft())

@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -50,10 +51,11 @@ def run_rank(rank: int, world: int, store: str, options: argparse.Namespace, que
     if world == 1:
         steps = {"megazero": c.ours("ddp", shape, 1, device)[0], "bare torch": c.bare(shape, device)}
     else:
-        steps = {preset: c.ours(preset, shape, node, device)[0] for preset in PAIRS}
-        steps["fsdp2"] = c.fsdp2(shape, device)
-        steps["hsdp"] = c.fsdp2(shape, device, replicas=2)
-        steps["torch ddp"] = c.ddp(shape, device)
+        makers = {p: partial(_ours, c, p, shape, node, device) for p in PAIRS}
+        makers["fsdp2"] = lambda: c.fsdp2(shape, device)
+        makers["hsdp"] = lambda: c.fsdp2(shape, device, replicas=2)
+        makers["torch ddp"] = lambda: c.ddp(shape, device)
+        steps = {name: make() for name, make in makers.items() if not options.only or name in options.only}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(options.rounds + 1):
         for name, step in steps.items():
@@ -81,6 +83,10 @@ def run_rank(rank: int, world: int, store: str, options: argparse.Namespace, que
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _ours(c, preset, shape, node, device):
+    return c.ours(preset, shape, node, device)[0]
 
 
 def launch(world: int, options: argparse.Namespace) -> tuple[dict, dict, int, int]:
@@ -116,6 +122,8 @@ def report(world: int, result: tuple[dict, dict, int, int]) -> dict:
     pairs = {"megazero": "bare torch"} if world == 1 else PAIRS
     ratios = {}
     for mine, theirs in pairs.items():
+        if mine not in times or theirs not in times:
+            continue
         per_round = [a / b for a, b in zip(times[mine], times[theirs], strict=True)]
         ratios[f"{mine} / {theirs}"] = statistics.median(times[mine]) / statistics.median(times[theirs])
         print(
@@ -142,6 +150,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps per turn")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument(
+        "--only", nargs="*", help="contestants of the several-rank part, e.g. ddp 'torch ddp'"
+    )
     parser.add_argument("--json")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
