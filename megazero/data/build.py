@@ -92,6 +92,7 @@ class _Builder:
         self.sources, self.weights, self.spec, self.cache_dir = sources, weights, spec, cache_dir
 
     def build(self, name: str, bounds: tuple[float, float], count: int) -> Dataset:
+        """One split of all sources: blended by weights, by size, or the one source alone."""
         if self.weights is not None:
             prepared = member_sizes(self.weights, count, SURPLUS)
             members = [self._member(i, name, bounds, n) for i, n in enumerate(prepared)]

@@ -181,6 +181,7 @@ def make_mesh(config: RunConfig, launch: Launch, device: torch.device, timeout: 
 
 
 def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:
+    """Batch size and learning rate over the run. Raises ValueError for sizes that do not divide."""
     batch, optimizer, training = config.batch, config.optimizer, config.training
     assert batch.micro_batch_size and batch.global_batch_size and optimizer.lr
     sizes = BatchSchedule.constant(batch.global_batch_size, batch.micro_batch_size, mesh.dp_size)
@@ -206,6 +207,7 @@ def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:
 def make_datasets(
     config: RunConfig, tokenizer: TokenizerInfo, schedules: Schedules
 ) -> tuple[Dataset | None, Dataset | None]:
+    """Train and validation data, None where not used. Raises ValueError for data too short for the run."""
     data, length = config.data, config.model.seq_length
     assert length and config.batch.global_batch_size
     train, valid, _ = build_datasets(
