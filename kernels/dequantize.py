@@ -1,7 +1,10 @@
 """Decode: payload and scales to values, q * s exact in fp32, then rounded to the output's dtype.
 
-Bytes moved per element, one pass: read bits / 8 + 2 / block, write 4 (fp32) or 2 (bf16, fp16). Accesses are as
-quantize's.
+Adding to the output (receivers of differences), the fp32 sum has one rounding, since q * s is exact, and one more
+to the output's dtype: the same bits on every implementation.
+
+Bytes moved per element, one pass: read bits / 8 + 2 / block, write 4 (fp32) or 2 (bf16, fp16), and read as much
+again if adding. Accesses are as quantize's.
 """
 
 from __future__ import annotations
@@ -9,26 +12,29 @@ from __future__ import annotations
 import torch
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
-from megazero.kernels.values import raw, store_values
+from megazero.kernels.values import load_values, raw, store_values
 
 
-def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format) -> None:
-    """Coded part of messages uint8 [k, m], contiguous -> out [k, n], any float dtype, rows contiguous."""
+def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool = False) -> None:
+    """Coded part of messages uint8 [k, m], contiguous -> out [k, n], any float dtype, rows contiguous.
+
+    add: out = out + decoded, in fp32 (fp64 out: in fp64).
+    """
     if not out.numel():
         return
     if use_kernel(messages, out):
-        _launch(messages, out, form)
+        _launch(messages, out, form, add)
     else:
-        reference(messages, out, form)
+        reference(messages, out, form, add)
 
 
-def reference(messages: torch.Tensor, out: torch.Tensor, form: Format) -> None:
+def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool = False) -> None:
     """The same in torch, on any device."""
     n = out.shape[1]
     payload, scales = form.payload(messages, n), form.scales(messages, n)
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     size = min(n, max(CHUNK, form.block))
-    direct = out.dtype == dtype
+    direct = out.dtype == dtype and not add
     buffer = torch.empty(0 if direct else size, dtype=dtype, device=out.device)
     for row in range(len(messages)):
         for low in range(0, n, size):
@@ -38,6 +44,8 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format) -> None:
             digits = piece if direct else buffer[: high - low]
             unpack(payload[row, blocks], digits, form)
             digits.view(-1, form.block).mul_(scales[row, blocks].to(dtype)[:, None])
+            if add:
+                digits.add_(piece)
             if not direct:
                 piece.copy_(digits)
 
@@ -79,7 +87,7 @@ def load_tile(
 @jit
 def _kernel(
     messages, halves, out, total, row_blocks, row_bytes, row_stride,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
@@ -89,14 +97,17 @@ def _kernel(
     start = (g // row_blocks) * row_stride + (g % row_blocks) * BLOCK
     p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
     at = start[:, None, None] + p * PART + j
-    store_values(out, at, values, valid[:, None, None])
+    mask = valid[:, None, None]
+    if ADD:
+        values += load_values(out, at, mask)
+    store_values(out, at, values, mask)
 
 
-def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format) -> None:
+def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) -> None:
     row_blocks = form.blocks(out.shape[1])
     total, r = row_blocks * len(messages), blocks_per_program(form.block)
     _kernel[(-(-total // r),)](
         messages.view(torch.int8), messages.view(torch.int16), raw(out),
-        total, row_blocks, messages.shape[1], out.stride(0), form.bits, form.block, r,
+        total, row_blocks, messages.shape[1], out.stride(0), form.bits, form.block, add, r,
         enable_fp_fusion=False,
     )  # fmt: skip

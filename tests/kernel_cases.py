@@ -76,6 +76,8 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
         messages, reordered = buffer(form, rows, n, where), buffer(form, order.pieces, form.block * 2, where)
         summed = buffer(next_form, 2, n // 2, where)
         decoded = torch.zeros(rows, n, dtype=case.dtype, device=where)
+        added = x.roll(form.block + 5).to(where).repeat(1, 2)  # only its middle is added to
+        part = added[:, 1 : n + 1]
         sums = torch.ones(n, device=where)
         here, there = x.to(where), flat.to(where)[: order.pieces * form.block * 2]
         fused = dequantize_sum_quantize
@@ -83,17 +85,19 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             assert dispatch.use_kernel(messages, x), "the kernels do not run here"
             quantize.quantize(here, messages, form, noise)
             dequantize.dequantize(messages, decoded, form)
+            dequantize.dequantize(messages, part, form, add=True)
             dequantize_accumulate.dequantize_accumulate(messages, sums, form, True)
             fused.dequantize_sum_quantize(messages, n, form, summed, next_form, noise)
             reorder_quantize.reorder_quantize(there, reordered, form, order, noise)
         else:
             quantize.reference(here, messages, form, noise)
             dequantize.reference(messages, decoded, form)
+            dequantize.reference(messages, part, form, add=True)
             dequantize_accumulate.reference(messages, sums, form, True)
             fused.reference(messages, n, form, summed, next_form, noise)
             reorder_quantize.reference(there, reordered, form, order, noise)
-        results.append((messages, decoded, sums, summed, reordered))
-    names = ("quantize", "dequantize", "accumulate", "sum_quantize", "reorder_quantize")
+        results.append((messages, decoded, added, sums, summed, reordered))
+    names = ("quantize", "dequantize", "add", "accumulate", "sum_quantize", "reorder_quantize")
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 

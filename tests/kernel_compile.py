@@ -57,7 +57,8 @@ def main() -> None:
         "quantize": (quantize, {**buffers, "x": "*fp32"}, {**eight, **sums, "CLIP": 0}),
         "quantize with clip": (quantize, {**buffers, "x": "*fp16"}, {**four, **sums, "CLIP": 4}),
         "reorder_quantize": (reorder_quantize, {**buffers, "x": "*i16"}, {**four, **sums, "CLIP": 0}),
-        "dequantize": (dequantize, {**buffers, "out": "*i16"}, eight),
+        "dequantize": (dequantize, {**buffers, "out": "*i16"}, {**eight, "ADD": False}),
+        "dequantize and add": (dequantize, {**buffers, "out": "*i16"}, {**eight, "ADD": True}),
         "accumulate": (dequantize_accumulate, {**buffers, "out": "*fp32"}, {**four, "ACCUMULATE": True}),
         "sum_quantize": (dequantize_sum_quantize, out, {**eight, **two_hops, **sums}),
     }

@@ -180,8 +180,20 @@ class Blockwise:
         return out
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+        self._decode(messages, out, exact, add=False)
+
+    def decode_add(
+        self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None
+    ) -> None:
+        """For messages of differences: out [k, n], any float dtype, += their values, in fp32 (fp64 out: in fp64)
+        and rounded once to out's dtype; exact [k, e] is replaced. out may be columns of a wider tensor."""
+        self._decode(messages, out, exact, add=True)
+
+    def _decode(
+        self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None, add: bool
+    ) -> None:
         self._check(messages, out.shape[1], exact)
-        dequantize(messages, out, self.form)
+        dequantize(messages, out, self.form, add)
         if exact is not None:
             exact.copy_(self.exact(messages, out.shape[1], exact.shape[1]))
 
@@ -222,6 +234,8 @@ class Blockwise:
 
     def exact(self, messages: torch.Tensor, n: int, e: int) -> torch.Tensor:
         """View [k, e], exact_dtype, of the exact region of messages [k, m]."""
+        if not e:  # an empty message's strides do not allow a view
+            return messages.new_empty(len(messages), 0, dtype=self.exact_dtype)
         start = self._exact_start(n)
         return messages[:, start : start + e * self.exact_dtype.itemsize].view(self.exact_dtype)
 

@@ -62,6 +62,7 @@ def test_bandwidth(codec: Blockwise, dtype: torch.dtype, capsys: pytest.CaptureF
     moved = {
         "quantize": (x.nbytes + messages.nbytes, lambda: codec.encode(x, noise=noise, out=messages)),
         "dequantize": (x.nbytes + messages.nbytes, lambda: codec.decode(messages, x)),
+        "dequantize and add": (2 * x.nbytes + messages.nbytes, lambda: codec.decode_add(messages, x)),
         "accumulate": (messages.nbytes + 2 * sums.nbytes, lambda: codec.decode_sum(messages, sums, True)),
         "sum_quantize": (
             messages.nbytes * (1 + 1 / k),

@@ -171,6 +171,60 @@ def test_decode_rounds_the_fp32_value_once(dtype: torch.dtype) -> None:
     assert torch.equal(out, round_trip(codec, x).to(dtype))
 
 
+@HEAVY
+@given(
+    seed=st.integers(0, 1 << 30), bits=BITS, k=st.integers(1, 3), blocks=st.integers(0, 3), e=st.integers(0, 5),
+    dtype=DTYPE,
+)  # fmt: skip
+def test_decode_add_rounds_the_fp32_sum_once(
+    seed: int, bits: int, k: int, blocks: int, e: int, dtype: torch.dtype
+) -> None:
+    """In the middle columns of a wider tensor; the exact region is replaced."""
+    codec, n = Blockwise(bits, 32), blocks * 32
+    x, exact = drawn(seed, k, n, 0.1), drawn(seed + 1, k, e, 1.0)
+    messages, wide = codec.encode(x, exact), drawn(seed + 2, k, n + 5, 1.0, dtype)
+    working = torch.promote_types(dtype, torch.float32)
+    decoded, expected = torch.empty(k, n), wide.clone()
+    codec.decode(messages, decoded, torch.empty(k, e))
+    expected[:, 2 : n + 2] = (wide[:, 2 : n + 2].to(working) + decoded.to(working)).to(dtype)
+    exact_out = torch.ones(k, e)
+    codec.decode_add(messages, wide[:, 2 : n + 2], exact_out)
+    assert torch.equal(wide, expected)
+    assert torch.equal(exact_out, exact)
+
+
+def test_decode_add_keeps_what_rounded_differences_would_lose() -> None:
+    """bf16 out: adding the difference rounded to bf16 gives other bits, so the test above could fail."""
+    codec, x = Blockwise(8), drawn(12, 1, 1280, 0.1)
+    held = drawn(13, 1, 1280, 1.0, torch.bfloat16)
+    rounded_twice = held + round_trip(codec, x).bfloat16()
+    codec.decode_add(codec.encode(x), held)
+    assert not torch.equal(held, rounded_twice)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("e", [0, 6])
+def test_slices_of_exact_elements_alone(bits: int, e: int) -> None:
+    """A unit of small parameters has no coded elements."""
+    codec, x, exact = Blockwise(bits), torch.empty(3, 0), drawn(14, 3, e, 1.0)
+    messages = codec.encode(x, exact)
+    assert messages.shape == (3, codec.message_numel(0, e))
+    for decode in (codec.decode, codec.decode_add):
+        back = torch.ones(3, e)
+        decode(messages, torch.empty(3, 0), back)
+        assert torch.equal(back, exact)
+    sums = torch.ones(e)
+    codec.decode_sum(messages, torch.empty(0), True, sums)
+    assert torch.equal(sums, 1 + exact[0] + exact[1] + exact[2])
+    middle, following = sum_encode(codec, messages, 0, codec, 2, exact=e), torch.empty(2, e // 2)
+    codec.decode(middle, torch.empty(2, 0), following)
+    assert torch.equal(following.flatten(), exact[0] + exact[1] + exact[2])
+    for pair in ((codec, Identity(torch.float32)), (Identity(torch.float32), codec)):
+        source = messages if pair[0] is codec else exact
+        out = sum_encode(pair[0], source, 0, pair[1], 2, exact=e)
+        assert out.shape == (2, pair[1].message_numel(0, e // 2))
+
+
 def test_long_slices_are_taken_in_chunks() -> None:
     codec = Blockwise(4, stochastic=True)
     x, noise = drawn(5, 1, (1 << 19) + 128, 1.0), Noise(1, 1, 1)

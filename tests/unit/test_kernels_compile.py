@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
-    "quantize", "quantize with clip", "reorder_quantize", "dequantize", "accumulate", "sum_quantize",
+    "quantize", "quantize with clip", "reorder_quantize", "dequantize", "dequantize and add", "accumulate",
+    "sum_quantize",
 )  # fmt: skip
 
 
