@@ -3,7 +3,9 @@
 A chain is a generator that issues collectives one after another and yields each one's Work; what stands
 between two yields (encode, decode, sum) runs when the collective before it has finished. A lane holds the
 chains in flight, first in first out. On gloo a chain moves on when it is polled (at every module hook) or
-waited for; on CUDA it runs through at once on the lane's stream, where waiting is an event, not a host wait.
+waited for; on CUDA it runs through at once on one of the lane's streams, where waiting is an event, not a host
+wait. Successive chains take turns on the streams, so that one's hop inside the node runs beside another's
+across nodes; chains of one unit follow each other.
 
 Every rank must issue the collectives of one communicator in the same order, whatever its timing. So a chain
 states beforehand which axes it will use (``plan``), and may use an axis only when no older chain still has to.
@@ -11,16 +13,24 @@ states beforehand which axes it will use (``plan``), and may use an axis only wh
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 Chain = Generator[dist.Work, None, None]
+STREAMS = 2  # one chain in its hop inside the node, one across nodes
+
+
+class Leg(NamedTuple):
+    """One collective of a chain: the mesh axis it uses, and the name of its hop ('refresh_inter', say) in bills."""
+
+    axis: str
+    hop: str
 
 
 class CommunicationError(RuntimeError):
@@ -32,32 +42,37 @@ class Ticket:
     """A chain in flight. ``keep`` references collective inputs until the chain's event has passed."""
 
     label: str
-    plan: tuple[str, ...]
+    plan: tuple[Leg, ...]
     chain: Chain
     keep: tuple[torch.Tensor, ...] = ()
     work: dist.Work | None = None
     issued: int = 0
     done: bool = False
     event: Any = None
+    landed: tuple[Any, ...] = ()  # CUDA, when timed: an event after every leg
 
 
 class Lane:
-    """Chains of one direction ('gather' or 'reduce'). ``timed``: context manager factory for host waits."""
+    """Chains of one direction ('gather' or 'reduce').
+
+    timed: context manager factory for host waits, called with 'exposed_' and the name of the hop waited for.
+    """
 
     def __init__(self, name: str, device: torch.device, rank: int, timed: Callable[[str], Any]) -> None:
         self.name = name
         self.rank = rank
         self.timed = timed
         self.tickets: deque[Ticket] = deque()
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.stalls: list[tuple[Any, Any]] = []  # CUDA event pairs around the compute stream's waits
+        self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if device.type == "cuda" else []
+        self.latest: dict[str, Any] = {}  # CUDA: event of each unit's last chain
+        self.stalls: list[tuple[Any, Ticket]] = []  # CUDA: events before the compute stream's waits
 
     def submit(
-        self, label: str, plan: tuple[str, ...], chain: Chain, keep: tuple[torch.Tensor, ...] = ()
+        self, label: str, plan: tuple[Leg, ...], chain: Chain, keep: tuple[torch.Tensor, ...] = ()
     ) -> Ticket:
         """Start a chain. ``keep``: tensors of the compute stream that the chain reads."""
         ticket = Ticket(label, plan, chain, keep)
-        if self.stream is not None:
+        if self.streams:
             self._run_through(ticket)
         else:
             self.tickets.append(ticket)
@@ -72,20 +87,20 @@ class Lane:
         older: set[str] = set()  # units of older chains: their sums come first
         for ticket in self.tickets:
             while not ticket.done and (ticket.work is None or ticket.work.is_completed()):
-                if ticket.issued < len(ticket.plan) and ticket.plan[ticket.issued] in reserved:
+                if ticket.issued < len(ticket.plan) and ticket.plan[ticket.issued].axis in reserved:
                     break
                 if ticket.issued and ticket.label in older:
                     break
                 self._advance(ticket)
             if not ticket.done:
-                reserved.update(ticket.plan[ticket.issued :])
+                reserved.update(leg.axis for leg in ticket.plan[ticket.issued :])
                 older.add(ticket.label)
         while self.tickets and self.tickets[0].done:
             self.tickets.popleft()
 
     def wait(self, ticket: Ticket) -> None:
         """Return when the chain's results may be used on the current stream."""
-        if self.stream is not None:
+        if self.streams:
             self._wait_event(ticket)
             return
         if ticket.done:
@@ -93,35 +108,40 @@ class Lane:
         self.poll()
         if ticket.done:
             return
-        with self.timed(f"exposed_{self.name}"):
-            while not ticket.done:
-                self._finish_work(next(t for t in self.tickets if not t.done))
+        while not ticket.done:
+            first = next(t for t in self.tickets if not t.done)
+            with self.timed(f"exposed_{first.plan[max(first.issued - 1, 0)].hop}"):
+                self._finish_work(first)
                 self.poll()
 
     def drain(self) -> None:
         """Wait for every chain."""
         while self.tickets:
             self.wait(self.tickets[0])
-            if self.stream is not None:
+            if self.streams:
                 self.tickets.popleft()
             else:
                 self.poll()  # takes finished chains off the front
 
-    def take_stalls(self) -> float:
-        """Seconds the compute stream stood waiting since the last call (CUDA; synchronises)."""
-        total = 0.0
-        for before, after in self.stalls:
-            after.synchronize()
-            total += before.elapsed_time(after) / 1e3
+    def take_stalls(self) -> dict[str, float]:
+        """Seconds the compute stream stood waiting since the last call, by hop (CUDA; synchronises)."""
+        out: defaultdict[str, float] = defaultdict(float)
+        for before, ticket in self.stalls:
+            stood = 0.0
+            for leg, landed in zip(ticket.plan, ticket.landed, strict=True):
+                landed.synchronize()
+                until = max(stood, before.elapsed_time(landed) / 1e3)  # negative: had landed before the wait
+                out[f"exposed_{leg.hop}"] += until - stood
+                stood = until
         self.stalls.clear()
-        return total
+        return dict(out)
 
     def _finish_work(self, ticket: Ticket) -> None:
         try:
             if ticket.work is not None:
                 ticket.work.wait()
         except RuntimeError as error:
-            at = ticket.plan[ticket.issued - 1] if ticket.issued else "start"
+            at = ticket.plan[ticket.issued - 1].axis if ticket.issued else "start"
             raise CommunicationError(
                 f"rank {self.rank}: {self.name} of unit {ticket.label!r} failed on axis {at!r}, hop "
                 f"{ticket.issued} of {len(ticket.plan)}: {error}. A peer died, stalls, or the link is down: look "
@@ -138,29 +158,35 @@ class Lane:
             ticket.issued += 1
 
     def _run_through(self, ticket: Ticket) -> None:
-        assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        stream = self.streams[0]
+        self.streams.append(self.streams.pop(0))
+        stream.wait_stream(torch.cuda.current_stream())
+        if ticket.label in self.latest:
+            stream.wait_event(self.latest[ticket.label])
+        watched = self.timed is not no_timing
+        landed: list[Any] = []
+        with torch.cuda.stream(stream):
             while not ticket.done:
                 self._advance(ticket)
-            ticket.event = torch.cuda.Event()
+                if watched and ticket.issued > len(landed):
+                    landed.append(torch.cuda.Event(enable_timing=True))
+                    landed[-1].record()
+            ticket.event = torch.cuda.Event(enable_timing=watched)
             ticket.event.record()
+        self.latest[ticket.label] = ticket.event
+        ticket.landed = (*landed[1:], ticket.event) if landed else ()
         self.tickets.append(ticket)
-        while len(self.tickets) > 1 and self.tickets[0].event.query():
+        while len(self.tickets) > STREAMS and self.tickets[0].event.query():
             self.tickets.popleft()
 
     def _wait_event(self, ticket: Ticket) -> None:
         stream = torch.cuda.current_stream()
-        if ticket.event.query() or self.timed is no_timing:
-            stream.wait_event(ticket.event)
-            ticket.keep = ()  # its memory is the compute stream's, which now comes after the chain
-            return
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)
+        if not ticket.event.query() and self.timed is not no_timing:
+            before = torch.cuda.Event(enable_timing=True)
+            before.record(stream)
+            self.stalls.append((before, ticket))
         stream.wait_event(ticket.event)
-        after.record(stream)
-        ticket.keep = ()
-        self.stalls.append((before, after))
+        ticket.keep = ()  # its memory is the compute stream's, which now comes after the chain
 
 
 def no_timing(_: str) -> Any:

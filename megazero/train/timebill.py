@@ -11,7 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-ITEMS = ("compute", "exposed_gather", "exposed_reduce", "optimizer", "data", "other")
+# Waits for communication, by hop: refresh across nodes, gather inside a node, ...
+EXPOSED = tuple(
+    f"exposed_{kind}_{link}" for kind in ("refresh", "gather", "reduce") for link in ("intra", "inter")
+)
+ITEMS = ("compute", *EXPOSED, "optimizer", "data", "other")
 _TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an iteration err by less
 
 

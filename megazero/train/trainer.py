@@ -123,11 +123,9 @@ class Trainer:
             self.guard.check_loss(iteration, loss, own, self._gather)
             info = self.engine.step()
             self.guard.check_norm(iteration, info.grad_norm, own, self._gather)
-            for name, lane in (
-                ("exposed_gather", self.engine.gathers),
-                ("exposed_reduce", self.engine.reductions),
-            ):
-                self.bill.add(name, lane.take_stalls())
+            for lane in (self.engine.gathers, self.engine.reductions):
+                for name, seconds in lane.take_stalls().items():
+                    self.bill.add(name, seconds)
         if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
             release_free_memory()
         self.progress = Progress(iteration, batches.consumed, self.progress.run_id)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from megazero.mesh.mesh import Mesh
+from megazero.comm.codec import Blockwise, Codec
+from megazero.mesh.grid import INTER
+from megazero.mesh.mesh import Axis, Mesh
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
-from megazero.zero.policy import Levels, Policy
+from megazero.zero.policy import Codecs, Levels, Policy
 from megazero.zero.unit import Unit, at_least_fp32
 
 Init = Callable[[str], torch.Tensor]
@@ -75,7 +77,14 @@ def _make_unit(label, params, group, mesh, policy, traits, init) -> Unit:
     levels = Levels.of(mesh)
     dtype = policy.dtype or _one_dtype(label, params)
     ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
-    exact = frozenset(n for n, p in params.items() if p.numel() <= policy.exact_numel)
+    codecs = _unit_codecs(policy.codecs, dtype)
+    exact = frozenset(
+        n
+        for n, p in params.items()
+        if p.numel() <= policy.exact_numel or traits[n].replicated and not codecs.exact
+    )
+    if len(exact) == len(params):  # there is nothing to quantise
+        codecs, exact = Codecs(), frozenset()
     axes = mesh.data_axes
     layout = make_layout(
         {n: params[n].shape for n in ordered},
@@ -92,11 +101,32 @@ def _make_unit(label, params, group, mesh, policy, traits, init) -> Unit:
         levels,
         dtype,
         mesh.device,
-        levels.lifetime(policy.lifetime),
-        policy.codecs.weights,
+        levels.lifetime(policy.lifetime, policy.codecs.delta),
+        codecs,
+        _crossing(levels, axes),
     )
     unit.adopt(values)
     return unit
+
+
+def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
+    """The policy's, whose exact regions hold weights in the parameters' dtype and gradients in the sums'."""
+
+    def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
+        return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec
+
+    return replace(
+        codecs,
+        weights=holding(codecs.weights, dtype),
+        gradients_intra=holding(codecs.gradients_intra, at_least_fp32(dtype)),
+        gradients_inter=holding(codecs.gradients_inter, at_least_fp32(dtype)),
+    )
+
+
+def _crossing(levels: Levels, axes: Sequence[Axis]) -> int | None:
+    """The level above the first hop across nodes that reductions take once per step."""
+    crossing = [level for level in range(levels.g + 1, levels.all + 1) if axes[level - 1].link == INTER]
+    return crossing[0] - 1 if crossing else None
 
 
 def _initial_values(label, params, group, init, device, sum_dtype) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,19 +29,29 @@ from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
 from megazero.zero.gathering import Gathering
+from megazero.zero.movement import commit_residual
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
 from megazero.zero.reducing import Reducing
+from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, relative_errors
 from megazero.zero.unit import Unit
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """grad_norm: global norm of the divided gradients before clipping. skipped: it was not finite."""
+    """grad_norm: global norm of the divided gradients before clipping. skipped: it was not finite.
+
+    sampled: name of the unit whose rounding was measured; errors: ||sent - exact|| / ||exact|| of its 'weights' and
+    'gradients' (those that were sent quantised), over all ranks. fallbacks: a line for each unit whose error
+    exceeded the policy's bound and which sends exactly from the next step on.
+    """
 
     grad_norm: float
     skipped: bool
+    sampled: str = ""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
 
 
 class Engine:
@@ -65,11 +75,22 @@ class Engine:
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
         self.issued = OrderHash()
+        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device)
+        self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         axes = mesh.data_axes
         self.gathering = Gathering(
-            self.units, axes, policy, self.gathers, traffic, self.issued, lambda: self._more_passes
+            self.units,
+            axes,
+            policy,
+            self.gathers,
+            self.rounding,
+            traffic,
+            self.issued,
+            lambda: self._more_passes,
         )
-        self.reducing = Reducing(self.units, axes, policy, self.reductions, traffic, self.issued)
+        self.reducing = Reducing(
+            self.units, axes, policy, self.reductions, self.rounding, traffic, self.issued
+        )
         self.micro_batches = 0  # of the step that is open; 0: none is
         self.divisor = 1.0
         self._forward_uses: list[Unit] = []
@@ -91,7 +112,9 @@ class Engine:
             )
         self._check_frozen()
         self.micro_batches, self.divisor, self._done_backwards = micro_batches, float(divisor), 0
-        self.reducing.micro_batches = micro_batches
+        self.reducing.micro_batches, self.reducing.exact = micro_batches, self.exact_gradients
+        self.rounding.divisor = self.divisor
+        self.rounding.sampled = self.units[self.rounding.updates % len(self.units)]
         for unit in self.units:
             unit.begin_step()
         self._begin_pass()
@@ -111,13 +134,15 @@ class Engine:
             torch.cuda.current_stream().synchronize()
         with self.timed("optimizer"):
             self._sum_partial()
-            norm = self._global_norm()
+            norm, errors = self._exchange()
             skipped = not math.isfinite(norm)
             if not skipped:
                 self.optimizer.scale(clip_factor(norm, self.clip_norm, self.divisor))
                 self.optimizer.update()
+        sampled = self.rounding.sampled
+        assert sampled is not None
         self._end_step(updated=not skipped)
-        return StepInfo(norm, skipped)
+        return StepInfo(norm, skipped, sampled.name, errors, tuple(self._fall_back(sampled, errors)))
 
     def abort_step(self) -> None:
         """Give the open step up, on every rank alike (after an exception): no update, gradients are forgotten."""
@@ -167,9 +192,39 @@ class Engine:
             self.gathering.drop_all()
 
     def invalidate(self) -> None:
-        """The master weights were changed from outside (a checkpoint was loaded): every copy is stale."""
+        """The master weights were changed from outside (a checkpoint was loaded): every copy is stale.
+
+        Under the delta refresh R was loaded with them (``state.load_records``) and goes on from there.
+        """
         for unit in self.units:
             unit.master_version += 1
+            if unit.delta:
+                unit.copy_version = unit.master_version
+
+    def refresh(self) -> None:
+        """Bring every P copy up to date now, not at the next use. Collective, between steps.
+
+        Under the delta refresh this comes before a save: R is what a checkpoint holds as the weights.
+        """
+        if self.micro_batches:
+            raise RuntimeError("refresh() inside a step: call step() first")
+        for unit in self.units:
+            if unit.copy_version != unit.master_version:
+                self.gathering.ensure(unit)
+        self.gathering.drop_all()
+
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint keeps: counters that noise depends on, units that fell back. JSON types."""
+        fallen = {
+            unit.name: [kind for kind in KINDS if kind in unit.fallen] for unit in self.units if unit.fallen
+        }
+        return {"updates": self.rounding.updates, "fallen_back": fallen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.rounding.updates = int(state["updates"])
+        for unit in self.units:
+            for kind in state["fallen_back"].get(unit.name, ()):
+                unit.send_exactly(kind)
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -313,6 +368,9 @@ class Engine:
             own = unit.master[at : at + high - low]
             # What was not written keeps its bits below the parameters' precision.
             own.copy_(torch.where(values == own.to(unit.dtype), own, values.to(own.dtype)))
+        if unit.delta and unit.levels.p:  # with P = 1, R is full itself
+            for slot, low, high, at in unit.layout.ranges(unit.levels.p):
+                unit.copy[at : at + high - low].copy_(unit.full[slot.start + low : slot.start + high])
         unit.master_version += 1
 
     # -- the update ------------------------------------------------------------------------------
@@ -343,13 +401,13 @@ class Engine:
         for run, part in zip(runs, total.split([r.stop - r.start for r in runs]), strict=True):
             run.grad.copy_(part)
 
-    def _global_norm(self) -> float:
-        """Norm over unique slices; ranks also compare the hash of what they issued."""
+    def _exchange(self) -> tuple[float, dict[str, float]]:
+        """Norm over unique slices, and the sampled rounding errors; ranks compare the hash of what they issued."""
         counts = not self.mesh.is_replica
         square = self.optimizer.squared_norm(count_replicated=self.mesh.tp.index == 0)
-        row = torch.stack([square.cpu() * 1.0, torch.tensor(float(self.issued.take()), dtype=torch.float64)])
-        if not counts:
-            row[0] = 0.0
+        square = square.cpu() * 1.0 if counts else torch.zeros((), dtype=torch.float64)
+        hashed = torch.tensor(float(self.issued.take()), dtype=torch.float64)
+        row = torch.cat([torch.stack([square, hashed]), self.rounding.take().cpu()])
         rows = self.mesh.gather_rows(row.to(self.mesh.device)).cpu()
         self.traffic.add("scalar", self._world_link, (self.mesh.world_size - 1) * row.nbytes)
         if len(set(rows[:, 1].tolist())) > 1:
@@ -357,7 +415,21 @@ class Engine:
                 f"ranks issued different collectives in this step (hashes {rows[:, 1].tolist()}): the modules "
                 "must be called in the same order on every rank"
             )
-        return math.sqrt(rows[:, 0].sum().item()) / self.divisor if rows[:, 0].isfinite().all() else math.nan
+        finite = rows[:, 0].isfinite().all()
+        norm = math.sqrt(rows[:, 0].sum().item()) / self.divisor if finite else math.nan
+        return norm, relative_errors(rows[:, 2:].sum(0))
+
+    def _fall_back(self, unit: Unit, errors: Mapping[str, float]) -> Iterator[str]:
+        """All ranks have the same errors, so all decide alike."""
+        bounds = {WEIGHTS: self.policy.weight_error_bound, GRADIENTS: self.policy.gradient_error_bound}
+        for kind, error in errors.items():
+            bound = bounds[kind]
+            if bound is not None and error > bound and kind not in unit.fallen:
+                unit.send_exactly(kind)
+                yield (
+                    f"{kind} of unit {unit.name!r}: relative rounding error {error:.3g} is above the bound "
+                    f"{bound:g}; exact from the next step on"
+                )
 
     @property
     def _world_link(self) -> str:
@@ -371,4 +443,6 @@ class Engine:
                 unit.drop_copy()
             if updated:
                 unit.master_version += 1
+                commit_residual(unit, self.mesh.data_axes, self.divisor)
+        self.rounding.updates += int(updated)
         self.micro_batches = 0

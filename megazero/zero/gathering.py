@@ -16,6 +16,7 @@ from megazero.mesh.mesh import Axis
 from megazero.zero.movement import gather, gather_plan
 from megazero.zero.order import Order, OrderHash
 from megazero.zero.policy import Policy
+from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 
 
@@ -31,12 +32,14 @@ class Gathering:
         axes: Sequence[Axis],
         policy: Policy,
         lane: Lane,
+        rounding: Rounding,
         traffic: Traffic,
         issued: OrderHash,
         more_passes: Callable[[], bool],
     ) -> None:
         self.units, self.axes, self.policy = units, axes, policy
-        self.lane, self.traffic, self.issued, self.more_passes = lane, traffic, issued, more_passes
+        self.lane, self.rounding, self.traffic = lane, rounding, traffic
+        self.issued, self.more_passes = issued, more_passes
         self.orders = {"train": Order(), "eval": Order()}
         self.mode = "train"
         self.index = {u: i for i, u in enumerate(units)}
@@ -99,7 +102,7 @@ class Gathering:
 
     def _launch(self, unit: Unit) -> None:
         plan = gather_plan(unit, self.axes)
-        chain = gather(unit, self.axes, self.traffic)
+        chain = gather(unit, self.axes, self.rounding, self.traffic)
         self.issued.add(f"g{self.index[unit]}")
         if plan:
             unit.ticket = self.lane.submit(unit.name, plan, chain)

@@ -19,14 +19,26 @@ class Codecs:
 
     weights: of the refresh; the gathers inside P send what was received. gradients_intra, gradients_inter: of
     reductions inside a node and across nodes. Blocks must divide the policy's block.
+    delta: the refresh sends master - R instead of the master, R being the P copy that every receiver holds
+        (DESIGN of the delta refresh in unit.py); the gathers inside P then send R in the parameters' dtype. Takes
+        effect where P < OS.
+    feedback: what the rounding of a gradient's crossing lost is added to the next step's gradient at the sender
+        (error feedback, Seide et al. 2014). Only of hops across nodes that run once per step.
     """
 
     weights: Codec | None = None
     gradients_intra: Codec | None = None
     gradients_inter: Codec | None = None
+    delta: bool = False
+    feedback: bool = False
 
     def gradients(self, link: str) -> Codec | None:
         return self.gradients_intra if link == INTRA else self.gradients_inter
+
+    @property
+    def exact(self) -> bool:
+        """Nothing is rounded."""
+        return self.weights is self.gradients_intra is self.gradients_inter is None
 
 
 @dataclass(frozen=True)
@@ -35,24 +47,30 @@ class Policy:
 
     lifetime: of the P copy. 'use': the P copy is the optimizer's own slice, so it needs P = OS; 'step':
         gathered at the step's first use, dropped after its last backward (hpZ); 'resident': kept across steps.
-        None: 'use' where P = OS, 'resident' where P = 1, else 'step'.
+        None: 'use' where P = OS, 'resident' where P = 1 or the refresh sends differences, else 'step'.
     keep_gathered: full parameters live from their first use in a step to its end (one gather a step).
     prefetch_bytes: how much may be gathered ahead of use. pending_reductions: how many units' gradients may
         be on their way before a backward waits for the oldest.
     block: elements; parameters start on block boundaries and slices are whole blocks.
-    exact_numel: parameters with at most this many elements go to the unit's exact region.
+    exact_numel: parameters with at most this many elements go to the unit's exact region, and so does every
+        parameter that tensor-parallel ranks replicate, if anything is quantised.
     dtype: the parameters' dtype in forward and backward; None: as the module has them.
-    codecs: wire formats of the hops.
+    codecs: wire formats of the hops. seed: of stochastic rounding.
+    weight_error_bound, gradient_error_bound: largest relative rounding error, ||sent - exact|| / ||exact|| of a
+        unit's messages in one step, before that unit falls back to exact messages; None: no limit.
     """
 
     lifetime: str | None = None
     keep_gathered: bool = False
     prefetch_bytes: int = 256 << 20
     pending_reductions: int = 2
-    block: int = 64
+    block: int = 128
     exact_numel: int = 0
     dtype: torch.dtype | None = None
     codecs: Codecs = Codecs()
+    seed: int = 0
+    weight_error_bound: float | None = None
+    gradient_error_bound: float | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -66,15 +84,28 @@ class Policy:
         ):
             if getattr(self, name) < least:
                 problems.append(f"{name}={getattr(self, name)} must be at least {least}")
-        for codec in (self.codecs.weights, self.codecs.gradients_intra, self.codecs.gradients_inter):
+        problems += self._codec_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _codec_problems(self) -> list[str]:
+        codecs, problems = self.codecs, []
+        for codec in (codecs.weights, codecs.gradients_intra, codecs.gradients_inter):
             inner = codec.form.block if isinstance(codec, Blockwise) else 1
             if self.block % inner:
                 problems.append(
                     f"block={self.block} is not a multiple of the codec's block {inner}, so a slice could cut one; "
                     f"nearest: {-(-self.block // inner) * inner}"
                 )
-        if problems:
-            raise ValueError("; ".join(problems))
+        if codecs.delta and codecs.weights is None:
+            problems.append("codecs.delta needs codecs.weights, what differences are encoded with")
+        if codecs.feedback and codecs.gradients_inter is None:
+            problems.append("codecs.feedback needs codecs.gradients_inter, whose rounding is fed back")
+        for name in ("weight_error_bound", "gradient_error_bound"):
+            bound = getattr(self, name)
+            if bound is not None and not bound > 0:
+                problems.append(f"{name}={bound} must be above 0, or None for no limit")
+        return problems
 
 
 @dataclass(frozen=True)
@@ -93,10 +124,16 @@ class Levels:
         g = p + roles.count("g")
         return Levels(p, g, g + roles.count("os"), len(roles))
 
-    def lifetime(self, wanted: str | None) -> str:
-        """The P copy's lifetime; raises ValueError for one that P and OS do not allow."""
+    def lifetime(self, wanted: str | None, delta: bool = False) -> str:
+        """The P copy's lifetime; raises ValueError for one that P and OS, or ``delta``, do not allow."""
         if self.p == self.os:  # the P copy is the optimizer's own slice, whatever is asked
             return "use"
+        if delta:
+            if wanted not in (None, "resident"):
+                raise ValueError(
+                    f"lifetime {wanted!r} drops what the delta refresh adds its differences to; nearest: 'resident'"
+                )
+            return "resident"
         if wanted is None:
             return "resident" if self.p == 0 else "step"
         if wanted == "use":

@@ -11,6 +11,7 @@ from megazero.mesh.mesh import Axis
 from megazero.zero.movement import MicroBatch, reduce, reduce_plan
 from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
+from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 
 
@@ -23,12 +24,14 @@ class Reducing:
         axes: Sequence[Axis],
         policy: Policy,
         lane: Lane,
+        rounding: Rounding,
         traffic: Traffic,
         issued: OrderHash,
     ) -> None:
         self.units, self.axes, self.policy = units, axes, policy
-        self.lane, self.traffic, self.issued = lane, traffic, issued
+        self.lane, self.rounding, self.traffic, self.issued = lane, rounding, traffic, issued
         self.micro_batches = 0
+        self.exact = False  # gradient codecs are off in this step
         self.index = {u: i for i, u in enumerate(units)}
         self.queue: deque[Unit] = deque()  # units of this backward, in the order of submission
         self.complete: set[Unit] = set()
@@ -67,14 +70,14 @@ class Reducing:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        which = MicroBatch(unit.backwards == 0, unit.backwards == self.micro_batches - 1)
+        which = MicroBatch(unit.backwards, unit.backwards == self.micro_batches - 1, self.exact)
         if unit.levels.g and unit.pending or not unit.levels.g and which.last:
             unit.fill_missing()
         staging, unit.staging = unit.staging, None
         unit.pending = set(unit.trainable)
         unit.backwards += 1
         plan = reduce_plan(unit, which.last, self.axes)
-        chain = reduce(unit, staging, which, self.policy.codecs, self.axes, self.traffic)
+        chain = reduce(unit, staging, which, self.axes, self.rounding, self.traffic)
         self.issued.add(f"r{self.index[unit]}{which.last}")
         if not plan:
             deque(chain, maxlen=0)

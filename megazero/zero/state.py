@@ -10,51 +10,94 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slot
+from megazero.zero.movement import residual_sum
 from megazero.zero.unit import Unit
 
-WEIGHTS, MASTER = "weights", "master"
+WEIGHTS, MASTER, RESIDUAL = "weights", "master", "residual"
+NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL)
 
 
 def save_records(engine: Engine, placements: Mapping[str, Placement] | None = None) -> list[SliceRecord]:
-    """What this rank saves: its OS slice of every parameter.
+    """What this rank saves: its OS slice of every parameter. Collective under error feedback.
 
-    Kinds: 'weights' in the parameters' dtype; 'master' (at least fp32) where that is another dtype; the
-    optimizer's elementwise state by torch's names. placements default to each parameter's own name and shape.
+    Kinds: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``); 'master' (at
+    least fp32) where that is another dtype; the optimizer's elementwise state by torch's names; under error
+    feedback 'residual', summed over senders. placements default to each parameter's own name and shape.
     """
     engine.optimizer.ensure_state()
     records = []
     for unit in engine.units:
+        if unit.delta and unit.copy_version != unit.master_version:
+            raise RuntimeError(
+                "save_records() needs engine.refresh() before it: R is behind the master weights"
+            )
+        weights = unit.used() if unit.delta else unit.master.to(unit.dtype)
+        owed = _owed(engine, unit)
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
-            master = unit.master[at : at + high - low]
-            tensors = {WEIGHTS: master.to(unit.dtype)}
-            if unit.dtype != unit.sum_dtype:
-                tensors[MASTER] = master
+            tensors = {WEIGHTS: weights[at : at + high - low]}
+            if unit.dtype != unit.sum_dtype or unit.delta:
+                tensors[MASTER] = unit.master[at : at + high - low]
+            if owed is not None:
+                tensors[RESIDUAL] = owed[at : at + high - low]
             tensors.update(engine.optimizer.elementwise_state(unit, at, at + high - low))
             records.append(_record(engine, placements, unit, slot, (low, high), tensors))
     return records
 
 
+def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
+    if not engine.policy.codecs.feedback and unit.carry is None:
+        return None
+    return residual_sum(unit, engine.mesh.data_axes, engine.mesh.rank)
+
+
 def load_records(
-    engine: Engine, placements: Mapping[str, Placement] | None = None, optimizer: bool = True
+    engine: Engine,
+    placements: Mapping[str, Placement] | None = None,
+    optimizer: bool = True,
+    residual: bool = False,
 ) -> list[SliceRecord]:
-    """Where a load writes: kind 'master' for the weights, and the optimizer's state if asked for.
+    """Where a load writes: kind 'master' for the weights, 'weights' for R, the optimizer's state if asked for, and
+    with ``residual`` what rounding still owed, which the next step's gradient takes up.
 
     Call ``engine.invalidate()`` after the load.
     """
     engine.optimizer.ensure_state()
     records = []
     for unit in engine.units:
+        if residual:
+            unit.carry = torch.zeros_like(unit.master)
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
             tensors = {MASTER: unit.master[at : at + high - low]}
+            if unit.carry is not None:
+                tensors[RESIDUAL] = unit.carry[at : at + high - low]
             if optimizer:
                 tensors.update(engine.optimizer.elementwise_state(unit, at, at + high - low))
             records.append(_record(engine, placements, unit, slot, (low, high), tensors))
+        if unit.delta:
+            for slot, low, high, at in unit.layout.ranges(unit.levels.p):
+                held = {WEIGHTS: unit.copy[at : at + high - low]}
+                records.append(_record(engine, placements, unit, slot, (low, high), held))
     return records
 
 
 def load_kinds(stored: Sequence[str], optimizer: Sequence[str]) -> dict[str, str]:
     """Kind in ``load_records`` to kind in the checkpoint: the master falls back to the weights."""
-    return {MASTER: MASTER if MASTER in stored else WEIGHTS, **{kind: kind for kind in optimizer}}
+    kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS, WEIGHTS: WEIGHTS, RESIDUAL: RESIDUAL}
+    return {**kinds, **{kind: kind for kind in optimizer}}
+
+
+def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's own residuals, which only the same layout can take over as they are."""
+    return {f"{RESIDUAL} {u.name}": u.residual for u in engine.units if u.residual is not None}
+
+
+def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> None:
+    """After a load on the layout that saved: every sender goes on with its own residual, nothing is carried."""
+    for unit in engine.units:
+        held = tensors.get(f"{RESIDUAL} {unit.name}")
+        if held is not None and engine.policy.codecs.feedback:
+            unit.open_residual().copy_(held)
+            unit.carry = None
 
 
 def optimizer_kinds(engine: Engine) -> list[str]:
@@ -94,8 +137,8 @@ def held_bytes(engine: Engine) -> dict[str, int]:
             if storage.nbytes() and storage.data_ptr() not in parameters:
                 parameters.add(storage.data_ptr())
                 total += storage.nbytes()
-        if unit.grad is not None:
-            gradients += unit.grad.nbytes
+        for held in (unit.grad, unit.residual, unit.carry):
+            gradients += 0 if held is None else held.nbytes
         if unit.master.untyped_storage().data_ptr() not in parameters:
             optimizer += unit.master.nbytes
     for state in engine.optimizer.torch.state.values():

@@ -4,32 +4,48 @@ Glossary (n: elements of the unit; compact: see layout.py)
 --------
 full      [n], parameter dtype. Storage of the Parameters, which are views of it for life. With P > 1 its
           storage is resized to 0 when released and materialised again by the gather.
-message   what the codec makes of an OS slice: m elements of its wire dtype. Messages of nested slices
-          concatenate in layout order; ``wire`` is their layout (one region of OS * m elements).
+message   what a codec makes of a slice: m elements of its wire dtype. Messages of nested slices concatenate in
+          layout order; ``wire`` is the layout of those that gathers send, ``refresh_wire`` of those that
+          refreshes send (each one region). Refreshes send a message per OS slice; gathers send what was received,
+          or with the delta refresh R, whose message is a P slice.
 direct    the codec's messages are the parameters themselves (identity in their dtype, one region): gathers
           write in place, nothing is decoded.
-copy      [OS/P * m] wire dtype: this rank's P copy, as received. Where P = 1 the decoded ``full`` is the copy.
+copy      this rank's P copy, as gathers send it: OS/P messages as received, or R. Where P = 1 it is ``full``.
+R         delta refresh (P < OS): compact [n/P], parameter dtype: what every holder of the P copy has, bit for bit.
+          A refresh encodes dtype(master) - R (from the raw difference, residuals below a rounding step of large
+          weights would inflate the scales) and adds what is decoded, at the owner too. What this refresh's
+          rounding loses is in the next one's difference. R advances once per master version, and is what a
+          checkpoint saves as the weights.
 master    compact [n/OS], at least fp32: what the optimizer updates. A part of ``copy`` where both have one
           dtype and the copy is never dropped (then the refresh's encoding is free).
 grad      compact [n/G], at least fp32: sum of this step's gradients; after the step's reduction its OS
           part holds the sum over all data-parallel ranks.
 staging   [n], parameter dtype: one micro-batch's raw gradients on their way to ``grad`` where G > 1;
           allocated by the first gradient, freed by the reduce lane.
+crossing  the level whose slices are the first to cross nodes once per step, if any: levels below g are reduced
+          with every micro-batch.
+residual  compact, at least fp32, level ``crossing``: error feedback, in units of the divided gradient. Other
+          ranks' rows: what this rank's messages across nodes lost.
+carry     compact [n/OS]: residuals of another layout, summed over senders, that a load handed over. Replicas
+          hold the same. Added to the next step's sum.
 versions  master_version counts optimizer updates; copy_version says which of them ``copy`` holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import nn
 
-from megazero.comm.codec import Codec, Identity
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise
 from megazero.comm.lane import Ticket
 from megazero.zero.layout import Layout
-from megazero.zero.policy import Levels
+from megazero.zero.policy import Codecs, Levels
+
+EXACT = Codecs()
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -48,25 +64,26 @@ class Unit:
         dtype: torch.dtype,
         device: torch.device,
         lifetime: str,
-        codec: Codec | None = None,
+        codecs: Codecs = EXACT,
+        crossing: int | None = None,
     ) -> None:
         self.name, self.params, self.layout, self.levels = name, dict(params), layout, levels
         self.dtype, self.device, self.lifetime = dtype, device, lifetime
         self.sum_dtype = at_least_fp32(dtype)
-        self.codec = codec or Identity(dtype)  # of refresh and gather
+        self.codecs, self.crossing = codecs, crossing
+        self.delta = codecs.delta and levels.p < levels.os
         self.slots = {slot.name: slot for slot in layout.slots}
         self.trainable = [n for n, p in self.params.items() if p.requires_grad]
-        self.direct = isinstance(self.codec, Identity) and self.codec.wire_dtype == dtype
-        self.direct = self.direct and len(layout.regions) == 1
-        self.wire = self._wire_layout()
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
-        self.copy = self.full if levels.p == 0 else self.new_wire(levels.p)
+        self.full_present = self.copy_present = True
+        self._plan_wire()
         self.master = self._make_master()
         self.grad: torch.Tensor | None = None
+        self.residual: torch.Tensor | None = None
+        self.carry: torch.Tensor | None = None
+        self.fallen: set[str] = set()  # kinds, of rounding.KINDS, whose error was above its bound
         self.master_version = 1
         self.copy_version = 0
-        self.copy_present = True
-        self.full_present = True
         self.staging: torch.Tensor | None = None
         self.ticket: Ticket | None = None  # gather in flight
         self.active = 0  # modules in forward that use it now
@@ -78,29 +95,53 @@ class Unit:
 
     # -- storage ---------------------------------------------------------------------------------
 
-    def _wire_layout(self) -> Layout:
-        """Of the messages of all OS slices, cut by the same sub-axes as the parameters."""
-        sizes, indices = self.layout.sizes[: self.levels.os], self.layout.indices[: self.levels.os]
-        own = [p.numel for p in self.layout.pieces(self.levels.os)]
-        message = (
-            self.codec.message_numel(own[0], own[1]) if len(own) > 1 else self.codec.message_numel(own[0])
-        )
+    def _plan_wire(self) -> None:
+        """Codecs and layouts of what refreshes and gathers send, and the P copy that holds it."""
+        identity = Identity(self.dtype)
+        self.refresh_codec = self.codecs.weights or identity
+        self.codec = identity if self.delta else self.refresh_codec  # of gathers
+        self.direct = isinstance(self.codec, Identity) and self.codec.wire_dtype == self.dtype
+        self.direct = self.direct and len(self.layout.regions) == 1
+        self.refresh_wire = self._wire_layout(self.refresh_codec, self.levels.os)
+        self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
+        self.copy = self.full if self.levels.p == 0 else self.new_wire(self.levels.p)
+
+    def _wire_layout(self, codec: Codec, level: int) -> Layout:
+        """Of the messages of all slices of a level, cut by the same sub-axes as the parameters."""
+        sizes, indices = self.layout.sizes[:level], self.layout.indices[:level]
+        message = codec.message_numel(*(p.numel for p in self.layout.pieces(level)))
         return Layout((), ((0, message * prod(sizes)),), sizes, indices)
 
     def _make_master(self) -> torch.Tensor:
         """A part of the P copy where the two have one dtype and the copy is never dropped; else of its own."""
         levels = self.levels
-        if (
-            self.direct
-            and self.dtype == self.sum_dtype
-            and (levels.p == levels.os or self.lifetime == "resident")
-        ):
+        kept = levels.p == levels.os or self.lifetime == "resident"
+        if self.direct and self.dtype == self.sum_dtype and kept and not self.delta:
             (own,) = self.wire.within(levels.os, levels.p)
             return self.copy[own.start : own.start + own.numel]
         return torch.zeros(self.layout.level_numel(levels.os), dtype=self.sum_dtype, device=self.device)
 
+    def send_exactly(self, kind: str) -> None:
+        """Fall back to exact messages of 'weights' or 'gradients' for good, from the next step on.
+
+        Between steps: nothing is in flight or gathered.
+        """
+        self.fallen.add(kind)
+        if kind == "gradients":
+            self.codecs = replace(self.codecs, gradients_intra=None, gradients_inter=None)
+            return
+        self.codecs = replace(self.codecs, weights=None)
+        copy = self.copy
+        self._plan_wire()
+        if self.delta:
+            self.copy = copy  # R goes on
+        elif self.levels.p:
+            self.copy_version = 0
+            if not self.copy_present:
+                self.copy.untyped_storage().resize_(0)
+
     def new_wire(self, level: int) -> torch.Tensor:
-        """A buffer for the messages of a level's slice."""
+        """A buffer for the messages that gathers of a level's slice send."""
         return torch.empty(self.wire.level_numel(level), dtype=self.codec.wire_dtype, device=self.device)
 
     def regions_of(self, buffer: torch.Tensor, level: int, base: int, rows: int) -> list[torch.Tensor]:
@@ -113,6 +154,11 @@ class Unit:
         self.master.zero_()
         for slot, low, high, at in self.layout.ranges(self.levels.os):
             self.master[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
+        if self.delta:
+            self.copy.zero_()
+            for slot, low, high, at in self.layout.ranges(self.levels.p):
+                self.copy[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
+            self.copy_version = self.master_version
         for slot in self.layout.slots:
             view = self.full[slot.start : slot.start + slot.numel].view(slot.shape)
             param = self.params[slot.name]
@@ -146,31 +192,67 @@ class Unit:
             self.drop_full()
         self.copy_present, self.copy_version = False, 0
 
-    def open_copy(self) -> torch.Tensor:
-        """The buffer a refresh fills with messages: the P copy, or a passing one where full is the copy."""
+    def open_refresh(self) -> torch.Tensor:
+        """The buffer a refresh fills with messages: the P copy where that keeps them, else a passing one."""
         if not self.copy_present and self.levels.p:
             self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
         elif not self.copy_present:
             self.materialise_full()
         self.copy_present = True
-        return self.copy if self.levels.p or self.direct else self.new_wire(0)
+        if not self.delta and (self.levels.p or self.direct):
+            return self.copy
+        numel = self.refresh_wire.level_numel(self.levels.p)
+        return torch.empty(numel, dtype=self.refresh_codec.wire_dtype, device=self.device)
 
-    def encode(self, out: torch.Tensor) -> None:
-        """The master slice as its message [m] into ``out``."""
+    def encode(self, out: torch.Tensor, noise: Noise) -> None:
+        """The refresh's message [m] of this rank's OS slice into ``out``."""
         source = self.regions_of(self.master, self.levels.os, self.levels.os, 1)
         message = out.view(1, -1)
-        if self.direct:
-            self.codec.decode(
-                self.codec.encode(source[0]), message
-            )  # a cast, or nothing where master is the copy
+        if self.direct and not self.delta:
+            # A cast, or nothing where master is the copy.
+            self.codec.decode(self.codec.encode(source[0]), message)
+            return
+        if self.delta and self.codecs.weights is not None:
+            held = self.regions_of(self.copy, self.levels.os, self.levels.p, 1)[0]
+            source[0] = source[0].to(self.dtype).to(self.sum_dtype).sub_(held)
+        self.refresh_codec.encode(*source, noise=noise, out=message)
+
+    def receive(self, messages: torch.Tensor) -> None:
+        """The messages of a refresh into the P copy, where that is not what they were received in."""
+        level = self.levels.p
+        if not self.delta and (level or self.direct):
+            return
+        rows = prod(self.refresh_wire.sizes[level:])
+        regions = self.regions_of(self.copy, level, level, rows)
+        if self.delta and isinstance(self.refresh_codec, Blockwise):
+            self.refresh_codec.decode_add(messages.view(rows, -1), *regions)
         else:
-            self.codec.encode(*source, out=message)
+            self.refresh_codec.decode(messages.view(rows, -1), *regions)
 
     def decode(self, messages: torch.Tensor) -> None:
-        """The messages of all OS slices into full."""
+        """The messages that gathers over P brought together, into full (P > 1)."""
         if not self.direct:
             rows = prod(self.wire.sizes)
             self.codec.decode(messages.view(rows, -1), *self.regions_of(self.full, 0, 0, rows))
+
+    def used(self) -> torch.Tensor:
+        """Compact [n/OS]: the parameters that forwards see where this rank owns them, P copy up to date."""
+        levels, layout = self.levels, self.layout
+        if self.delta or not levels.p:
+            return torch.cat([r.view(-1) for r in self.regions_of(self.copy, levels.os, levels.p, 1)])
+        out = torch.empty(layout.level_numel(levels.os), dtype=self.dtype, device=self.device)
+        (own,) = self.wire.within(levels.os, levels.p)
+        message = self.copy[own.start : own.start + own.numel].view(1, -1)
+        self.codec.decode(message, *self.regions_of(out, levels.os, levels.os, 1))
+        return out
+
+    def open_residual(self) -> torch.Tensor:
+        """The residual, zeros at first."""
+        assert self.crossing is not None
+        if self.residual is None:
+            numel = self.layout.level_numel(self.crossing)
+            self.residual = torch.zeros(numel, dtype=self.sum_dtype, device=self.device)
+        return self.residual
 
     @property
     def ready(self) -> bool:

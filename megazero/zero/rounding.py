@@ -1,0 +1,59 @@
+"""What rounding on the wire needs (noise, the divisor) and what it leaves (sampled errors).
+
+One Rounding per engine, handed to the chains of movement.py. Noise is a function of (seed, updates, unit, hop,
+sender, element), so it is the same after a resume, and replicas that round the same slice draw the same.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+
+from megazero.comm.codec import Codec, Identity
+from megazero.kernels.noise import Noise
+from megazero.zero.unit import Unit
+
+WEIGHTS, GRADIENTS = "weights", "gradients"
+KINDS = (WEIGHTS, GRADIENTS)
+
+
+class Rounding:
+    """updates: of the master weights so far. divisor: of the open step's gradients. sampled: the unit whose
+    messages' errors are measured in this step."""
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self.seed, self.rank, self.device = seed, rank, device
+        self.updates = 0
+        self.divisor = 1.0
+        self.sampled: Unit | None = None
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def noise(self, unit: Unit, hop: str, start: int = 0) -> Noise:
+        """Of a slice whose first element is ``start`` of the unit. hop: tells hops, and senders, apart."""
+        stream = int.from_bytes(blake2b(f"{unit.name}/{hop}".encode(), digest_size=8).digest(), "little")
+        return Noise(self.seed, self.updates, stream, start)
+
+    def measures(self, unit: Unit, codec: Codec) -> bool:
+        return unit is self.sampled and not isinstance(codec, Identity)
+
+    def add(self, kind: str, exact: torch.Tensor, sent: torch.Tensor) -> None:
+        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums."""
+        squares = torch.stack([(sent - exact).double().square().sum(), exact.double().square().sum()])
+        self.sums[kind] = self.sums[kind] + squares if kind in self.sums else squares
+
+    def take(self) -> torch.Tensor:
+        """fp64 [2 x KINDS]: this rank's sums since the last take; zeros where nothing was sampled."""
+        none = torch.zeros(2, dtype=torch.float64, device=self.device)
+        out = torch.cat([self.sums.get(kind, none) for kind in KINDS])
+        self.sums.clear()
+        return out
+
+
+def relative_errors(sums: torch.Tensor) -> dict[str, float]:
+    """Sums of all ranks [2 x KINDS] -> ||sent - exact|| / ||exact|| per kind; kinds without sums are left out."""
+    out = {}
+    for kind, (error, norm) in zip(KINDS, sums.view(-1, 2).tolist(), strict=True):
+        if norm != 0:
+            out[kind] = (error / norm) ** 0.5
+    return out
