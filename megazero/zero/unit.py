@@ -214,7 +214,7 @@ class Unit:
             return
         if self.delta and self.codecs.weights is not None:
             held = self.regions_of(self.copy, self.levels.os, self.levels.p, 1)[0]
-            source[0] = source[0].to(self.dtype).to(self.sum_dtype).sub_(held)
+            source[0] = source[0].to(self.dtype).to(self.sum_dtype) - held
         self.refresh_codec.encode(*source, noise=noise, out=message)
 
     def receive(self, messages: torch.Tensor) -> None:
