@@ -141,10 +141,10 @@ class Lane:
             if ticket.work is not None:
                 ticket.work.wait()
         except RuntimeError as error:
-            at = ticket.plan[ticket.issued - 1].axis if ticket.issued else "start"
+            leg = ticket.plan[max(ticket.issued - 1, 0)]
             raise CommunicationError(
-                f"rank {self.rank}: {self.name} of unit {ticket.label!r} failed on axis {at!r}, hop "
-                f"{ticket.issued} of {len(ticket.plan)}: {error}. A peer died, stalls, or the link is down: look "
+                f"rank {self.rank}: {self.name} of unit {ticket.label!r} failed on axis {leg.axis!r}, hop {leg.hop} "
+                f"({ticket.issued} of {len(ticket.plan)}): {error}. A peer died, stalls, or the link is down: look "
                 "at the other ranks' logs; raise the time-out if the link is only slow"
             ) from error
 

@@ -59,10 +59,10 @@ def build_units(
         }
         if params:
             label = next(n for n, m in modules.items() if m is group[0]) or "root"
-            unit = _make_unit(label, params, group, mesh, policy, traits, init)
-            units.append(unit)
+            made = _make_units(label, params, group, mesh, policy, traits, init)
+            units += made
             # Swapping keeps identity, so ids stay valid.
-            owner.update((id(p), unit) for p in params.values())
+            owner.update((id(p), unit) for unit in made for p in unit.params.values())
     needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for g in groups for m in g]
     inside = {id(x) for m, _ in needs for x in m.modules()}
     # Parameters read outside every listed module, shared ones (a tied head, say) included.
@@ -73,9 +73,34 @@ def build_units(
     return Plan(units, needs)
 
 
-def _make_unit(label, params, group, mesh, policy, traits, init) -> Unit:
-    levels = Levels.of(mesh)
+def _make_units(label, params, group, mesh, policy, traits, init) -> list[Unit]:
+    """One unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements."""
     dtype = policy.dtype or _one_dtype(label, params)
+    values = _initial_values(label, params, group, init, mesh.device, at_least_fp32(dtype))
+    chunks = _chunks({n: p.numel() for n, p in params.items()}, policy.chunk_numel)
+    units = []
+    for i, names in enumerate(chunks):
+        part = {n: params[n] for n in names}
+        name = label if len(chunks) == 1 else f"{label}[{i}]"
+        units.append(_make_unit(name, part, dtype, values, mesh, policy, traits))
+    return units
+
+
+def _chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Consecutive names whose sizes add up to at most ``limit``, one name at least."""
+    out: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if out[-1] and held + size > limit:
+            out.append([])
+            held = 0
+        out[-1].append(name)
+        held += size
+    return out
+
+
+def _make_unit(label, params, dtype, values, mesh, policy, traits) -> Unit:
+    levels = Levels.of(mesh)
     ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
     codecs = _unit_codecs(policy.codecs, dtype)
     exact = frozenset(
@@ -93,7 +118,6 @@ def _make_unit(label, params, group, mesh, policy, traits, init) -> Unit:
         indices=[a.index for a in axes],
         exact=exact,
     )
-    values = _initial_values(label, params, group, init, mesh.device, at_least_fp32(dtype))
     unit = Unit(
         label,
         params,

@@ -51,6 +51,9 @@ class Policy:
     keep_gathered: full parameters live from their first use in a step to its end (one gather a step).
     prefetch_bytes: how much may be gathered ahead of use. pending_reductions: how many units' gradients may
         be on their way before a backward waits for the oldest.
+    chunk_numel: a unit with more elements is cut, at parameters, into several that are gathered for the same
+        module but move one by one: one's hop inside a node runs beside another's across nodes, and messages
+        take less memory.
     block: elements; parameters start on block boundaries and slices are whole blocks.
     exact_numel: parameters with at most this many elements go to the unit's exact region, and so does every
         parameter that tensor-parallel ranks replicate, if anything is quantised.
@@ -64,6 +67,7 @@ class Policy:
     keep_gathered: bool = False
     prefetch_bytes: int = 256 << 20
     pending_reductions: int = 2
+    chunk_numel: int = 1 << 27
     block: int = 128
     exact_numel: int = 0
     dtype: torch.dtype | None = None
@@ -79,6 +83,7 @@ class Policy:
         for name, least in (
             ("prefetch_bytes", 0),
             ("pending_reductions", 0),
+            ("chunk_numel", 1),
             ("block", 1),
             ("exact_numel", 0),
         ):

@@ -35,7 +35,7 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
         owed = _owed(engine, unit)
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
             tensors = {WEIGHTS: weights[at : at + high - low]}
-            if unit.dtype != unit.sum_dtype or unit.delta:
+            if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
                 tensors[MASTER] = unit.master[at : at + high - low]
             if owed is not None:
                 tensors[RESIDUAL] = owed[at : at + high - low]
@@ -73,16 +73,25 @@ def load_records(
             if optimizer:
                 tensors.update(engine.optimizer.elementwise_state(unit, at, at + high - low))
             records.append(_record(engine, placements, unit, slot, (low, high), tensors))
-        if unit.delta:
-            for slot, low, high, at in unit.layout.ranges(unit.levels.p):
-                held = {WEIGHTS: unit.copy[at : at + high - low]}
+        if engine.policy.codecs.delta:
+            # Units that are exact as a whole have no R; a load wants every tensor of a kind.
+            level = unit.levels.p if unit.delta else unit.levels.os
+            copy = unit.copy if unit.delta else torch.empty_like(unit.master, dtype=unit.dtype)
+            for slot, low, high, at in unit.layout.ranges(level):
+                held = {WEIGHTS: copy[at : at + high - low]}
                 records.append(_record(engine, placements, unit, slot, (low, high), held))
     return records
 
 
-def load_kinds(stored: Sequence[str], optimizer: Sequence[str]) -> dict[str, str]:
+def load_kinds(
+    engine: Engine, stored: Sequence[str], optimizer: Sequence[str], residual: bool = False
+) -> dict[str, str]:
     """Kind in ``load_records`` to kind in the checkpoint: the master falls back to the weights."""
-    kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS, WEIGHTS: WEIGHTS, RESIDUAL: RESIDUAL}
+    kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS}
+    if engine.policy.codecs.delta:
+        kinds[WEIGHTS] = WEIGHTS
+    if residual:
+        kinds[RESIDUAL] = RESIDUAL
     return {**kinds, **{kind: kind for kind in optimizer}}
 
 
