@@ -11,7 +11,6 @@ from megazero.config.layers import Layer
 from megazero.config.nearest import did_you_mean
 from megazero.config.run import all_options
 
-QUANTISED = "quantised communication is not built yet; set it to false or leave it out"
 OFFLOAD = "offload is not built; shard further instead (--zero-preset zero3)"
 ZERO = "zero_optimization."
 
@@ -22,6 +21,8 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "train_micro_batch_size_per_gpu": "micro_batch_size",
         "gradient_clipping": "clip_grad",
         ZERO + "stage": "zero_stage",
+        ZERO + "zero_quantized_weights": "zero_quantized_weights",
+        ZERO + "zero_quantized_gradients": "zero_quantized_gradients",
     }
 )
 # Keys whose only value here is a fact.
@@ -36,10 +37,8 @@ ALWAYS: Mapping[str, tuple[Any, str]] = MappingProxyType(
 # Keys that users have, with what to do instead. False, null and {"device": "none"} ask for nothing: accepted.
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
-        ZERO + "zero_quantized_weights": QUANTISED,
-        ZERO + "zero_quantized_gradients": QUANTISED,
-        ZERO + "zero_quantized_nontrainable_weights": QUANTISED,
-        ZERO + "zeropp_loco_param": QUANTISED,
+        ZERO
+        + "zero_quantized_nontrainable_weights": "frozen weights are sent as the others are; leave it out",
         ZERO + "offload_optimizer": OFFLOAD,
         ZERO + "offload_param": OFFLOAD,
         ZERO + "cpu_offload": OFFLOAD,
@@ -71,6 +70,8 @@ SPECIAL: Mapping[str, str] = MappingProxyType(
         "bf16.enabled": "`--bf16`",
         ZERO + "mics_shard_size": "k: `--zero-shard k,k,k`; -1: off",
         ZERO + "zero_hpz_partition_size": "k: `--zero-preset hpz --zero-hpz-partition-size k`; 1: off",
+        ZERO
+        + "zeropp_loco_param": "`--zero-gradient-rounding feedback`; its err_beta and reset_T are not taken",
         ZERO + "stage3_prefetch_bucket_size": "elements: `--zero-prefetch-bytes` in bytes",
     }
 )
@@ -152,6 +153,8 @@ def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> Non
             layer.errors.append(f"{where} takes true or false, got {value!r}")
         elif value:
             put("params_dtype", "bf16")
+    elif key.endswith("zeropp_loco_param"):
+        _loco(layer, where, value)
     elif not isinstance(value, int) or isinstance(value, bool):
         layer.errors.append(f"{where} takes a whole number, got {value!r}")
     elif key == "gradient_accumulation_steps":
@@ -170,3 +173,14 @@ def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> Non
             f"{where}: {value} elements of {width} bytes are --zero-prefetch-bytes {value * width}"
         )
         put("zero_prefetch_bytes", value * width)
+
+
+def _loco(layer: Layer, where: str, value: Any) -> None:
+    if not isinstance(value, dict | None):
+        layer.errors.append(f"{where} takes an object, got {value!r}")
+    elif value:
+        layer.put(all_options()["zero_gradient_rounding"], "feedback", where)
+        layer.notes.append(
+            f"{where} is --zero-gradient-rounding feedback; err_beta and reset_T are not taken: the whole of a "
+            "step's rounding error goes into the next step, none is reset"
+        )

@@ -24,7 +24,7 @@ class Option:
     kind: str
     default: Any
     help: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
     low: float | None = None
     high: float | None = None
     above: float | None = None

@@ -100,7 +100,7 @@ def spelling(opt: Option) -> str:
         on, off = opt.flag, f"--{opt.negative_key}"
         return off + " | " + on if opt.default is True else on + " | " + off
     kinds = {"int": "N", "float": "X", "ints": "N,N,...", "strs": "TEXT ...", "str": "TEXT"}
-    value = "{" + ",".join(opt.choices) + "}" if opt.choices else kinds[opt.kind]
+    value = "{" + ",".join(map(str, opt.choices)) + "}" if opt.choices else kinds[opt.kind]
     others = [f"--{alias} {value}" for alias in opt.aliases] + [f"--{const}" for const in opt.consts]
     return " | ".join([f"{opt.flag} {value}", *others])
 

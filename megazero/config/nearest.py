@@ -27,6 +27,12 @@ def common_divisors(*numbers: int) -> list[int]:
     return [k for k in range(1, common + 1) if common % k == 0]
 
 
+def nearest_power_of_two(n: int, low: int, high: int) -> int:
+    """The power of two nearest to n from ``low`` to ``high``, both powers of two themselves."""
+    legal = [low << e for e in range((high // low).bit_length())]
+    return min(legal, key=lambda power: abs(power - n))
+
+
 def multiples_around(n: int, base: int) -> str:
     """Multiples of ``base`` just below and above n, at least ``base``: '24 or 30'."""
     low = n // base * base

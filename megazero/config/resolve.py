@@ -9,7 +9,7 @@ from megazero.config.fields import show
 from megazero.config.layers import FACTS, Layer
 from megazero.config.model import FAMILIES
 from megazero.config.run import RunConfig, World, all_options, section_types
-from megazero.config.shards import DEFAULT_PRESET, STAGE_PRESETS
+from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
 
 def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
@@ -68,14 +68,18 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
     if preset is None and partition is not None and stage in (None, 3):
         preset = "hpz"
         notes.append(f"--zero-hpz-partition-size {partition} is preset hpz")
-    if partition is not None and preset != "hpz":
+    if partition is not None and preset not in PARTITIONED:
         errors.append(
-            f"--zero-hpz-partition-size {partition} needs preset hpz (ZeRO stage 3), not "
+            f"--zero-hpz-partition-size {partition} needs preset hpz (ZeRO stage 3) or zeropp, not "
             f"{f'preset {preset}' if preset else f'stage {stage}'}; nearest: --zero-preset hpz without --zero-stage"
+        )
+    if preset == "hpz" and values.get("zero_quantized_gradients"):
+        notes.append(
+            "preset hpz sends gradients across nodes with every micro-batch; preset zeropp does so once per step"
         )
     if stage is not None and 0 <= stage <= 3:
         own = STAGE_PRESETS[stage]
-        legal = (own, "mics", "hsdp", "hpz") if stage == 3 else (own,)
+        legal = (own, *IN_NODE) if stage == 3 else (own,)
         if preset is not None and preset not in legal:
             errors.append(
                 f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out"

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from megazero.config import wire_rules
 from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import RunConfig
@@ -199,4 +200,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("lr",), _schedule),
     ((), _data),
     (("save_retain_interval", "save_interval"), _retention),
+    (("zero_block_size",), wire_rules.block_size),
+    (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
+    (("zero_gradient_clip_search",), wire_rules.clip_search),
+    (("zero_quantized_gradients_until",), wire_rules.until),
 )

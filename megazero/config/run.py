@@ -26,6 +26,8 @@ from megazero.config.sections import (
     ZeroConfig,
 )
 from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
+from megazero.config.summary import zero_summary
+from megazero.config.wire import Wire, resolve_wire
 from megazero.mesh.grid import data_ranks_per_node
 
 
@@ -97,7 +99,13 @@ class RunConfig:
             self.data_ranks_per_node(world),
             self.zero.zero_params_lifetime,
             self.zero.zero_hpz_partition_size,
+            self.zero.zero_quantized_weights_delta,
         )
+
+    def wire(self, world: World) -> Wire:
+        """What the hops of this world send. ValueError if there are no legal shards, or formats without effect."""
+        d, h = self.data_parallel_size(world), self.data_ranks_per_node(world)
+        return resolve_wire(self.zero, self.shards(world), d, h)
 
     def num_micro_batches(self, world: World) -> int:
         """Micro-batches of one rank and step at the full global batch (after any ramp-up)."""
@@ -116,6 +124,12 @@ class RunConfig:
             warmup = int(opt.lr_warmup_fraction * decay)
         wsd = (opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0
         return Span("samples" if by_samples else "iterations", total, decay, warmup, wsd)
+
+    @property
+    def quantized_gradients_end(self) -> int | None:
+        """Iterations (samples, where the run's length is in them) after which gradients are exact; None: never."""
+        fraction = self.zero.zero_quantized_gradients_until
+        return None if fraction is None else round(fraction * self.lr_span.total)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections of plain JSON values; also a legal --config file."""
@@ -172,12 +186,11 @@ class RunConfig:
 
     def _layout(self, world: World) -> list[str]:
         d, h, shards = self.data_parallel_size(world), self.data_ranks_per_node(world), self.shards(world)
-        tp = self.parallel.tensor_model_parallel_size
+        wire, tp = self.wire(world), self.parallel.tensor_model_parallel_size
         return [
             f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: "
             f"{tp} tensor-parallel x {d} data-parallel, {h} of them on one node",
-            f"{self.zero.zero_preset or 'shards as given'}: P,G,OS = {','.join(map(str, shards.factors))}, "
-            f"parameter shards live for: {shards.lifetime}",
+            zero_summary(self.zero, shards, wire, d, h),
             f"{self.num_micro_batches(world)} micro-batches of {self.batch.micro_batch_size} samples on each rank",
         ]
 

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from megazero.config.fields import option
 from megazero.config.shards import LIFETIMES, PRESETS
 
+BITS = (8, 4, 2)
+ROUNDINGS = ("nearest", "stochastic", "feedback")
+
+BITS = (8, 4, 2)
+ROUNDINGS = ("nearest", "stochastic", "feedback")
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -22,26 +28,87 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How model state is sharded over data-parallel ranks. --zero-preset and --zero-shard exclude each other."""
+    """How model state is sharded over data-parallel ranks, and what its messages are (ZeRO++: quantised).
+
+    --zero-preset and --zero-shard exclude each other; the --zero-quantized flags go with either.
+    """
 
     zero_stage: int | None = option(None, "ZeRO stage: 0 ddp, 1 zero1, 2 zero2, 3 zero3", low=0, high=3)
     zero_preset: str | None = option(
-        None, "sharding by name (default: zero1; mics and hsdp are one)", choices=PRESETS
+        None,
+        "sharding by name (default: zero1; mics and hsdp are one). zeropp shards parameters and gradients inside a "
+        "node, quantises what crosses nodes and sends it once per step",
+        choices=PRESETS,
     )
     zero_shard: tuple[int, ...] | None = option(
         None,
         "sharding by factors P,G,OS: ranks that share one copy of parameters, gradients, optimizer states",
     )
     zero_hpz_partition_size: int | None = option(
-        None, "ranks that share hpz's copy of the parameters (default: those of a node)", low=1
+        None, "ranks that share hpz's or zeropp's copy of the parameters (default: those of a node)", low=1
     )
     zero_params_lifetime: str | None = option(
         None,
-        "how long gathered parameter shards live (default: use for P = OS, resident for P = 1, else step)",
+        "how long gathered parameter shards live (default: use for P = OS, resident for P = 1 and for the delta "
+        "refresh, else step)",
         choices=LIFETIMES,
     )
     zero_prefetch_bytes: int = option(256 * 2**20, "bytes of parameters gathered ahead of use", low=0)
-    zero_block_size: int = option(64, "elements of the blocks that parameters are aligned to", low=1)
+    zero_quantized_weights: bool | None = option(
+        None, "send weights quantised where they cross nodes (default: on in preset zeropp, else off)"
+    )
+    zero_weight_bits: int | None = option(
+        None, "bits of a quantised weight (default: 8; 4 with the delta refresh)", choices=BITS
+    )
+    zero_quantized_weights_delta: bool = option(
+        False,
+        "quantise the weights' change since the last refresh instead of the weights: fewer bits at less error, for "
+        "parameter shards that stay resident. Implies --zero-quantized-weights",
+    )
+    zero_quantized_gradients: bool | None = option(
+        None, "send gradients quantised where they cross nodes (default: on in preset zeropp, else off)"
+    )
+    zero_gradient_bits: int | None = option(
+        None, "bits of a quantised gradient across nodes (default: 4)", choices=BITS
+    )
+    zero_gradient_bits_intra_node: int | None = option(
+        None, "bits of a quantised gradient inside a node (default: not quantised there)", choices=(8, 4)
+    )
+    zero_quantized_gradients_until: float | None = option(
+        None,
+        "fraction of the training (of its iterations or samples) after which gradients are sent exactly "
+        "(default: never)",
+        above=0,
+        high=1,
+    )
+    zero_gradient_rounding: str | None = option(
+        None,
+        "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost to the "
+        "next step's gradient (error feedback, where gradients cross nodes once per step) (default: nearest)",
+        choices=ROUNDINGS,
+    )
+    zero_weight_clip_search: int = option(
+        0,
+        "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
+        low=0,
+        high=64,
+    )
+    zero_gradient_clip_search: int = option(
+        0, "the same for gradients; not with stochastic rounding", low=0, high=64
+    )
+    zero_block_size: int | None = option(
+        None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
+    )
+    zero_exact_numel: int | None = option(
+        None, "parameters with at most this many elements are never quantised (default: 16384)", low=0
+    )
+    zero_weight_error_bound: float | None = option(
+        None,
+        "relative rounding error of a module's weights (norm of the error / norm) past which they are sent exactly "
+        "from the next step on (default: no bound)",
+        above=0,
+    )
+    zero_gradient_error_bound: float | None = option(None, "the same for gradients", above=0)
 
 
 @dataclass(frozen=True)

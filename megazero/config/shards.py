@@ -4,7 +4,8 @@ P, G, OS: sharing factors of parameters, accumulated gradients, and optimizer st
 d: data-parallel ranks; h: those of them that share a node. Each of P, G, OS divides the next, OS divides d,
 and each divides h or is a multiple of it, so that every transition is one collective on one mesh axis.
 Presets: ZeRO stages (Rajbhandari et al. 2020, section 5), MiCS (Zhang et al. 2022, section 3), hpZ (ZeRO++,
-Wang et al. 2023, section 3.2), HSDP (the name of MiCS in FSDP).
+Wang et al. 2023, section 3.2), HSDP (the name of MiCS in FSDP). zeropp is hpZ whose gradients, too, stay inside
+the node until the step's last micro-batch; what it sends quantised across nodes is in wire.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz", "zeropp")
 STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
 DEFAULT_PRESET = "zero1"  # the fewest bytes of the exact presets, and less memory than ddp
 LIFETIMES = ("use", "step", "resident")
+IN_NODE = ("mics", "hsdp", "hpz", "zeropp")  # shard parameters over the ranks of one node
+PARTITIONED = ("hpz", "zeropp")  # P may be chosen
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,19 @@ class Shards:
 
 
 def resolve_shards(
-    policy: str | tuple[int, ...], d: int, h: int, lifetime: str | None = None, partition: int | None = None
+    policy: str | tuple[int, ...],
+    d: int,
+    h: int,
+    lifetime: str | None = None,
+    partition: int | None = None,
+    delta: bool = False,
 ) -> Shards:
     """Factors and lifetime of a preset's name or of an explicit (P, G, OS).
 
-    partition: P of hpz where it is not h. lifetime: where P = OS always 'use', whatever is asked, since the P copy
-    is the optimizer's own slice; else None takes the default (resident for P = 1, where the full parameters exist
-    anyway; else step). Raises ValueError naming the nearest legal choice.
+    partition: P of hpz and zeropp where it is not h. delta: differences of weights are sent where they cross nodes.
+    lifetime: where P = OS always 'use', whatever is asked, since the P copy is the optimizer's own slice; else None
+    takes the default (resident for P = 1, where the full parameters exist anyway, and where differences are sent,
+    which need the last copy; else step). Raises ValueError naming the nearest legal choice.
     """
     p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
     faults = factor_faults((p, g, os), d, h)
@@ -49,7 +58,7 @@ def resolve_shards(
             f"shard factors P,G,OS = {p},{g},{os} over {d} data-parallel ranks: "
             f"{', '.join(faults)}; nearest legal: {nearest}"
         )
-    lifetime = lifetime or ("resident" if p == 1 else "step")
+    lifetime = lifetime or ("resident" if p == 1 or delta and weights_cross(os, h) else "step")
     if lifetime not in LIFETIMES:
         raise ValueError(f"parameter lifetime {lifetime!r} is not one of {', '.join(LIFETIMES)}")
     if p == os:
@@ -60,6 +69,16 @@ def resolve_shards(
             "again at every use); nearest legal: step"
         )
     return Shards(p, g, os, lifetime)
+
+
+def weights_cross(os: int, h: int) -> bool:
+    """True if some refresh or gather of the weights goes across nodes."""
+    return os > h
+
+
+def gradients_cross(d: int, h: int) -> bool:
+    """True if some reduction of the gradients goes across nodes."""
+    return d > h
 
 
 def _triple(policy: tuple[int, ...]) -> tuple[int, int, int]:
@@ -77,14 +96,24 @@ def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple
         "mics": (h, h, h),
         "hsdp": (h, h, h),
         "hpz": (partition or h, d, d),
+        "zeropp": (partition or h, h, d),
     }
     if preset not in table:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
     factors = table[preset]
-    if preset in ("mics", "hsdp", "hpz") and factors[0] == 1:
+    room = min(partition or h, h)
+    if preset in IN_NODE and room == 1:
+        nearest = "preset: zero3"
+        if preset == "zeropp":
+            nearest = "preset: zero1 (the same factors)" if h == 1 else f"factors: --zero-shard 1,{h},{d}"
         raise ValueError(
-            f"preset {preset} shards parameters over ranks of one node, but only {partition or h} data-parallel "
-            "rank shares a node here; nearest legal preset: zero3"
+            f"preset {preset} shards parameters over ranks of one node, but only {room} data-parallel rank shares a "
+            f"node here; nearest legal {nearest}"
+        )
+    if preset in PARTITIONED and factors[0] > h:
+        raise ValueError(
+            f"a partition of {partition} ranks would straddle nodes: {h} data-parallel ranks (ranks per node / "
+            f"tensor-parallel size) share one; nearest: --zero-hpz-partition-size {h}"
         )
     return factors
 

@@ -10,6 +10,7 @@ from megazero.config.nearest import did_you_mean, multiples_around
 from megazero.config.rules import RULES
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import resolve_shards
+from megazero.config.wire import quantizes_gradients, quantizes_weights
 
 
 def validate(config: RunConfig, world: World | None = None) -> None:
@@ -44,7 +45,12 @@ def _own_fault(opt: Option, config: RunConfig) -> str:
     if value is None:
         return f"{opt.flag} is required" if opt.required else ""
     if opt.choices and value not in opt.choices:
-        return f"{opt.flag} {value} is not one of {', '.join(opt.choices)}{did_you_mean(str(value), opt.choices)}"
+        choices = [str(choice) for choice in opt.choices]
+        if opt.kind == "int":
+            nearest = f"; nearest: {min(opt.choices, key=lambda choice: abs(choice - value))}"
+        else:
+            nearest = did_you_mean(str(value), choices)
+        return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
     if opt.kind in ("int", "float"):
         default = "" if opt.default is None else f"; the default is {show(opt.default)}"
         if opt.low is not None and value < opt.low:
@@ -64,6 +70,15 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
     rotary = [name for name in all_options() if name.startswith("rotary_")]
     llama3 = ["rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position"]
     wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
+    weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
+    of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
+    of_gradients += [
+        "zero_gradient_clip_search",
+        "zero_gradient_error_bound",
+        "zero_quantized_gradients_until",
+    ]
+    of_either = ["zero_block_size", "zero_exact_numel"]
+    either = "--zero-quantized-weights or --zero-quantized-gradients"
     table: tuple[tuple[list[str], bool, str], ...] = (
         (rotary, model.position_embedding_type == "rope", "--position-embedding-type rope"),
         (["rotary_scaling_factor"], model.rotary_scaling != "none", "--rotary-scaling linear or llama3"),
@@ -88,6 +103,13 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
         (["save_retain_interval"], config.checkpoint.save_keep_last is not None, "--save-keep-last"),
         (["load_optim", "load_rng"], not config.checkpoint.finetune, "continuing the run (no --finetune)"),
+        (
+            ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"],
+            weights,
+            "--zero-quantized-weights",
+        ),
+        (of_gradients, gradients, "--zero-quantized-gradients"),
+        (of_either, weights or gradients, either),
         (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
     )
     said: set[str] = set()
@@ -123,7 +145,7 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
         return
     if not {opt.name for opt in all_options().values() if opt.section == "zero"} & set(broken):
         try:
-            config.shards(world)
+            config.wire(world)
         except ValueError as error:
             yield str(error)
     if not {"micro_batch_size", "global_batch_size", "rampup_batch_size"} & set(broken):

@@ -1,7 +1,8 @@
 """Between the trainer and the checkpoint store: what a run saves and how it continues.
 
-state.json holds iteration, consumed samples (the data position), scalar optimizer state, the tokenizer's
-fingerprint and the logger's run id; tensors are the engine's slices; each rank keeps its generators.
+state.json holds iteration, consumed samples (the data position), scalar optimizer state, the engine's counters, the
+tokenizer's fingerprint and the logger's run id; tensors are the engine's slices; each rank keeps its generators and,
+under error feedback, its own residuals.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh
 from megazero.zero import Engine
-from megazero.zero.state import load_kinds, load_records, optimizer_kinds, save_records
+from megazero.zero.state import (
+    NOT_OPTIMIZER,
+    RESIDUAL,
+    load_kinds,
+    load_rank_tensors,
+    load_records,
+    optimizer_kinds,
+    rank_tensors,
+    save_records,
+)
 
 # What the order of samples depends on, besides the files' contents.
 SAMPLE_ORDER = (
@@ -60,7 +70,7 @@ class Checkpointing:
 
     @property
     def _layout(self) -> dict[str, Any]:
-        grid = self.mesh.grid
+        grid, policy = self.mesh.grid, self.engine.policy
         return {
             "world_size": grid.world_size,
             "tp": grid.tp,
@@ -68,24 +78,29 @@ class Checkpointing:
             "dp": grid.dp,
             "shards": list(grid.shards),
             "ranks_per_node": grid.ranks_per_node,
+            "block": policy.block,
+            "exact_numel": policy.exact_numel,
         }
 
     def save(self, progress: Progress) -> Path:
         """Write SAVE/iter_<iteration>, all ranks together; older ones stay until it is complete."""
         options = self.config.checkpoint
         assert options.save is not None
+        if self.engine.policy.codecs.delta:
+            self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
         state = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
             "optimizer": self.engine.optimizer.scalars(),
+            "engine": self.engine.state(),
             "tokenizer": self.fingerprint,
         }
         snapshot = store.Snapshot(
             step=progress.iteration,
             records=save_records(self.engine, self.placements),
             state=state,
-            rank_tensors=_generator_states(self.mesh.device),
+            rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
             layout=self._layout,
             configuration=self.config.to_dict(),
         )
@@ -115,11 +130,12 @@ class Checkpointing:
         manifest = store.read_manifest(path)
         with_optimizer = options.load_optim and not options.finetune
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
+        residual = with_optimizer and RESIDUAL in manifest.kinds
         loaded = store.load(
             path,
-            records=load_records(self.engine, self.placements, with_optimizer),
+            records=load_records(self.engine, self.placements, with_optimizer, residual),
             group=self._group,
-            kinds=load_kinds(list(manifest.kinds), moments),
+            kinds=load_kinds(self.engine, list(manifest.kinds), moments, residual),
             layout=self._layout,
             convert=True,  # every destination is the master or a moment, at least as precise as what is stored
         )
@@ -130,6 +146,9 @@ class Checkpointing:
         self._check_state(state, path)
         if with_optimizer:
             self.engine.optimizer.load_scalars(state["optimizer"])
+            load_rank_tensors(self.engine, loaded.rank_tensors or {})
+        if "engine" in state:  # not in checkpoints of before quantised messages
+            self.engine.load_state(state["engine"])
         if options.load_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
         notes = (*_incomplete(options.load, manifest.step), *self._changed_order(manifest.configuration))
@@ -157,7 +176,7 @@ class Checkpointing:
         # From every rank: one that holds no slice has no state of its own, and must decide as the others do.
         held = agree(self._group, f"'{path}' not loaded", partial(optimizer_kinds, self.engine))
         ours = sorted({kind for kinds in held for kind in kinds})
-        theirs = sorted(kind for kind in stored if kind not in ("weights", "master"))
+        theirs = sorted(kind for kind in stored if kind not in NOT_OPTIMIZER)
         if ours and ours != theirs:
             raise store.CheckpointError(
                 f"'{path}' holds optimizer state {theirs or 'none'}, --optimizer {self.config.optimizer.optimizer} "

@@ -10,16 +10,18 @@ Fixed order, and why:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 
 from megazero import zero
+from megazero.comm.codec import Blockwise
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
-from megazero.config import RunConfig
+from megazero.config import RunConfig, World
+from megazero.config.wire import Coding
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, DecoderConfig, RopeScaling, initializer
 from megazero.tp import TensorParallel
@@ -115,17 +117,60 @@ def optimizer_factory(config: RunConfig) -> OptimizerFactory:
     )
 
 
-def shard_decoder(
-    decoder: Decoder, config: RunConfig, mesh: Mesh, timed: Callable[[str], Any] = no_timing
-) -> zero.Engine:
-    """Hand the decoder to the ZeRO engine with the policy, optimizer and clipping of the configuration."""
-    policy = zero.Policy(
-        lifetime=config.zero.zero_params_lifetime,
+def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
+    """The engine's choices and wire formats on this mesh. ValueError where configuration and mesh do not fit."""
+    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
+    wire = config.wire(world)
+    return zero.Policy(
+        lifetime=config.shards(world).lifetime,
         prefetch_bytes=config.zero.zero_prefetch_bytes,
-        block=config.zero.zero_block_size,
+        block=wire.block,
+        exact_numel=wire.exact_numel,
+        codecs=zero.Codecs(
+            weights=_codec(wire.weights),
+            gradients_intra=_codec(wire.gradients_intra),
+            gradients_inter=_codec(wire.gradients_inter),
+            delta=wire.delta,
+            feedback=wire.feedback,
+        ),
+        seed=config.training.seed,
+        weight_error_bound=config.zero.zero_weight_error_bound,
+        gradient_error_bound=config.zero.zero_gradient_error_bound,
     )
+
+
+def _codec(coding: Coding | None) -> Blockwise | None:
+    return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip) if coding else None
+
+
+def _refuse_all_exact(decoder: Decoder, policy: zero.Policy, replicated: Collection[str]) -> None:
+    """A threshold above every parameter would leave quantised hops without effect."""
+    if policy.codecs.exact:
+        return
+    largest = max((p.numel() for n, p in decoder.named_parameters() if n not in replicated), default=0)
+    if largest <= policy.exact_numel:
+        raise ValueError(
+            f"--zero-exact-numel {policy.exact_numel}: no parameter of this model has more elements on a rank (the "
+            f"largest has {largest}), so nothing would be quantised; nearest: {max(largest - 1, 0)}, or exact "
+            "messages (--no-zero-quantized-weights --no-zero-quantized-gradients)"
+        )
+
+
+def shard_decoder(
+    decoder: Decoder,
+    config: RunConfig,
+    mesh: Mesh,
+    timed: Callable[[str], Any] = no_timing,
+    policy: zero.Policy | None = None,
+) -> zero.Engine:
+    """Hand the decoder to the ZeRO engine with the policy, optimizer and clipping of the configuration.
+
+    policy: instead of the configuration's own.
+    """
+    policy = policy or make_policy(config, mesh)
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
+    _refuse_all_exact(decoder, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
         options = (("weight_decay", 0.0),) if name in plain else ()

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,7 @@ class Trainer:
         self.phase = f"iteration {iteration}"
         count = self.schedules.batch.micro_batches(consumed)
         learning_rate = self._set_learning_rate()
+        self._set_rounding(iteration)
         with self.bill.span("data"):
             ids = batches.sample_ids(count)
             step = [self._to_device(b) for b in batches.next_step(count)]
@@ -153,9 +155,21 @@ class Trainer:
         text = f"{self.config.training.seed}/{self.progress.iteration}/{sample}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
+    @property
+    def _position(self) -> int:
+        """Iterations done, or samples consumed where the run's length is in samples."""
+        return self.progress.consumed_samples if self.schedules.by_samples else self.progress.iteration
+
+    def _set_rounding(self, iteration: int) -> None:
+        """Gradients are sent exactly from the end of --zero-quantized-gradients-until on."""
+        end, codecs = self.config.quantized_gradients_end, self.engine.policy.codecs
+        exact = end is not None and self._position >= end
+        if exact and not self.engine.exact_gradients and (codecs.gradients_intra or codecs.gradients_inter):
+            self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
+        self.engine.exact_gradients = exact
+
     def _set_learning_rate(self) -> float:
-        at = self.progress.consumed_samples if self.schedules.by_samples else self.progress.iteration
-        rate = self.schedules.learning_rate(at)
+        rate = self.schedules.learning_rate(self._position)
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rate
         return rate
@@ -247,12 +261,23 @@ class Trainer:
             inter_node_bytes=traffic.pop("inter_node_bytes"),
             memory_bytes=peak_memory(self.mesh.device),
             time_bill=self.bill.close(seconds),
-            extra={"batch_size": samples, **({"skipped": 1} if info.skipped else {}), "bytes": traffic},
+            extra={"batch_size": samples, **_events(info), "bytes": traffic},
         )
+        for line in info.fallbacks:
+            self.outputs.console.warning(line)
         self.outputs.console.iteration(metrics)
         if self.outputs.metrics is not None:
             self.outputs.metrics.iteration(metrics)
             self.outputs.loggers.log(metrics.iteration, metrics.as_dict())
+
+
+def _events(info: StepInfo) -> dict[str, Any]:
+    """What a step has to say beyond its norm, as extra metrics: only what there is."""
+    out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
+    if info.errors:
+        out["quantization_unit"] = info.sampled
+        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
+    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
 
 
 def release_free_memory() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder
 from megazero.models.placements import decoder_placements
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import DTYPES, build_decoder, decoder_config, shard_decoder
+from megazero.train.parallelize import DTYPES, build_decoder, decoder_config, make_policy, shard_decoder
 from tests.dist.capture import capture_gradients, local_slices
 from tests.dist.parity_cases import STEPS, Case, Model
 from tests.dist.pool import run_ranks
@@ -163,12 +163,14 @@ def _on_rank(cases: Sequence[Case]) -> list[Outcome]:
             out.append(_run(case, case.config(), mesh))
         except Exception as error:
             raise RuntimeError(f"case {case.id}: {error}") from error
+        mesh._claims.clear()  # the case's engine is at its end
     return out
 
 
 def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
     decoder = build_decoder(config, mesh)
-    engine = shard_decoder(decoder, config, mesh)
+    # small blocks, so that slices cut parameters
+    engine = shard_decoder(decoder, config, mesh, policy=replace(make_policy(config, mesh), block=8))
     store: dict[str, Any] = {}
     capture_gradients(engine, store)
     slices = {"initial": _masters(engine)}

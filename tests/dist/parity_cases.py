@@ -32,7 +32,6 @@ SIZES = {
     "num_attention_heads": 8,
     "seq_length": 8,
     "init_method_std": 0.1,
-    "zero_block_size": 8,  # small, so that slices cut parameters
     "lr": 3e-3,
     "weight_decay": 0.1,
     "clip_grad": 0.5,

@@ -182,13 +182,14 @@ def test_deepspeed_keys_map(tmp_path):
         "bf16": {"enabled": True},
         "fp16": {"enabled": False, "loss_scale": 0},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": zero | {"zero_quantized_weights": False, "offload_param": {"device": "none"}},
+        "zero_optimization": zero | {"zero_quantized_weights": True, "offload_param": {"device": "none"}},
     }
     config = run(deepspeed(tmp_path, content))
     assert config.batch.global_batch_size == 48 and config.num_micro_batches(WORLD) == 3
     assert config.optimizer.clip_grad == 0.5 and config.precision.params_dtype == "bf16"
     assert config.zero.zero_preset == "hpz" and config.shards(WORLD).factors == (2, 8, 8)
     assert config.zero.zero_prefetch_bytes == 2000
+    assert config.wire(WORLD).weights and not config.wire(WORLD).gradients_inter
     assert any("overlap_comm" in note for note in config.notes)
     mics = run(deepspeed(tmp_path, {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}))
     assert mics.shards(WORLD).factors == (4, 4, 4)
@@ -205,8 +206,9 @@ def test_deepspeed_faults(tmp_path):
         "gradient_acumulation_steps": 2,
         "zero_optimization": {
             "stage": 5,
-            "zero_quantized_gradients": True,
-            "zeropp_loco_param": {"err_beta": 0.8},
+            "zero_quantized_gradients": 1,
+            "zero_quantized_nontrainable_weights": True,
+            "zeropp_loco_param": 0.8,
             "reduce_bucket_size": 5e8,
             "offload_optimizer": {"device": "cpu"},
             "overlap_comm": False,
@@ -219,15 +221,50 @@ def test_deepspeed_faults(tmp_path):
         "optimizer is not supported: use --optimizer",
         "grad_accum_dtype cannot be 'bf16'",
         "gradient_acumulation_steps is not supported; nearest: gradient_accumulation_steps",
-        "zero_quantized_gradients is not supported",
-        "zeropp_loco_param is not supported",
+        "zero_quantized_gradients takes true or false, got 1",
+        "zero_quantized_nontrainable_weights is not supported",
+        "zeropp_loco_param takes an object, got 0.8",
         "reduce_bucket_size is not supported",
         "offload_optimizer is not supported",
         "overlap_comm cannot be False",
         "--zero-stage 5 must be at most 3; nearest: 3",
     ):
         assert sum(part in line for line in found) == 1, part
-    assert len(found) == 11
+    assert len(found) == 12
+
+
+def test_deepspeed_zeropp_keys(tmp_path):
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": None}
+    config = run(deepspeed(tmp_path, {"zero_optimization": zero}))
+    wire = config.wire(WORLD)
+    assert config.zero.zero_preset == "hpz" and config.shards(WORLD).factors == (4, 8, 8)
+    assert wire.weights and wire.weights.bits == 8 and wire.gradients_inter and wire.gradients_inter.bits == 4
+    assert any("hpz" in note and "zeropp does so once per step" in note for note in config.notes)
+    faster = run(deepspeed(tmp_path, {"zero_optimization": zero}) + " --zero-preset zeropp")
+    assert faster.shards(WORLD).factors == (4, 4, 8) and faster.wire(WORLD) == wire
+    assert not any("once per step" in note for note in faster.notes)
+    zero["zero_quantized_weights"] = False
+    partly = run(deepspeed(tmp_path, {"zero_optimization": zero}) + " --zero-preset zeropp")
+    assert partly.wire(WORLD).weights is None and partly.wire(WORLD).gradients_inter
+
+
+def test_deepspeed_loco_is_error_feedback(tmp_path):
+    zero = {
+        "stage": 3,
+        "zero_quantized_gradients": True,
+        "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
+    }
+    path = deepspeed(tmp_path, {"zero_optimization": zero})
+    (fault,) = errors(path)  # stage 3 crosses nodes with every micro-batch
+    assert (
+        "feedback needs gradients that cross nodes once per step" in fault and "--zero-shard 4,4,8" in fault
+    )
+    config = run(f"{path} --zero-preset zeropp")
+    assert config.wire(WORLD).feedback
+    assert any(
+        "zeropp_loco_param" in note and "err_beta and reset_T are not taken" in note for note in config.notes
+    )
 
 
 def test_deepspeed_accumulation_is_checked_and_flags_replace_it(tmp_path):

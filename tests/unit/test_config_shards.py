@@ -26,11 +26,12 @@ def legal_on_mesh(factors, d, h):
 @pytest.mark.parametrize("d,h", SIZES)
 def test_presets_follow_the_table(d, h):
     table = {"ddp": (1, 1, 1), "zero1": (1, 1, d), "zero2": (1, d, d), "zero3": (d, d, d)}
-    table |= {"mics": (h, h, h), "hsdp": (h, h, h), "hpz": (h, d, d)}
+    table |= {"mics": (h, h, h), "hsdp": (h, h, h), "hpz": (h, d, d), "zeropp": (h, h, d)}
     assert set(table) == set(PRESETS)
     for preset, factors in table.items():
-        if h == 1 and preset in ("mics", "hsdp", "hpz"):
-            with pytest.raises(ValueError, match="nearest legal preset: zero3"):
+        if h == 1 and preset in ("mics", "hsdp", "hpz", "zeropp"):
+            nearest = "zero1" if preset == "zeropp" else "zero3"
+            with pytest.raises(ValueError, match=f"nearest legal preset: {nearest}"):
                 resolve_shards(preset, d, h)
             continue
         shards = resolve_shards(preset, d, h)
@@ -69,6 +70,11 @@ def test_lifetimes():
     assert resolve_shards("hpz", 8, 4, "resident").lifetime == "resident"
     assert resolve_shards("hpz", 8, 8).lifetime == "use"  # one node: hpz is zero3
     assert resolve_shards("zero3", 8, 4, "resident").lifetime == "use"
+    assert resolve_shards("zeropp", 8, 4).lifetime == "step"
+    assert resolve_shards("zeropp", 8, 4, delta=True).lifetime == "resident"
+    assert (
+        resolve_shards((2, 4, 4), 4, 4, delta=True).lifetime == "step"
+    )  # one node: differences are not sent
     with pytest.raises(ValueError, match="nearest legal: step"):
         resolve_shards("zero1", 8, 4, "use")
     with pytest.raises(ValueError, match="'sep' is not one of use, step, resident"):
@@ -81,3 +87,9 @@ def test_hpz_partition_size():
         resolve_shards("hpz", 8, 4, partition=3)
     with pytest.raises(ValueError, match="nearest legal preset: zero3"):
         resolve_shards("hpz", 8, 4, partition=1)
+    assert resolve_shards("zeropp", 8, 4, partition=2).factors == (2, 4, 8)
+    with pytest.raises(ValueError, match="--zero-shard 1,4,8"):
+        resolve_shards("zeropp", 8, 4, partition=1)
+    for preset in ("hpz", "zeropp"):  # a partition of 8 fits the factors' rule, but not one node
+        with pytest.raises(ValueError, match="straddle nodes.*nearest: --zero-hpz-partition-size 4"):
+            resolve_shards(preset, 8, 4, partition=8)

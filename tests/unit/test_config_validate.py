@@ -107,6 +107,9 @@ def test_required_options_are_all_named_at_once():
         ({"zero_shard": (2, 2, 2), "zero_stage": 3}, "excludes --zero-stage"),
         ({"zero_stage": 2, "zero_preset": "hpz"}, "--zero-stage 2 is preset zero2"),
         ({"zero_stage": 2, "zero_hpz_partition_size": 4}, "needs preset hpz"),
+        ({"zero_preset": "zero3", "zero_hpz_partition_size": 4}, "or zeropp, not preset zero3"),
+        ({"zero_preset": "zeropp", "zero_hpz_partition_size": 8}, "nearest: --zero-hpz-partition-size 4"),
+        ({"zero_stage": 2, "zero_preset": "zeropp"}, "--zero-stage 2 is preset zero2"),
         ({"zero_preset": "zero2", "zero_params_lifetime": "use"}, "nearest legal: step"),
         ({"zero_preset": "hpz", "tensor_model_parallel_size": 4}, "nearest legal preset: zero3"),
         ({"ranks_per_node": 3}, "nearest ranks per node: 2"),
@@ -133,6 +136,17 @@ def test_faults(changes, part):
         {"wandb_exp_name": "x"},
         {"save": "x", "save_keep_last": 2},
         {"tokenizer_model": "x"},
+        {"zero_weight_bits": 8},
+        {"zero_weight_clip_search": 8},
+        {"zero_weight_error_bound": 0.1},
+        {"zero_gradient_bits": 4},
+        {"zero_gradient_bits_intra_node": 8},
+        {"zero_gradient_rounding": "nearest"},
+        {"zero_gradient_clip_search": 8},
+        {"zero_gradient_error_bound": 0.1, "zero_quantized_weights": True},
+        {"zero_quantized_gradients_until": 0.5, "zero_preset": "zeropp", "zero_quantized_gradients": False},
+        {"zero_block_size": 64},
+        {"zero_exact_numel": 0},
     ],
 )
 def test_options_without_effect_are_refused(changes):
@@ -154,6 +168,7 @@ def test_legal_configurations():
     pretend = legal(World(4, 4), ranks_per_node=2, zero_preset="hpz")
     assert pretend.shards(World(4, 4)).factors == (2, 4, 4)
     assert legal(zero_stage=3, zero_hpz_partition_size=2).shards(WORLD).factors == (2, 8, 8)
+    assert legal(zero_stage=3, zero_preset="zeropp").shards(WORLD).factors == (4, 4, 8)
     assert legal(optimizer="adam").optimizer.optimizer == "adamw"
     assert legal(global_batch_size=64, rampup_batch_size=(16, 16, 100))
     assert legal().batch.global_batch_size == 16
@@ -186,7 +201,7 @@ NUMBERS = st.integers(-2, 40).map(str)
 WORDS = st.one_of(
     NUMBERS,
     st.floats().map(repr),
-    st.sampled_from(sorted({word for opt in all_options().values() for word in opt.choices})),
+    st.sampled_from(sorted({str(word) for opt in all_options().values() for word in opt.choices})),
     st.lists(NUMBERS, max_size=4).map(",".join),
     st.text("ab-=,.1 ", max_size=4),
 )

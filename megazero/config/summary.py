@@ -1,0 +1,98 @@
+"""One line that says what is active on which hop, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megazero.config.sections import ZeroConfig
+from megazero.config.shards import Shards
+from megazero.config.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
+from megazero.mesh.grid import INTER, INTRA, AxisSpec, make_grid
+
+WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
+
+
+def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -> str:
+    """The ZeRO policy on d data-parallel ranks, h of them to a node, hop by hop."""
+    axes = make_grid(d, h, shards=shards.factors).data_axes
+    name = f"preset {zero.zero_preset}" if zero.zero_preset else "--zero-shard"
+    nodes = "1 node" if d == h else f"{d // h} nodes"
+    parts = [
+        f"ZeRO: {name}, P,G,OS = {','.join(map(str, shards.factors))} on {d} data-parallel ranks of {nodes}, "
+        f"parameter shards live for: {shards.lifetime}"
+    ]
+    if axes:
+        parts += [_weights(zero, wire, axes), _gradients(zero, wire, axes)]
+    else:
+        parts.append("one data-parallel rank: nothing is sent or quantised")
+    if wire.codings:
+        parts.append(f"always exact: parameters of up to {wire.exact_numel:,} elements")
+    return " | ".join(parts)
+
+
+def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
+    coding = wire.weights
+    refresh, gathers = _links(axes, ("g", "os")), _links(axes, ("p",))
+    details = _details(coding) if coding else ""
+    hops = []
+    if refresh:
+        what = "changes as " if wire.delta else ""
+        hops.append(f"refresh {_where(refresh)} {what}{_name(coding)} once per step{details}")
+    if gathers:
+        first = f"{_name(coding)}{details}"
+        later = "exact, of the resident copy" if wire.delta else "as received"
+        hops.append(f"gathers {_where(gathers)} {later if refresh and coding else first}")
+    if coding and zero.zero_weight_error_bound:
+        hops.append(f"exact once a module's error passes {zero.zero_weight_error_bound:g}")
+    why = _why(zero, "weights", asked_for(zero).weights, coding)
+    return f"weights{why}: {', '.join(hops) or 'never sent'}"
+
+
+def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
+    hops = []
+    for link, coding in ((INTRA, wire.gradients_intra), (INTER, wire.gradients_inter)):
+        often, once = (link in _links(axes, roles) for roles in (("p", "g"), ("os", "replica")))
+        if often or once:
+            when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
+            rounding = "nearest, error feedback" if wire.feedback and link == INTER else "nearest"
+            details = _details(coding, "stochastic" if coding.stochastic else rounding) if coding else ""
+            hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
+    if wire.gradients_inter or wire.gradients_intra:
+        if zero.zero_quantized_gradients_until:
+            hops.append(f"exact after {zero.zero_quantized_gradients_until:.3g} of the training")
+        if zero.zero_gradient_error_bound:
+            hops.append(f"exact once a module's error passes {zero.zero_gradient_error_bound:g}")
+    why = _why(zero, "gradients", asked_for(zero).gradients_inter, wire.gradients_inter)
+    return f"gradients{why}: {', '.join(hops)}"
+
+
+def _details(coding: Coding, rounding: str = "nearest") -> str:
+    scales = f", best of {coding.clip} scales" if coding.clip else ""
+    return f" (blocks of {coding.block}, {rounding}{scales})"
+
+
+def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:
+    """In brackets: who asked for quantised messages, and why they are not sent if they are not."""
+    on = quantizes_weights(zero) if what == "weights" else quantizes_gradients(zero)
+    if not on:
+        return f" (--no-zero-quantized-{what})" if zero.zero_preset == "zeropp" else ""
+    flag = zero.zero_quantized_weights if what == "weights" else zero.zero_quantized_gradients
+    by = f"--zero-quantized-{what}" if flag else f"preset {zero.zero_preset}"
+    if what == "weights" and zero.zero_quantized_weights_delta:
+        by = "--zero-quantized-weights-delta"
+    if sent:
+        return f" ({by})"
+    return f" ({by} asks for {_name(asked)} across nodes, but no {what} cross nodes here)"
+
+
+def _name(coding: Coding | None) -> str:
+    return f"INT{coding.bits}" if coding else "exact"
+
+
+def _links(axes: Collection[AxisSpec], roles: Collection[str]) -> list[str]:
+    """Link classes of the sub-axes with these roles, inside nodes first."""
+    return [link for link in WHERE if any(a.link == link and a.role in roles for a in axes)]
+
+
+def _where(links: Collection[str]) -> str:
+    return "inside and across nodes" if len(links) == 2 else WHERE[next(iter(links))]

@@ -1,0 +1,311 @@
+"""What the hops send: formats, where they apply, what is refused, and the line that says so."""
+
+import pytest
+from megazero.kernels import format as kernel_format
+
+from megazero.config import ConfigError, World, make_config
+from megazero.config.wire import DEFAULT_BLOCK, Coding
+from megazero.config.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
+
+BASE = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "lr": 1e-3,
+    "train_iters": 100,
+    "mock_data": True,
+    "vocab_size": 101,
+}
+TWO_NODES, ONE_NODE = World(8, 4), World(4, 4)
+ZEROPP = {"zero_preset": "zeropp"}
+BOTH = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+DELTA = {"zero_quantized_weights_delta": True}
+
+
+def config(world=TWO_NODES, **changes):
+    return make_config({**BASE, **changes}, world)
+
+
+def wire(world=TWO_NODES, **changes):
+    return config(world, **changes).wire(world)
+
+
+def errors(world=TWO_NODES, **changes):
+    with pytest.raises(ConfigError) as caught:
+        config(world, **changes)
+    return caught.value.errors
+
+
+def summary(world=TWO_NODES, **changes):
+    (line,) = [each for each in config(world, **changes).describe(world) if "ZeRO: " in each]
+    return line.strip()
+
+
+# -- formats -----------------------------------------------------------------------------------------
+
+
+def test_constants_are_those_of_the_kernels():
+    assert DEFAULT_BLOCK == kernel_format.DEFAULT_BLOCK
+    for block in (LEAST_BLOCK, LARGEST_BLOCK):
+        kernel_format.Format(4, block)
+    for block in (LEAST_BLOCK // 2, LARGEST_BLOCK * 2):
+        with pytest.raises(ValueError):
+            kernel_format.Format(4, block)
+    assert kernel_format.Format(4, 64, 64) and config(**ZEROPP, zero_gradient_clip_search=64)
+    with pytest.raises(ValueError):
+        kernel_format.Format(4, 64, 65)
+
+
+def test_nothing_is_quantised_unless_asked_for():
+    for preset in ("ddp", "zero1", "zero2", "zero3", "mics", "hpz"):
+        plain = wire(zero_preset=preset)
+        assert not plain.codings and plain.block == 64 and plain.exact_numel == 0
+
+
+def test_zeropp_and_its_parts():
+    whole = wire(**ZEROPP)
+    assert whole.weights == Coding(8, 128) and whole.gradients_inter == Coding(4, 64)
+    assert whole.gradients_intra is None and not whole.delta and not whole.feedback
+    assert whole.block == 128 and whole.exact_numel == 16384
+    assert wire(**ZEROPP, zero_quantized_weights=False).codings == [Coding(4, 64)]
+    assert wire(**ZEROPP, zero_quantized_gradients=False).codings == [Coding(8, 128)]
+    assert wire(zero_shard=(4, 4, 8), **BOTH) == whole
+    assert config(zero_shard=(1, 1, 8), **BOTH).wire(TWO_NODES) == whole
+
+
+def test_every_choice_arrives():
+    chosen = wire(
+        **ZEROPP,
+        zero_weight_bits=4,
+        zero_weight_clip_search=8,
+        zero_gradient_bits=2,
+        zero_gradient_bits_intra_node=8,
+        zero_gradient_clip_search=16,
+        zero_block_size=256,
+        zero_exact_numel=0,
+        zero_gradient_rounding="feedback",
+    )
+    assert chosen.weights == Coding(4, 256, 8) and chosen.gradients_intra == Coding(8, 256, 16)
+    assert chosen.gradients_inter == Coding(2, 256, 16)
+    assert chosen.feedback and chosen.block == 256 and chosen.exact_numel == 0
+    random = wire(**ZEROPP, zero_gradient_rounding="stochastic", zero_gradient_bits_intra_node=4)
+    assert random.gradients_intra == random.gradients_inter == Coding(4, 64, stochastic=True)
+    assert random.weights == Coding(8, 128) and not random.feedback
+    assert wire(**ZEROPP, zero_block_size=16).block == 64
+
+
+def test_delta_refresh_implies_quantised_weights_and_resident_copies():
+    changes = wire(**ZEROPP, **DELTA)
+    assert changes.weights == Coding(4, 64) and changes.delta and changes.block == 64
+    assert wire(**ZEROPP, **DELTA, zero_weight_bits=2).weights == Coding(2, 64)
+    assert config(**ZEROPP, **DELTA).shards(TWO_NODES).lifetime == "resident"
+    assert config(**ZEROPP).shards(TWO_NODES).lifetime == "step"
+    alone = config(zero_preset="hpz", **DELTA)
+    assert alone.wire(TWO_NODES).weights == Coding(4, 64) and alone.wire(TWO_NODES).gradients_inter is None
+    assert config(**ZEROPP, **DELTA, zero_params_lifetime="resident").wire(TWO_NODES) == changes
+
+
+# -- hops that do not exist --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [ZEROPP, {"zero_preset": "hpz", **BOTH, **DELTA}, {"zero_preset": "ddp", **BOTH}]
+)
+def test_on_one_node_nothing_is_quantised_and_the_summary_says_so(changes):
+    plain = wire(ONE_NODE, **changes, zero_gradient_rounding="feedback")
+    assert not plain.codings and not plain.delta and not plain.feedback and plain.exact_numel == 0
+    line = summary(ONE_NODE, **changes)
+    assert "on 4 data-parallel ranks of 1 node" in line
+    assert "INT4 across nodes, but no gradients cross nodes here): inside nodes exact" in line
+    assert "but no weights cross nodes here): " in line
+    assert config(ONE_NODE, **changes).shards(ONE_NODE).lifetime == "use"
+
+
+def test_each_format_needs_its_own_hop():
+    mics = wire(zero_preset="mics", **BOTH)
+    assert mics.weights is None and mics.gradients_inter == Coding(4, 64)
+    inside = wire(ONE_NODE, zero_quantized_gradients=True, zero_gradient_bits_intra_node=8)
+    assert inside.gradients_intra == Coding(8, 128) and inside.gradients_inter is None
+    across = wire(World(4, 1), zero_quantized_gradients=True, zero_gradient_bits_intra_node=8)
+    assert across.gradients_intra is None and across.gradients_inter == Coding(4, 64)
+    tensor_parallel = {"tensor_model_parallel_size": 4, **BOTH}
+    assert wire(World(8, 4), **tensor_parallel).codings == [Coding(8, 128), Coding(4, 64)]
+    assert not wire(World(4, 4), **tensor_parallel).codings
+    assert "nothing is sent or quantised" in summary(World(4, 4), **tensor_parallel)
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes,part",
+    [
+        ({**ZEROPP, "zero_weight_bits": 3}, "--zero-weight-bits 3 is not one of 8, 4, 2; nearest: 4"),
+        ({**ZEROPP, "zero_gradient_bits": 16}, "--zero-gradient-bits 16 is not one of 8, 4, 2; nearest: 8"),
+        ({**ZEROPP, "zero_gradient_bits_intra_node": 2}, "is not one of 8, 4; nearest: 4"),
+        ({**ZEROPP, "zero_block_size": 100}, "power of two from 8 to 2048; nearest: 128"),
+        ({**ZEROPP, "zero_block_size": 4}, "nearest: 8"),
+        ({**ZEROPP, "zero_block_size": 4096}, "nearest: 2048"),
+        ({**ZEROPP, "zero_exact_numel": -1}, "--zero-exact-numel -1 must be at least 0"),
+        ({**ZEROPP, "zero_weight_error_bound": 0.0}, "--zero-weight-error-bound 0 must be above 0"),
+        ({**ZEROPP, "zero_gradient_error_bound": -1.0}, "--zero-gradient-error-bound -1 must be above 0"),
+        ({**ZEROPP, "zero_quantized_gradients_until": 0.0}, "must be above 0"),
+        ({**ZEROPP, "zero_quantized_gradients_until": 1.5}, "must be at most 1; nearest: 1"),
+        (
+            {**ZEROPP, "zero_quantized_gradients_until": 0.001},
+            "of 100 iterations is less than one of them; nearest: 0.01",
+        ),
+        ({**ZEROPP, "zero_weight_clip_search": 65}, "must be at most 64"),
+        ({**ZEROPP, "zero_gradient_rounding": "random"}, "is not one of nearest, stochastic, feedback"),
+        (
+            {**ZEROPP, "zero_gradient_rounding": "stochastic", "zero_gradient_clip_search": 8},
+            "brings back the bias that --zero-gradient-rounding stochastic removes",
+        ),
+        ({**ZEROPP, **DELTA, "zero_quantized_weights": False}, "--no-zero-quantized-weights switches off"),
+        (
+            {"zero_preset": "zero3", **DELTA},
+            "(P < OS), which preset zero3 does not have; nearest: --zero-preset zeropp",
+        ),
+        ({"zero_shard": (4, 4, 4), **DELTA}, "(P < OS), which P = OS = 4 does not have"),
+        (
+            {**ZEROPP, **DELTA, "zero_params_lifetime": "step"},
+            "--zero-params-lifetime step drops them; nearest: resident",
+        ),
+        ({**ZEROPP, "zero_hpz_partition_size": 8}, "straddle nodes"),
+        (
+            {**ZEROPP, "zero_hpz_partition_size": 4, "tensor_model_parallel_size": 2},
+            "2 data-parallel ranks (ranks per node / tensor-parallel size) share one; nearest: --zero-hpz-"
+            "partition-size 2",
+        ),
+        ({**ZEROPP, "tensor_model_parallel_size": 4}, "nearest legal preset: zero1"),
+    ],
+)
+def test_faults(changes, part):
+    (fault,) = errors(**changes)
+    assert part in fault
+
+
+@pytest.mark.parametrize(
+    "changes,nearest",
+    [
+        ({"zero_preset": "zero3"}, "--zero-shard 4,4,8 (preset zeropp), or"),
+        ({"zero_preset": "hpz"}, "--zero-shard 4,4,8 (preset zeropp), or"),
+        ({"zero_preset": "zero2"}, "--zero-shard 1,4,8, or"),
+        ({"zero_shard": (2, 8, 8)}, "--zero-shard 2,4,8, or"),
+    ],
+)
+def test_error_feedback_needs_one_crossing_a_step(changes, nearest):
+    feedback = {"zero_quantized_gradients": True, "zero_gradient_rounding": "feedback"}
+    (fault,) = errors(**changes, **feedback)
+    assert "with G = 8 they cross with every micro-batch" in fault and nearest in fault
+    assert make_config({**BASE, **changes, **feedback}).zero.zero_gradient_rounding == "feedback"
+    if "zero_preset" in changes:
+        assert not wire(ONE_NODE, **changes, **feedback).feedback
+    for legal in ("zero1", "mics", "ddp", "zeropp"):
+        assert wire(zero_preset=legal, **feedback).feedback
+
+
+def test_faults_come_together():
+    found = errors(
+        zero_preset="zero3",
+        **DELTA,
+        zero_params_lifetime="step",
+        zero_block_size=7,
+        zero_gradient_bits=4,
+        zero_weight_bits=5,
+    )
+    assert len(found) == 5
+
+
+def test_numeric_choices_are_numbers_in_files_too():
+    with pytest.raises(ConfigError, match="takes a whole number"):
+        make_config({**BASE, **ZEROPP, "zero_weight_bits": "eight"})
+    assert make_config({**BASE, **ZEROPP, "zero_weight_bits": "4"}).zero.zero_weight_bits == 4
+
+
+# -- the paper's schedule ----------------------------------------------------------------------------
+
+
+def test_the_end_of_quantised_gradients():
+    assert config(**ZEROPP).quantized_gradients_end is None
+    assert config(**ZEROPP, zero_quantized_gradients_until=0.29).quantized_gradients_end == 29
+    assert config(**ZEROPP, zero_quantized_gradients_until=1.0).quantized_gradients_end == 100
+    samples = {"train_iters": None, "train_samples": 4000, "zero_quantized_gradients_until": 0.25}
+    assert config(**ZEROPP, **samples).quantized_gradients_end == 1000
+
+
+# -- the summary -------------------------------------------------------------------------------------
+
+
+def test_summary_of_zeropp():
+    assert summary(World(4, 2), **ZEROPP) == (
+        "ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes, parameter shards live for: step"
+        " | weights (preset zeropp): refresh across nodes INT8 once per step (blocks of 128, nearest), gathers "
+        "inside nodes as received"
+        " | gradients (preset zeropp): inside nodes exact with every micro-batch, across nodes INT4 once per step "
+        "(blocks of 64, nearest)"
+        " | always exact: parameters of up to 16,384 elements"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes,parts",
+    [
+        (
+            {},
+            ["preset zero1, P,G,OS = 1,1,8", "weights: refresh inside and across nodes exact once per step"],
+        ),
+        ({"zero_preset": "ddp"}, ["weights: never sent", "across nodes exact once per step"]),
+        ({"zero_preset": "zero3", **BOTH}, ["gathers inside and across nodes INT8 (blocks of 128, nearest)"]),
+        (
+            {"zero_preset": "zero3", **BOTH},
+            ["across nodes INT4 with every micro-batch (blocks of 64, nearest)"],
+        ),
+        (
+            {"zero_shard": (2, 4, 8)},
+            ["--zero-shard, P,G,OS = 2,4,8", "inside nodes exact with every micro-batch,"],
+        ),
+        ({"zero_preset": "mics"}, ["across nodes exact once per step"]),
+        (
+            {**ZEROPP, "zero_quantized_weights": False},
+            ["weights (--no-zero-quantized-weights): refresh across"],
+        ),
+        (
+            {**ZEROPP, **BOTH},
+            ["weights (--zero-quantized-weights): ", "gradients (--zero-quantized-gradients): "],
+        ),
+        (
+            {**ZEROPP, **DELTA, "zero_weight_clip_search": 8},
+            [
+                "live for: resident",
+                "weights (--zero-quantized-weights-delta): refresh across nodes changes as INT4 once per step "
+                "(blocks of 64, nearest, best of 8 scales), gathers inside nodes exact, of the resident copy",
+            ],
+        ),
+        (
+            {**ZEROPP, "zero_gradient_rounding": "feedback", "zero_gradient_bits_intra_node": 8},
+            [
+                "inside nodes INT8 with every micro-batch (blocks of 128, nearest), across nodes INT4 once per step "
+                "(blocks of 64, nearest, error feedback)"
+            ],
+        ),
+        ({**ZEROPP, "zero_gradient_rounding": "stochastic"}, ["(blocks of 64, stochastic)"]),
+        ({**ZEROPP, "zero_quantized_gradients_until": 0.5}, [", exact after 0.5 of the training"]),
+        (
+            {**ZEROPP, "zero_weight_error_bound": 0.02},
+            ["as received, exact once a module's error passes 0.02 |"],
+        ),
+        (
+            {**ZEROPP, "zero_gradient_error_bound": 0.2},
+            ["nearest), exact once a module's error passes 0.2 |"],
+        ),
+        ({"zero_shard": (1, 4, 4)}, ["refresh inside nodes exact", "across nodes exact once per step"]),
+        ({"zero_shard": (2, 2, 2)}, ["inside nodes exact with every micro-batch and once per step"]),
+    ],
+)
+def test_summary_says_what_each_hop_sends(changes, parts):
+    line = summary(**changes)
+    for part in parts:
+        assert part in line, line
