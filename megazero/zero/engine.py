@@ -29,11 +29,11 @@ from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
 from megazero.zero.gathering import Gathering
-from megazero.zero.movement import commit_residual
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
 from megazero.zero.reducing import Reducing
+from megazero.zero.reduction import commit_residual
 from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, relative_errors
 from megazero.zero.unit import Unit
 

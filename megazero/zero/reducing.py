@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from megazero.comm.lane import Lane, Ticket
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
-from megazero.zero.movement import MicroBatch, reduce, reduce_plan
 from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
+from megazero.zero.reduction import MicroBatch, reduce, reduce_plan
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 

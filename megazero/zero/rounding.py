@@ -1,7 +1,8 @@
 """What rounding on the wire needs (noise, the divisor) and what it leaves (sampled errors).
 
-One Rounding per engine, handed to the chains of movement.py. Noise is a function of (seed, updates, unit, hop,
-sender, element), so it is the same after a resume, and replicas that round the same slice draw the same.
+One Rounding per engine, handed to the chains of movement.py and reduction.py. Noise is a function of (seed,
+updates, unit, hop, sender, element), so it is the same after a resume, and replicas that round the same slice draw
+the same.
 """
 
 from __future__ import annotations

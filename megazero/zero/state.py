@@ -10,7 +10,7 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slot
-from megazero.zero.movement import residual_sum
+from megazero.zero.reduction import residual_sum
 from megazero.zero.unit import Unit
 
 WEIGHTS, MASTER, RESIDUAL = "weights", "master", "residual"

@@ -53,7 +53,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class Unit:
-    """Buffers and counters of one unit; what moves between ranks is in movement.py."""
+    """Buffers and counters of one unit; what moves between ranks is in movement.py and reduction.py."""
 
     def __init__(
         self,

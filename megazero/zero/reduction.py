@@ -1,0 +1,315 @@
+"""What moves between ranks for one unit's gradients: the reduce chain, and error feedback.
+
+A generator for comm.lane. Reductions take the sub-axes innermost first: all-to-all, then a sum by source index in
+at least fp32; one collective and one message per sub-axis (qgZ's two hops, ZeRO++ section 4.2, on any mesh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise
+from megazero.comm.hops import start_exchange, start_gather
+from megazero.comm.lane import Chain, Leg
+from megazero.comm.traffic import Traffic
+from megazero.mesh.grid import INTER
+from megazero.mesh.mesh import Axis
+from megazero.zero.movement import legs
+from megazero.zero.rounding import GRADIENTS, Rounding
+from megazero.zero.unit import EXACT, Unit
+
+
+def reduce_plan(unit: Unit, last: bool, axes: Sequence[Axis]) -> tuple[Leg, ...]:
+    """``reduce``'s collectives, in order."""
+    levels = unit.levels
+    order = [*range(1, levels.g + 1)]
+    if last:
+        order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
+    return legs([("reduce", level) for level in order], axes)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whose gradients a reduction takes: the step's first (overwrites ``grad``), its last, its only one.
+
+    index: of the micro-batch in the step. exact: codecs are off in this step.
+    """
+
+    index: int
+    last: bool
+    exact: bool = False
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def single(self) -> bool:
+        return self.first and self.last
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A compact buffer of a level: the whole unit (0), a G slice, ..."""
+
+    buffer: torch.Tensor
+    level: int
+
+    def rows(self, unit: Unit, level: int, count: int) -> list[torch.Tensor]:
+        """The part of a deeper level, as [count, -1] per region."""
+        return unit.regions_of(self.buffer, level, self.level, count)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective of a reduction: over ``axis``, from level - 1 to ``level``, in the codec's format.
+
+    fused: its sum goes straight into the next hop's messages. whole: the own row, too, is a message (of fused hops
+    and those after them, since no buffer has the sum); else what stays here is not rounded. feedback: its rounding
+    is fed back.
+    """
+
+    axis: Axis
+    level: int
+    codec: Codec
+    fused: bool = False
+    whole: bool = False
+    feedback: bool = False
+
+
+def reduce(
+    unit: Unit,
+    staging: torch.Tensor | None,
+    which: MicroBatch,
+    axes: Sequence[Axis],
+    rounding: Rounding,
+    traffic: Traffic,
+) -> Chain:
+    """Sum one micro-batch's gradients (``staging``) into ``grad``; after the last, over OS/G and the replicas.
+
+    A hop's codec is the unit's for its link, else identity: in the parameters' own dtype for what is still a raw
+    gradient (exact), at least fp32 for sums. Replicas: reduce-scatter down to an equal share each, then gather
+    back, so every replica holds the owner's bits.
+    """
+    levels, grad = unit.levels, unit.grad
+    assert grad is not None
+    sums = Slice(grad, levels.g)
+    context = _Reduction(unit, which, rounding, traffic)
+    if levels.g:
+        assert staging is not None
+        hops = _hops(unit, which, axes, range(1, levels.g + 1))
+        yield from context.down(hops, Slice(staging, 0), sums)
+    if not which.last:
+        return
+    yield from context.down(_hops(unit, which, axes, range(levels.g + 1, levels.all + 1)), sums, sums)
+    for level in range(levels.all, levels.os, -1):
+        axis = axes[level - 1]
+        codec = None if which.exact else unit.codecs.gradients(axis.link)
+        yield from context.back(Hop(axis, level, codec or Identity(unit.sum_dtype)), sums)
+    if unit.carry is not None:
+        carried = Slice(unit.carry, levels.os).rows(unit, levels.os, 1)
+        for rows, extra in zip(sums.rows(unit, levels.os, 1), carried, strict=True):
+            rows.add_(extra, alpha=rounding.divisor)
+
+
+def _hops(unit: Unit, which: MicroBatch, axes: Sequence[Axis], levels: range) -> list[Hop]:
+    """Hops of these levels; the first level's codec may take raw gradients, all others take sums."""
+    codecs = EXACT if which.exact else unit.codecs
+    raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
+    hops: list[Hop] = []
+    for level in levels:
+        axis = axes[level - 1]
+        unsummed = level == 1 and (unit.levels.g > 0 or which.single)
+        codec = codecs.gradients(axis.link) or (raw if unsummed else sums)
+        once = unit.crossing is not None and level > unit.crossing and axis.link == INTER
+        hops.append(Hop(axis, level, codec, feedback=once and _feeds_back(unit, codec)))
+    for i, (hop, following) in enumerate(zip(hops, hops[1:], strict=False)):
+        quantised = isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
+        if quantised and not hop.feedback and not following.feedback:
+            hops[i] = replace(hops[i], fused=True, whole=True)
+            hops[i + 1] = replace(following, whole=True)
+    return hops
+
+
+def _feeds_back(unit: Unit, codec: Codec) -> bool:
+    """A residual that is left when rounding ends goes with the next exact message."""
+    return unit.codecs.feedback and (isinstance(codec, Blockwise) or unit.residual is not None)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Hops of one unit's reduction of one micro-batch."""
+
+    unit: Unit
+    which: MicroBatch
+    rounding: Rounding
+    traffic: Traffic
+
+    def down(self, hops: Sequence[Hop], source: Slice, target: Slice) -> Chain:
+        """Reduce-scatter from the source's level down to the last hop's, added to ``target`` unless this is the
+        step's first micro-batch. In place (target is source) the sums of every hop stay where they are."""
+        unit = self.unit
+        in_place = source.buffer is target.buffer
+        messages: torch.Tensor | None = None
+        for i, hop in enumerate(hops):
+            last = i == len(hops) - 1
+            if messages is None:
+                messages = self._encode(hop, source)
+            received = torch.empty_like(messages)
+            work = start_exchange(hop.axis, received, messages, self.traffic)
+            if hop.feedback and isinstance(hop.codec, Blockwise):
+                self._keep_error(hop, source, messages)
+            yield work
+            if hop.feedback and isinstance(hop.codec, Identity):
+                self._others(hop, source, lambda rows, _: [r.zero_() for r in rows])
+            if hop.fused:
+                messages = self._pass_on(hop, hops[i + 1], received)
+                continue
+            if in_place or last:
+                sums, accumulate = target, last and not in_place and not self.which.first
+            else:
+                empty = target.buffer.new_empty(unit.layout.level_numel(hop.level))
+                sums, accumulate = Slice(empty, hop.level), False
+            self._sum(hop, received, source, sums, accumulate)
+            source, messages = sums, None
+
+    def back(self, hop: Hop, sums: Slice) -> Chain:
+        """The way back of replicas: this rank's share of the sums to the others of the axis, in place.
+
+        The owner, too, takes the decoded values, so that replicas stay equal to the bit.
+        """
+        noise = self.rounding.noise(self.unit, f"return {hop.level} from {self.rounding.rank}")
+        messages = hop.codec.encode(*sums.rows(self.unit, hop.level, 1), noise=noise)
+        regions = sums.rows(self.unit, hop.level - 1, hop.axis.size)
+        in_place = len(regions) == 1 and messages.dtype == sums.buffer.dtype
+        received = regions[0] if in_place else messages.new_empty(hop.axis.size, messages.shape[1])
+        yield start_gather(hop.axis, received.view(-1), messages.view(-1), "reduce", self.traffic)
+        hop.codec.decode(received, *regions)  # nothing where it landed in place
+
+    def _encode(self, hop: Hop, source: Slice) -> torch.Tensor:
+        """Messages [size, m] to the hop's ranks."""
+        if hop.feedback and hop.level - 1 == self.unit.crossing:
+            self._add_residual(source)
+        regions = source.rows(self.unit, hop.level - 1, hop.axis.size)
+        if isinstance(hop.codec, Identity):
+            return hop.codec.encode(*regions)
+        noise = self._noise(hop)
+        if hop.whole:
+            return hop.codec.encode(*regions, noise=noise)
+        m = hop.codec.message_numel(*(r.shape[1] for r in regions))
+        messages = torch.empty(hop.axis.size, m, dtype=hop.codec.wire_dtype, device=source.buffer.device)
+
+        def encode(rows: list[torch.Tensor], at: slice) -> None:
+            start = at.start * regions[0].shape[1]
+            hop.codec.encode(*rows, noise=noise.at(start), out=messages[at])
+            if self.rounding.measures(self.unit, hop.codec) and not hop.feedback:
+                sent = torch.empty_like(rows[0], dtype=self.unit.sum_dtype)
+                hop.codec.decode(messages[at], sent, *(torch.empty_like(r) for r in rows[1:]))
+                self.rounding.add(GRADIENTS, rows[0], sent)
+
+        self._others(hop, source, encode)
+        return messages
+
+    def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor) -> torch.Tensor:
+        assert isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
+        n, *exact = (p.numel for p in self.unit.layout.pieces(hop.level))
+        return hop.codec.decode_sum_encode(
+            received, n, following.codec, following.axis.size, exact=sum(exact), noise=self._noise(following)
+        )
+
+    def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
+        """Sum by source index into ``sums`` at the hop's level; of rounded messages, the own row first, as it was
+        (in place it is there)."""
+        unit, own = self.unit, hop.axis.index
+        out = [r.view(-1) for r in sums.rows(unit, hop.level, 1)]
+        if isinstance(hop.codec, Identity) or hop.whole:
+            hop.codec.decode_sum(received, out[0], accumulate, *out[1:])
+            return
+        if source.buffer is not sums.buffer:
+            for piece, rows in zip(out, source.rows(unit, hop.level - 1, hop.axis.size), strict=True):
+                piece.add_(rows[own]) if accumulate else piece.copy_(rows[own])
+        for part in (received[:own], received[own + 1 :]):
+            if len(part):
+                hop.codec.decode_sum(part, out[0], True, *out[1:])
+
+    def _noise(self, hop: Hop) -> Noise:
+        where = f"reduce {hop.level} micro-batch {self.which.index} from {self.rounding.rank}"
+        return self.rounding.noise(self.unit, where)
+
+    def _others(self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice], Any]) -> None:
+        """``act`` on the rows of every rank but this one, as at most two runs."""
+        regions, own = source.rows(self.unit, hop.level - 1, hop.axis.size), hop.axis.index
+        for at in (slice(0, own), slice(own + 1, hop.axis.size)):
+            if at.stop > at.start:
+                act([r[at] for r in regions], at)
+
+    # -- error feedback ---------------------------------------------------------------------------
+
+    def _add_residual(self, source: Slice) -> None:
+        unit = self.unit
+        assert unit.crossing is not None
+        held = Slice(unit.open_residual(), unit.crossing).rows(unit, unit.crossing, 1)
+        for rows, residual in zip(source.rows(unit, unit.crossing, 1), held, strict=True):
+            rows.add_(residual, alpha=self.rounding.divisor)
+
+    def _keep_error(self, hop: Hop, source: Slice, messages: torch.Tensor) -> None:
+        """Other ranks' rows become what their messages lost; ``commit_residual`` takes it after a good step."""
+
+        def subtract(rows: list[torch.Tensor], at: slice) -> None:
+            sent = [torch.empty_like(r) for r in rows]
+            hop.codec.decode(messages[at], *sent)
+            if self.rounding.measures(self.unit, hop.codec):
+                self.rounding.add(GRADIENTS, rows[0], sent[0])
+            for row, gone in zip(rows, sent, strict=True):
+                row.sub_(gone)
+
+        self._others(hop, source, subtract)
+
+
+def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float) -> None:
+    """After an update: what the step's messages lost, divided as the gradients were, is the new residual."""
+    unit.carry = None
+    if unit.residual is None:
+        return
+    assert unit.grad is not None and unit.crossing is not None
+    unit.residual.zero_()
+    grad, residual = Slice(unit.grad, unit.levels.g), Slice(unit.residual, unit.crossing)
+    for level in range(unit.crossing + 1, unit.levels.all + 1):
+        axis = axes[level - 1]
+        if axis.link != INTER:
+            continue
+        lost, kept = grad.rows(unit, level - 1, axis.size), residual.rows(unit, level - 1, axis.size)
+        for new, old in zip(lost, kept, strict=True):
+            old.copy_(new).div_(divisor)
+            old[axis.index].zero_()
+
+
+def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
+    """Compact [n/OS]: the residual summed over senders, and what is carried: all that rounding still owes this slice.
+
+    Collective.
+    """
+    levels, device = unit.levels, unit.device
+    owed = torch.zeros(unit.layout.level_numel(levels.os), dtype=unit.sum_dtype, device=device)
+    if unit.residual is not None:
+        assert unit.crossing is not None
+        sums = Slice(unit.residual.clone(), unit.crossing)
+        context = _Reduction(unit, MicroBatch(0, True), Rounding(0, rank, device), Traffic())
+        hops = [
+            Hop(axes[level - 1], level, Identity(unit.sum_dtype))
+            for level in range(unit.crossing + 1, levels.all + 1)
+        ]
+        chains = [context.down(hops, sums, sums)]
+        chains += [context.back(hop, sums) for hop in reversed(hops) if hop.level > levels.os]
+        for chain in chains:
+            for work in chain:
+                work.wait()
+        for out, rows in zip(
+            Slice(owed, levels.os).rows(unit, levels.os, 1), sums.rows(unit, levels.os, 1), strict=True
+        ):
+            out.copy_(rows)
+    return owed if unit.carry is None else owed.add_(unit.carry)
