@@ -1,4 +1,5 @@
-"""One rank of comparison.py: contestants take turns; time and bytes of each turn. Started in every node of a lab."""
+"""One rank of comparison.py: contestants take turns at one number of micro-batches; time, bytes and loss. Started in
+every node of a lab."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,75 +18,126 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megazero.models import Decoder
-from tests.benchmarks.contestants import Shape, Step, decoder
-from tests.benchmarks.peers import CONTESTANTS
+from megazero.mesh.grid import INTER
+from tests.benchmarks.contestants import Shape, decoder
+from tests.benchmarks.peers import CONTESTANTS, Running
+from tests.benchmarks.volume import Case
 from tests.netlab.lab import interface_bytes
 
 
-def measure(step: Step, steps: int) -> tuple[float, int]:
-    """Seconds per step, and bytes per step that this node's interface sent, between two barriers."""
+def measure(step: Callable[[], Any], steps: int) -> tuple[float, int]:
+    """Seconds per step, and bytes per step that this node's interface sent.
+
+    Two barriers before: a rank that is quick to leave the first would send before its neighbour has read the
+    interface.
+    """
     dist.barrier()
-    sent, began = interface_bytes()[0], time.perf_counter()
+    sent = interface_bytes()[0]
+    dist.barrier()
+    began = time.perf_counter()
     for _ in range(steps):
         step()
     dist.barrier()
     return (time.perf_counter() - began) / steps, (interface_bytes()[0] - sent) // steps
 
 
-def loss_of(step: Step) -> float:
-    """One more step; its loss per token, averaged over micro-batches and ranks."""
-    losses: list[torch.Tensor] = []
+@dataclass
+class Record:
+    """Of one contestant. seconds: per step, one per turn. sent, counted: bytes per step, per turn and node, of the
+    interface and of the engine's counters (0 for peers). losses: of every step, of this rank."""
 
-    def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, Decoder):
-            losses.append(output.detach().float().mean())
+    running: Running
+    steps: int = 1  # of a turn
+    seconds: list[float] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
+    counted: list[list[int]] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
 
-    handle = torch.nn.modules.module.register_module_forward_hook(note)  # reaches into every peer's wrapper
-    step()
-    handle.remove()
-    mean = torch.stack(losses).mean()
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
+    def turn(self, ranks_per_node: int) -> None:
+        traffic = self.running.traffic
+        before = traffic.total(INTER) if traffic else 0
+        seconds, sent = measure(lambda: self.losses.append(self.running.step()), self.steps)
+        counted = (traffic.total(INTER) - before) // self.steps if traffic else 0
+        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
+        rows[dist.get_rank()] = torch.tensor([sent, counted])
+        dist.all_reduce(rows)
+        nodes = rows.view(-1, ranks_per_node, 2)
+        self.seconds.append(seconds)
+        self.sent.append(nodes[:, 0, 0].tolist())
+        self.counted.append(nodes[:, :, 1].sum(1).tolist())
+
+    def forget(self) -> None:
+        """Turns so far were warm-ups."""
+        for each in (self.seconds, self.sent, self.counted):
+            each.clear()
 
 
-def compare(options: argparse.Namespace, micro_batches: int, ranks_per_node: int) -> dict[str, Any]:
-    """Per contestant the turns' seconds per step and, per turn and node, the bytes sent per step; the loss."""
-    shape = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
-    names = options.contestants
-    steps = {name: CONTESTANTS[name](shape, ranks_per_node) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    sent: dict[str, list[list[int]]] = {name: [] for name in names}
-    for turn in range(options.rounds + 1):
-        first = turn % len(names)  # nobody is always next after the same one
-        for name in (*names[first:], *names[:first]):
-            took, count = measure(steps[name], options.steps if turn else 1)
-            counts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-            counts[dist.get_rank()] = count
-            dist.all_reduce(counts)
-            if turn:  # the first warms up
-                seconds[name].append(took)
-                sent[name].append(counts[::ranks_per_node].tolist())
-    losses = {name: loss_of(steps[name]) for name in names}
-    elements = sum(p.numel() for p in decoder(shape, "meta").parameters())
-    facts = {"micro_batches": micro_batches, "elements": elements}
-    return {**facts, "seconds": seconds, "sent": sent, "loss": losses}
+def settle(records: list[Record], options: argparse.Namespace, ranks_per_node: int) -> int:
+    """Warm up; choose steps per turn, and return the rounds, from rank 0's times.
+
+    The first step after building has start-up costs; the second tells how long steps take.
+    """
+    for _ in range(2):
+        for record in records:
+            record.turn(ranks_per_node)
+    took = torch.tensor([record.seconds[-1] for record in records])
+    dist.broadcast(took, 0)
+    for record, each in zip(records, took.tolist(), strict=True):
+        record.steps = max(1, round(options.turn_seconds / each))
+        record.forget()
+    turns = sum(r.steps * each for r, each in zip(records, took.tolist(), strict=True))
+    return max(options.rounds, min(options.most_rounds, round(options.seconds / turns)))
+
+
+def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
+    """The last step that all have taken, and everyone's loss per token in it, averaged over ranks."""
+    step = min(len(r.losses) for r in records.values())
+    row = torch.stack([r.losses[step - 1] for r in records.values()])
+    dist.all_reduce(row)
+    return step, dict(zip(records, (row / dist.get_world_size()).tolist(), strict=True))
+
+
+def compare(options: argparse.Namespace, ranks_per_node: int) -> dict[str, Any]:
+    shape = Shape(sequence=128, micro_batch=1, micro_batches=options.micro_batches, dtype=torch.bfloat16)
+    records = {name: Record(CONTESTANTS[name].build(shape, ranks_per_node)) for name in options.contestants}
+    order = list(records.values())
+    rounds = settle(order, options, ranks_per_node)
+    for turn in range(rounds):
+        first = turn % len(order)  # nobody is always next after the same one
+        for record in (*order[first:], *order[:first]):
+            record.turn(ranks_per_node)
+    step, loss = losses(records)
+    case = case_of(shape, dist.get_world_size() // ranks_per_node, ranks_per_node)
+    facts = {"elements": case.elements, "loss_step": step, "loss": loss}
+    facts["formula"] = {name: CONTESTANTS[name].sent(case) for name in records}
+    for what in ("steps", "seconds", "sent", "counted"):
+        facts[what] = {name: getattr(record, what) for name, record in records.items()}
+    return facts
+
+
+def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
+    sizes = [
+        sum(p.numel() for module in unit for p in module.parameters())
+        for unit in decoder(shape, "meta").units()
+    ]
+    return Case(sum(sizes), sizes[0], sizes[-1], shape.micro_batches, nodes, ranks_per_node)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--micro-batches", type=int, nargs="+", required=True)
+    parser.add_argument("--micro-batches", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--most-rounds", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--turn-seconds", type=float, required=True)
     parser.add_argument("--contestants", nargs="+", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    results = [compare(options, m, ranks_per_node) for m in options.micro_batches]
+    result = compare(options, int(os.environ["LOCAL_WORLD_SIZE"]))
     if dist.get_rank() == 0:
-        options.result.write_text(json.dumps(results))
+        options.result.write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

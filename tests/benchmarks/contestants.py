@@ -40,7 +40,7 @@ class Shape:
         return self.sequence * self.micro_batch * self.micro_batches
 
 
-Step = Callable[[], None]
+Step = Callable[[], torch.Tensor]  # returns this rank's loss per token, detached
 
 
 def decoder(shape: Shape, device: str = "cpu") -> Decoder:
@@ -67,22 +67,38 @@ def batches(shape: Shape, device: torch.device) -> list[torch.Tensor]:
     ]
 
 
-def ours(preset: str, shape: Shape, ranks_per_node: int, device: torch.device) -> tuple[Step, zero.Engine]:
-    """A megazero step of a preset; the engine for its byte counts."""
+def ours(
+    shards: str | tuple[int, int, int],
+    shape: Shape,
+    ranks_per_node: int,
+    device: torch.device,
+    policy: zero.Policy | None = None,
+) -> tuple[Step, zero.Engine]:
+    """A megazero step of a preset or of (P, G, OS); the engine for its byte counts."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    shards = resolve_shards(preset, world, min(world, ranks_per_node))
-    mesh = create_mesh(shards=shards.factors, ranks_per_node=ranks_per_node, device=device)
+    factors = resolve_shards(shards, world, min(world, ranks_per_node)).factors
+    mesh = create_mesh(shards=factors, ranks_per_node=ranks_per_node, device=device)
     model = decoder(shape, "meta")
     engine = zero.shard(
-        model, mesh=mesh, units=model.units(), optimizer=ADAMW, clip_norm=CLIP, init=initializer(model, 1)
+        model,
+        mesh=mesh,
+        policy=policy,
+        units=model.units(),
+        optimizer=ADAMW,
+        clip_norm=CLIP,
+        init=initializer(model, 1),
     )
     data = batches(shape, device)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         engine.begin_step(len(data), divisor=shape.tokens * world)
+        total = torch.zeros((), device=device)
         for tokens in data:
-            model(tokens, tokens).sum().backward()
+            loss = model(tokens, tokens).sum()
+            loss.backward()
+            total += loss.detach()
         engine.step()
+        return total / shape.tokens
 
     return step, engine
 
@@ -116,17 +132,21 @@ def _torch_step(model: torch.nn.Module, shape: Shape, device: torch.device) -> S
     optimizer = ADAMW(model.parameters())
     data = batches(shape, device)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
+        total = torch.zeros((), device=device)
         for i, tokens in enumerate(data):
             last = i == len(data) - 1
             quiet = (
                 model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
             )
             with quiet:
-                (model(tokens, tokens).sum() / shape.tokens).backward()
+                loss = model(tokens, tokens).sum() / shape.tokens
+                loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return total
 
     return step
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,41 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from megazero.comm.codec import Blockwise
+from megazero.comm.traffic import Traffic
+from megazero.config import resolve_shards
+from megazero.zero import Codecs, Policy
+from tests.benchmarks import volume
 from tests.benchmarks.contestants import ADAMW, CLIP, Shape, Step, batches, decoder, ours
 
-PRESETS = ("ddp", "zero1", "mics", "hpz", "zero3")
 CPU = torch.device("cpu")
-Builder = Callable[[Shape, int], Step]  # (shape, ranks per node) -> step
+EXACT = Codecs()
+QUANTISED = Codecs(weights=Blockwise(8), gradients_inter=Blockwise(4))
+DELTA = Codecs(weights=Blockwise(4), gradients_inter=Blockwise(4), delta=True)
 Quiet = Callable[[bool], AbstractContextManager]  # what surrounds a micro-batch, given whether it is the last
+
+
+@dataclass(frozen=True)
+class Running:
+    """traffic: the engine's own counters; None for peers."""
+
+    step: Step
+    traffic: Traffic | None = None
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """build: from the shape and the ranks per node, collective. sent: formula (volume.py), bytes per step of a node.
+
+    peer: not megazero. shards: holds parameters in parts between steps, in whichever form. plain: and in the form
+    that most people write, so that gradients and parameters are never whole: zeropp's class of memory.
+    """
+
+    build: Callable[[Shape, int], Running]
+    sent: Callable[[volume.Case], float]
+    peer: bool = True
+    shards: bool = False
+    plain: bool = False
 
 
 class MasterAdamW:
@@ -61,24 +91,48 @@ class ShardedAdamW:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def _loop(model: torch.nn.Module, optimizer: MasterAdamW | ShardedAdamW, shape: Shape, quiet: Quiet) -> Step:
+def _loop(
+    model: torch.nn.Module, optimizer: MasterAdamW | ShardedAdamW, shape: Shape, quiet: Quiet
+) -> Running:
     data = batches(shape, CPU)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
+        total = torch.zeros(())
         for i, tokens in enumerate(data):
             with quiet(i == len(data) - 1):
-                (model(tokens, tokens).sum() / shape.tokens).backward()
+                loss = model(tokens, tokens).sum() / shape.tokens
+                loss.backward()
+            total += loss.detach()
         optimizer.step()
+        return total
 
-    return step
-
-
-def megazero(preset: str) -> Builder:
-    return lambda shape, ranks_per_node: ours(preset, shape, ranks_per_node, CPU)[0]
+    return Running(step)
 
 
-def ddp(once: bool) -> Builder:
-    def build(shape: Shape, ranks_per_node: int) -> Step:
+def megazero(shards: str | tuple[int, ...], codecs: Codecs = EXACT) -> Contestant:
+    """A preset, or P, G, OS as an index into (1, ranks per node, all ranks)."""
+
+    def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
+        ranks = nodes * ranks_per_node
+        if isinstance(shards, str):
+            return resolve_shards(shards, ranks, ranks_per_node).factors
+        p, g, os = ((1, ranks_per_node, ranks)[i] for i in shards)
+        return p, g, os
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)
+        policy = Policy() if codecs is EXACT else Policy(codecs=codecs, exact_numel=16384)
+        step, engine = ours(chosen, shape, ranks_per_node, CPU, policy)
+        return Running(step, engine.traffic)
+
+    def sent(case: volume.Case) -> float:
+        return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs, case)
+
+    return Contestant(build, sent, peer=False)
+
+
+def ddp(*, once: bool = False) -> Contestant:
+    def build(shape: Shape, ranks_per_node: int) -> Running:
         exact = decoder(replace(shape, dtype=torch.float32))
         optimizer = MasterAdamW(list(exact.parameters()))
         model = DistributedDataParallel(exact.to(shape.dtype), gradient_as_bucket_view=True)
@@ -86,23 +140,24 @@ def ddp(once: bool) -> Builder:
             model, optimizer, shape, lambda last: model.no_sync() if once and not last else nullcontext()
         )
 
-    return build
+    return Contestant(build, partial(volume.ddp, once=once))
 
 
-def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Builder:
+def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Contestant:
     """fully_shard on every layer and the root; hybrid: shards inside a node, replicas across (HSDP).
 
-    keep: gathered parameters stay for the step's other passes, so that they too cross once (ZeRO-2's memory).
+    keep: gathered parameters stay for the step's other passes, so that they too cross once (ZeRO-2's memory). Else
+    FSDP2's default, which drops them after the forward but for the root's.
     """
 
-    def build(shape: Shape, ranks_per_node: int) -> Step:
+    def build(shape: Shape, ranks_per_node: int) -> Running:
         world = dist.get_world_size()
         dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
         mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
         precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
         model = decoder(replace(shape, dtype=torch.float32))
         for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if keep else None)
         assert isinstance(model, FSDPModule)
 
         def quiet(last: bool) -> AbstractContextManager:
@@ -114,13 +169,14 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Bu
 
         return _loop(model, ShardedAdamW(model), shape, quiet)
 
-    return build
+    sent = partial(volume.hsdp, once=once) if hybrid else partial(volume.fsdp2, once=once, keep=keep)
+    return Contestant(build, sent, shards=True, plain=not once)
 
 
-def deepspeed_zero(stage: int) -> Builder:
+def deepspeed_zero(stage: int) -> Contestant:
     """ZeRO-1 reduces once per step by itself; ZeRO-3 gathers and reduces with every micro-batch and cannot else."""
 
-    def build(shape: Shape, ranks_per_node: int) -> Step:
+    def build(shape: Shape, ranks_per_node: int) -> Running:
         import deepspeed
         from deepspeed.ops import __compatible_ops__
 
@@ -141,25 +197,33 @@ def deepspeed_zero(stage: int) -> Builder:
         engine, *_ = deepspeed.initialize(model=model, optimizer=ADAMW(model.parameters()), config=config)
         data = batches(shape, CPU)
 
-        def step() -> None:
+        def step() -> torch.Tensor:
+            total = torch.zeros(())
             for tokens in data:
                 loss = engine(tokens, tokens).sum() / (shape.sequence * shape.micro_batch)
                 engine.backward(loss)  # divides by the micro-batches itself
                 engine.step()
+                total += loss.detach()
+            return total / len(data)
 
-        return step
+        return Running(step)
 
-    return build
+    sent = {1: volume.deepspeed_zero1, 3: volume.deepspeed_zero3}[stage]
+    return Contestant(build, sent, shards=stage == 3, plain=stage == 3)
 
 
-CONTESTANTS: dict[str, Builder] = {
-    **{f"megazero {preset}": megazero(preset) for preset in PRESETS},
+CONTESTANTS: dict[str, Contestant] = {
+    "megazero zeropp": megazero((1, 1, 2), QUANTISED),
+    "megazero zeropp delta": megazero((1, 1, 2), DELTA),
+    "megazero 1,1,d quantised": megazero((0, 0, 2), QUANTISED),
+    "megazero 1,1,d delta": megazero((0, 0, 2), DELTA),
+    **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},
     "FSDP2": fsdp2(),
     "FSDP2 once": fsdp2(once=True),
     "FSDP2 once, kept": fsdp2(once=True, keep=True),
     "HSDP": fsdp2(hybrid=True),
     "HSDP once": fsdp2(hybrid=True, once=True),
-    "DDP": ddp(once=False),
+    "DDP": ddp(),
     "DDP once": ddp(once=True),
     "DeepSpeed ZeRO-1": deepspeed_zero(1),
     "DeepSpeed ZeRO-3": deepspeed_zero(3),
