@@ -75,7 +75,7 @@ class Engine:
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
         self.issued = OrderHash()
-        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device)
+        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, self.units)
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         axes = mesh.data_axes
         self.gathering = Gathering(
@@ -114,7 +114,6 @@ class Engine:
         self.micro_batches, self.divisor, self._done_backwards = micro_batches, float(divisor), 0
         self.reducing.micro_batches, self.reducing.exact = micro_batches, self.exact_gradients
         self.rounding.divisor = self.divisor
-        self.rounding.sampled = self.units[self.rounding.updates % len(self.units)]
         for unit in self.units:
             unit.begin_step()
         self._begin_pass()

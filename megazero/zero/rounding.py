@@ -7,6 +7,7 @@ the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
@@ -20,15 +21,20 @@ KINDS = (WEIGHTS, GRADIENTS)
 
 
 class Rounding:
-    """updates: of the master weights so far. divisor: of the open step's gradients. sampled: the unit whose
-    messages' errors are measured in this step."""
+    """updates: of the master weights so far. divisor: of the open step's gradients. sums: measured since the last
+    step's end, by kind."""
 
-    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
-        self.seed, self.rank, self.device = seed, rank, device
+    def __init__(self, seed: int, rank: int, device: torch.device, units: Sequence[Unit] = ()) -> None:
+        self.seed, self.rank, self.device, self.units = seed, rank, device, units
         self.updates = 0
         self.divisor = 1.0
-        self.sampled: Unit | None = None
         self.sums: dict[str, torch.Tensor] = {}
+
+    @property
+    def sampled(self) -> Unit | None:
+        """The unit whose messages are measured. It changes with the master weights, not when a step begins: an
+        evaluation or a save between steps sends the refresh that belongs to the next one."""
+        return self.units[self.updates % len(self.units)] if self.units else None
 
     def noise(self, unit: Unit, hop: str, start: int = 0) -> Noise:
         """Of a slice whose first element is ``start`` of the unit. hop: tells hops, and senders, apart."""

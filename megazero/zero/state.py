@@ -11,9 +11,10 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slot
 from megazero.zero.reduction import residual_sum
+from megazero.zero.rounding import KINDS
 from megazero.zero.unit import Unit
 
-WEIGHTS, MASTER, RESIDUAL = "weights", "master", "residual"
+WEIGHTS, MASTER, RESIDUAL, ERRORS = "weights", "master", "residual", "rounding errors"
 NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL)
 
 
@@ -96,8 +97,12 @@ def load_kinds(
 
 
 def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
-    """This rank's own residuals, which only the same layout can take over as they are."""
-    return {f"{RESIDUAL} {u.name}": u.residual for u in engine.units if u.residual is not None}
+    """What only the same layout can take over as it is: this rank's own residuals and, under the delta refresh,
+    the errors measured as R was brought up to date for the save."""
+    held = {f"{RESIDUAL} {u.name}": u.residual for u in engine.units if u.residual is not None}
+    if engine.policy.codecs.delta:
+        held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
+    return held
 
 
 def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -107,6 +112,9 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
         if held is not None and engine.policy.codecs.feedback:
             unit.open_residual().copy_(held)
             unit.carry = None
+    for kind in KINDS:
+        if f"{ERRORS} {kind}" in tensors and engine.policy.codecs.delta:
+            engine.rounding.sums[kind] = tensors[f"{ERRORS} {kind}"].to(engine.mesh.device)
 
 
 def optimizer_kinds(engine: Engine) -> list[str]:
