@@ -1,0 +1,322 @@
+"""Quantised messages through the trainer, on 4 ranks as 2 nodes of 2: bytes, resuming, schedule, fallback."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.config import World, make_config
+from megazero.models import Decoder
+from megazero.train.metrics import read_metrics
+from megazero.train.parallelize import decoder_config
+from megazero.train.timebill import ITEMS
+from tests.dist.pool import run_ranks
+from tests.dist.runs import TINY, checkpoint_of, differences, refusals, train_all
+
+RANKS, PER_NODE = 4, 2
+NODES = {"ranks_per_node": PER_NODE}
+EXACT = 40  # elements: of TINY's parameters, the norms
+ZEROPP = {"zero_preset": "zeropp", "zero_exact_numel": EXACT, "params_dtype": "bf16", **NODES}
+REPLICAS = {**ZEROPP, "zero_preset": None, "zero_shard": (1, 1, 4)}
+REPLICAS |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+DELTA = {"zero_quantized_weights_delta": True}
+
+
+def runs(jobs: list[dict[str, Any]]) -> list[list[Any]]:
+    """For each job what every rank saw."""
+    return [list(each) for each in zip(*run_ranks(RANKS, train_all, jobs, timeout=300), strict=True)]
+
+
+def iterations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(folder) if "lm_loss" in line]
+
+
+# -- bytes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Bytes that one rank sends per step, from the definitions: shapes, formats, who sends what to whom.
+
+    weights, gradients: (bits, block) of what crosses nodes. inside: of gradients inside a node. align: elements.
+    """
+
+    values: dict[str, Any]
+    weights: tuple[int, int] | None = (8, 128)
+    gradients: tuple[int, int] | None = (4, 64)
+    inside: tuple[int, int] | None = None
+    align: int = 128
+
+    def units(self) -> list[tuple[int, int]]:
+        """(quantised, exact) elements of each unit, padded so that all slices are whole blocks."""
+        config = make_config({**TINY, **self.values}, World(RANKS, RANKS))
+        decoder = Decoder(decoder_config(config), device="meta")
+        out = []
+        for group in decoder.units():
+            shapes = [p.numel() for module in group for p in module.parameters()]
+            parts = [n for n in shapes if n > EXACT], [n for n in shapes if n <= EXACT]
+            out.append(tuple(up(sum(up(n, self.align) for n in part), RANKS * self.align) for part in parts))
+        return out
+
+    @property
+    def width(self) -> int:
+        return 2 if self.values["params_dtype"] == "bf16" else 4
+
+    def expected(self, micro_batches: int) -> dict[str, int]:
+        shape = self.values.get("zero_shard") or (2, 2, 4)
+        count = self.replicas if shape == (1, 1, 4) else self.zeropp
+        total = dict.fromkeys(
+            ("refresh_inter", "refresh_intra", "gather_intra", "reduce_intra", "reduce_inter"), 0
+        )
+        for unit, gathers in zip(
+            self.units(), gathers_per_step(len(self.units()), micro_batches), strict=True
+        ):
+            for key, sent in count(unit, gathers, micro_batches).items():
+                total[key] += sent
+        return {f"{key}_node_bytes": sent for key, sent in total.items() if sent}
+
+    def zeropp(self, unit: tuple[int, int], gathers: int, micro_batches: int) -> dict[str, int]:
+        """P,G,OS = 2,2,4: a quarter crosses nodes once, halves travel inside at every use."""
+        quarter, half = (tuple(n // k for n in unit) for k in (4, 2))
+        delta = self.values.get("zero_quantized_weights_delta")
+        refresh = message(self.weights, quarter, self.width)
+        return {
+            "refresh_inter": refresh,
+            "gather_intra": gathers * (sum(half) * self.width if delta else 2 * refresh),
+            "reduce_intra": micro_batches
+            * (message(self.inside, half, 4) if self.inside else sum(half) * self.width),
+            "reduce_inter": message(self.gradients, quarter, 4),
+        }
+
+    def replicas(self, unit: tuple[int, int], gathers: int, micro_batches: int) -> dict[str, int]:
+        """P,G,OS = 1,1,4: a quarter crosses nodes, then the two quarters that a rank has go to its neighbour."""
+        quarter, half = (tuple(n // k for n in unit) for k in (4, 2))
+        refresh, raw = message(self.weights, quarter, self.width), self.width if micro_batches == 1 else 4
+        return {
+            "refresh_inter": refresh,
+            "refresh_intra": 2 * refresh,
+            "reduce_intra": message(self.inside, half, 4) if self.inside else sum(half) * raw,
+            "reduce_inter": message(self.gradients, quarter, 4),
+        }
+
+
+def up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def message(coding: tuple[int, int] | None, part: tuple[int, ...], width: int) -> int:
+    """Bytes of a slice's message: digits and scales, then the exact elements, each to a multiple of 16."""
+    coded, exact = part
+    if coding is None:
+        return (coded + exact) * width
+    bits, block = coding
+    return up(coded * bits // 8 + 2 * coded // block, 16) + up(exact * width, 16)
+
+
+def gathers_per_step(units: int, micro_batches: int) -> list[int]:
+    """Of each unit: a use that follows one of the same unit needs no other gather."""
+    uses = [*range(units), *reversed(range(units))] * micro_batches
+    runs = [unit for unit, _ in itertools.groupby(uses)]
+    return [runs.count(unit) for unit in range(units)]
+
+
+FORMULAS = {
+    "zeropp": Formula(ZEROPP),
+    "fp32": Formula({**ZEROPP, "params_dtype": "fp32"}),
+    "bits": Formula(
+        {**ZEROPP, "zero_weight_bits": 4, "zero_gradient_bits": 2, "zero_gradient_bits_intra_node": 8},
+        (4, 64),
+        (2, 64),
+        (8, 128),
+    ),
+    "blocks": Formula({**ZEROPP, "zero_block_size": 16}, (8, 16), (4, 16), align=64),
+    "delta": Formula({**ZEROPP, **DELTA}, weights=(4, 64), align=64),
+    "weights only": Formula({**ZEROPP, "zero_quantized_gradients": False}, gradients=None),
+    "gradients only": Formula({**ZEROPP, "zero_quantized_weights": False}, weights=None, align=64),
+    "1,1,4": Formula(REPLICAS),
+    "1,1,4, inside, delta": Formula(
+        {**REPLICAS, **DELTA, "zero_gradient_bits_intra_node": 4}, (4, 64), inside=(4, 64), align=64
+    ),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bytes_equal_the_formula_and_loss_falls(tmp_path: Path, micro_batches: int) -> None:
+    """Of every iteration but the first, which has yet to see the order of use (and starts with R everywhere)."""
+    length = {"train_iters": 12, "global_batch_size": RANKS * micro_batches}
+    jobs = [{**f.values, **length, "log_dir": str(tmp_path / name)} for name, f in FORMULAS.items()]
+    for (name, formula), seen in zip(FORMULAS.items(), runs(jobs), strict=True):
+        losses = [loss for _, loss in seen[0].losses]
+        assert all(each.losses == seen[0].losses for each in seen), name
+        assert sum(losses[-3:]) < sum(losses[:3]) - 0.1, (name, losses)
+        expected = formula.expected(micro_batches)
+        for line in iterations(tmp_path / name)[1:]:
+            counted = {key: n for key, n in line["bytes"].items() if not key.startswith("scalar")}
+            assert counted == expected, (name, line["iteration"])
+            for link in ("intra", "inter"):
+                scalars = line["bytes"].get(f"scalar_{link}_node_bytes", 0)
+                total = sum(n for key, n in counted.items() if key.endswith(f"{link}_node_bytes"))
+                assert line[f"{link}_node_bytes"] == total + scalars
+            assert tuple(line["time_bill"]) == ITEMS
+            assert abs(sum(line["time_bill"].values()) - line["iteration_time_s"]) < 1e-6
+
+
+def test_errors_are_sampled_unit_by_unit(tmp_path: Path) -> None:
+    runs([{**ZEROPP, "train_iters": 8, "log_dir": str(tmp_path)}])
+    lines = iterations(tmp_path)
+    units = [line["quantization_unit"] for line in lines]
+    assert len(set(units[:4])) == 4 and units[:4] == units[4:]
+    for line in lines:
+        assert 0 < line["quantization_error_weights"] < 0.01
+        assert 0.01 < line["quantization_error_gradients"] < 0.3
+
+
+# -- resuming ----------------------------------------------------------------------------------------
+
+RESUMED = {
+    "zeropp": ZEROPP,
+    "delta": {**ZEROPP, **DELTA},
+    "feedback": {**ZEROPP, "zero_gradient_rounding": "feedback", "zero_gradient_bits": 2},
+    "delta, feedback, fp32": {
+        **ZEROPP,
+        **DELTA,
+        "zero_gradient_rounding": "feedback",
+        "params_dtype": "fp32",
+    },
+    "stochastic, inside too": {
+        **ZEROPP,
+        "zero_gradient_rounding": "stochastic",
+        "zero_gradient_bits_intra_node": 4,
+        "hidden_dropout": 0.1,
+    },
+    "1,1,4, delta, feedback": {**REPLICAS, **DELTA, "zero_gradient_rounding": "feedback"},
+    "mics, feedback": {
+        **REPLICAS,
+        "zero_shard": (2, 2, 2),
+        "zero_quantized_weights": False,
+        "zero_gradient_rounding": "feedback",
+    },
+    "tied, delta": {**ZEROPP, **DELTA, "untie_embeddings_and_output_weights": False},
+    "tied, delta, fp32": {
+        **ZEROPP,
+        **DELTA,
+        "untie_embeddings_and_output_weights": False,
+        "params_dtype": "fp32",
+    },
+    "tp 2, stochastic": {
+        **REPLICAS,
+        "zero_shard": (1, 1, 2),
+        "tensor_model_parallel_size": 2,
+        "zero_gradient_rounding": "stochastic",
+    },
+    "fallbacks": {**ZEROPP, **DELTA, "zero_weight_error_bound": 1e-4, "zero_gradient_error_bound": 0.05},
+    "until": {**ZEROPP, "zero_gradient_rounding": "feedback", "zero_quantized_gradients_until": 0.8},
+}
+
+
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
+    """The uninterrupted run, which also evaluates, against one that stops after 3 iterations and goes on."""
+    jobs = []
+    for name, values in RESUMED.items():
+        values, folder = {**values, "log_dir": str(tmp_path / name / "logs")}, tmp_path / name
+        straight = {"save": str(folder / "straight"), "log_dir": str(folder / "straight-logs")}
+        jobs += [
+            {**values, **straight, "eval_interval": 2, "eval_iters": 1},
+            {**values, "save": str(folder / "first"), "exit_interval": 3},
+            {**values, "load": str(folder / "first"), "save": str(folder / "second")},
+        ]
+    seen = runs(jobs)
+    for number, name in enumerate(RESUMED):
+        for straight, first, second in zip(*seen[3 * number : 3 * number + 3], strict=True):
+            assert len(straight.losses) == 6 and len(first.losses) == 3 == second.start, name
+            assert first.losses + second.losses == straight.losses, name
+        one, two = checkpoint_of(tmp_path / name / "straight"), checkpoint_of(tmp_path / name / "second")
+        assert ("residual" in one) == ("zero_gradient_rounding" in RESUMED[name] and "stochastic" not in name)
+        assert not differences(one, two), name
+        keys = [
+            "grad_norm",
+            "quantization_unit",
+            "quantization_error_weights",
+            "quantization_error_gradients",
+        ]
+        before, after = (iterations(tmp_path / name / logs) for logs in ("straight-logs", "logs"))
+        for key in (*keys, "fallbacks"):
+            assert [line.get(key) for line in before] == [line.get(key) for line in after], (name, key)
+
+
+def test_the_saved_weights_are_those_that_forwards_see(tmp_path: Path) -> None:
+    """With the delta refresh R is saved, which is not the rounded master; another layout goes on from it."""
+    base = {**ZEROPP, **DELTA, "params_dtype": "fp32", "zero_gradient_rounding": "feedback", "train_iters": 5}
+    base |= {"log_dir": str(tmp_path / "logs"), "lr_warmup_iters": 0}
+    moved = {**base, "zero_preset": None, "zero_shard": (1, 2, 4), "zero_quantized_gradients": True}
+    exact = {"load": str(tmp_path / "first"), "zero_preset": "zero3", "train_iters": 4, **NODES}
+    stayed, _, elsewhere, exactly = runs(
+        [
+            base,
+            {**base, "exit_interval": 3, "save": str(tmp_path / "first")},
+            {**moved, "load": str(tmp_path / "first")},
+            {**exact, "log_dir": str(tmp_path / "logs"), "lr_warmup_iters": 0},
+        ]
+    )
+    kinds = checkpoint_of(tmp_path / "first")
+    assert set(kinds) == {"weights", "master", "residual", "exp_avg", "exp_avg_sq"}
+    rounded = [n for n, w in kinds["weights"].items() if not torch.equal(w, kinds["master"][n])]
+    assert len(rounded) == 2 * 7 + 2  # every matrix; what is exact equals the master
+    next_loss, wanted = elsewhere[0].losses[0][1], stayed[0].losses[3][1]
+    assert elsewhere[0].start == 3 and abs(next_loss - wanted) <= 1e-6 * wanted
+    assert abs(exactly[0].losses[0][1] - wanted) > 1e-6 * wanted  # sees the master, not R
+    owed = sum(float(each.abs().sum()) for each in kinds["residual"].values())
+    assert math.isfinite(owed) and owed > 0
+
+
+# -- schedule, fallback, one node, refusals ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [{"train_iters": 6}, {"train_iters": None, "train_samples": 24}])
+def test_gradients_are_exact_after_the_schedules_end(tmp_path: Path, length: dict[str, Any]) -> None:
+    values = {**ZEROPP, **length, "global_batch_size": RANKS, "zero_quantized_gradients_until": 0.5}
+    values |= {} if length["train_iters"] else {"lr_warmup_iters": None, "lr_warmup_samples": 8}
+    runs([{**values, "log_dir": str(tmp_path)}])
+    coded, exact = Formula(ZEROPP).expected(1), Formula(ZEROPP, gradients=None).expected(1)
+    lines = iterations(tmp_path)
+    assert len(lines) == 6
+    for line in lines[1:]:
+        expected = coded if line["iteration"] <= 3 else exact
+        assert line["bytes"]["reduce_inter_node_bytes"] == expected["reduce_inter_node_bytes"]
+        assert ("quantization_error_gradients" in line) == (line["iteration"] <= 3)
+        assert "quantization_error_weights" in line
+
+
+def test_units_above_the_bound_fall_back_and_it_is_said(tmp_path: Path) -> None:
+    base = {**ZEROPP, "train_iters": 10, "log_dir": str(tmp_path), "global_batch_size": RANKS}
+    runs([{**base, "zero_gradient_error_bound": 1e-3}])
+    lines = iterations(tmp_path)
+    said = [text for line in lines for text in line.get("fallbacks", ())]
+    assert len(said) == 4 and all("gradients of unit" in text and "0.001" in text for text in said)
+    sent = [line["bytes"]["reduce_inter_node_bytes"] for line in lines]
+    assert sent[0] < sent[1] < sent[2] < sent[3] < sent[4] == sent[-1]
+    assert sent[-1] > 4 * sent[0]
+    assert "quantization_error_gradients" not in lines[5]
+
+
+def test_on_one_node_zeropp_is_zero3_bit_for_bit(tmp_path: Path) -> None:
+    base = {"train_iters": 3, "log_dir": str(tmp_path)}
+    ours, theirs = runs(
+        [
+            {**base, **ZEROPP, "ranks_per_node": RANKS},
+            {**base, "zero_preset": "zero3", "params_dtype": "bf16"},
+        ]
+    )
+    assert ours[0].losses == theirs[0].losses
+
+
+def test_a_threshold_above_every_parameter_is_refused(tmp_path: Path) -> None:
+    job = {**ZEROPP, "zero_exact_numel": None, "log_dir": str(tmp_path)}
+    for rank in run_ranks(RANKS, refusals, [job]):
+        assert "nothing would be quantised; nearest: 1663" in rank[0]
