@@ -293,6 +293,8 @@ class Unit:
         else:
             assert self.grad is not None
             missing, buffer = set(self.slots) - self.touched, self.grad
+            for low, high in self.layout.gaps():  # a block that was not finite came back so with its padding
+                buffer[low:high].zero_()
         for name in missing:
             slot = self.slots[name]
             buffer[slot.start : slot.start + slot.numel].zero_()
