@@ -124,20 +124,18 @@ def _hops(unit: Unit, which: MicroBatch, axes: Sequence[Axis], levels: range) ->
     for level in levels:
         axis = axes[level - 1]
         unsummed = level == 1 and (unit.levels.g > 0 or which.single)
-        codec = codecs.gradients(axis.link) or (raw if unsummed else sums)
         once = unit.crossing is not None and level > unit.crossing and axis.link == INTER
-        hops.append(Hop(axis, level, codec, feedback=once and _feeds_back(unit, codec)))
+        fed = once and unit.codecs.feedback
+        # A residual that is left when rounding ends goes with the next exact message, which then is a sum.
+        owing = fed and unit.residual is not None
+        codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
+        hops.append(Hop(axis, level, codec, feedback=owing or fed and isinstance(codec, Blockwise)))
     for i, (hop, following) in enumerate(zip(hops, hops[1:], strict=False)):
         quantised = isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
         if quantised and not hop.feedback and not following.feedback:
             hops[i] = replace(hops[i], fused=True, whole=True)
             hops[i + 1] = replace(following, whole=True)
     return hops
-
-
-def _feeds_back(unit: Unit, codec: Codec) -> bool:
-    """A residual that is left when rounding ends goes with the next exact message."""
-    return unit.codecs.feedback and (isinstance(codec, Blockwise) or unit.residual is not None)
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class _Reduction:
                 self._keep_error(hop, source, messages)
             yield work
             if hop.feedback and isinstance(hop.codec, Identity):
-                self._others(hop, source, lambda rows, _: [r.zero_() for r in rows])
+                self._others(hop, _lost(unit), lambda rows, _: [r.zero_() for r in rows])
             if hop.fused:
                 messages = self._pass_on(hop, hops[i + 1], received)
                 continue
@@ -183,7 +181,9 @@ class _Reduction:
         The owner, too, takes the decoded values, so that replicas stay equal to the bit.
         """
         noise = self.rounding.noise(self.unit, f"return {hop.level} from {self.rounding.rank}")
-        messages = hop.codec.encode(*sums.rows(self.unit, hop.level, 1), noise=noise)
+        share = sums.rows(self.unit, hop.level, 1)
+        messages = hop.codec.encode(*share, noise=noise)
+        self._measure(hop, share, messages)
         regions = sums.rows(self.unit, hop.level - 1, hop.axis.size)
         in_place = len(regions) == 1 and messages.dtype == sums.buffer.dtype
         received = regions[0] if in_place else messages.new_empty(hop.axis.size, messages.shape[1])
@@ -199,27 +199,39 @@ class _Reduction:
             return hop.codec.encode(*regions)
         noise = self._noise(hop)
         if hop.whole:
-            return hop.codec.encode(*regions, noise=noise)
+            messages = hop.codec.encode(*regions, noise=noise)
+            self._measure(hop, regions, messages)
+            return messages
         m = hop.codec.message_numel(*(r.shape[1] for r in regions))
         messages = torch.empty(hop.axis.size, m, dtype=hop.codec.wire_dtype, device=source.buffer.device)
 
         def encode(rows: list[torch.Tensor], at: slice) -> None:
             start = at.start * regions[0].shape[1]
             hop.codec.encode(*rows, noise=noise.at(start), out=messages[at])
-            if self.rounding.measures(self.unit, hop.codec) and not hop.feedback:
-                sent = torch.empty_like(rows[0], dtype=self.unit.sum_dtype)
-                hop.codec.decode(messages[at], sent, *(torch.empty_like(r) for r in rows[1:]))
-                self.rounding.add(GRADIENTS, rows[0], sent)
+            if not hop.feedback:  # else ``_keep_error`` has the difference
+                self._measure(hop, rows, messages[at])
 
         self._others(hop, source, encode)
         return messages
 
     def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor) -> torch.Tensor:
         assert isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
-        n, *exact = (p.numel for p in self.unit.layout.pieces(hop.level))
-        return hop.codec.decode_sum_encode(
+        n, *exact = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
+        messages = hop.codec.decode_sum_encode(
             received, n, following.codec, following.axis.size, exact=sum(exact), noise=self._noise(following)
         )
+        if self.rounding.measures(self.unit, following.codec):
+            sums = [received.new_empty(n, dtype=self.unit.sum_dtype) for n in numels]
+            hop.codec.decode_sum(received, sums[0], False, *sums[1:])
+            self._measure(following, [x.view(following.axis.size, -1) for x in sums], messages)
+        return messages
+
+    def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
+        """Note what messages [k, m] lost of rows [k, -1] per region, if the unit is the step's sample."""
+        if self.rounding.measures(self.unit, hop.codec):
+            sent = [torch.empty_like(r, dtype=self.unit.sum_dtype) for r in rows]
+            hop.codec.decode(messages, *sent)
+            self.rounding.add(GRADIENTS, rows[0], sent[0])
 
     def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
         """Sum by source index into ``sums`` at the hop's level; of rounded messages, the own row first, as it was
@@ -257,17 +269,29 @@ class _Reduction:
             rows.add_(residual, alpha=self.rounding.divisor)
 
     def _keep_error(self, hop: Hop, source: Slice, messages: torch.Tensor) -> None:
-        """Other ranks' rows become what their messages lost; ``commit_residual`` takes it after a good step."""
+        """What the messages to other ranks lost; ``commit_residual`` takes it after a good step."""
+        kept = _lost(self.unit).rows(self.unit, hop.level - 1, hop.axis.size)
 
         def subtract(rows: list[torch.Tensor], at: slice) -> None:
             sent = [torch.empty_like(r) for r in rows]
             hop.codec.decode(messages[at], *sent)
             if self.rounding.measures(self.unit, hop.codec):
                 self.rounding.add(GRADIENTS, rows[0], sent[0])
-            for row, gone in zip(rows, sent, strict=True):
-                row.sub_(gone)
+            for row, gone, lost in zip(rows, sent, kept, strict=True):
+                torch.sub(row, gone, out=lost[at])
 
         self._others(hop, source, subtract)
+
+
+def _lost(unit: Unit) -> Slice:
+    """Where a step's errors wait for its end: other ranks' rows of ``grad``, whose sums are not needed here; with
+    replicas, whose way back fills those rows, ``unit.lost``."""
+    assert unit.grad is not None and unit.crossing is not None
+    if unit.levels.all == unit.levels.os:
+        return Slice(unit.grad, unit.levels.g)
+    if unit.lost is None:
+        unit.lost = torch.empty_like(unit.open_residual())
+    return Slice(unit.lost, unit.crossing)
 
 
 def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float) -> None:
@@ -275,14 +299,14 @@ def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float) -> None:
     unit.carry = None
     if unit.residual is None:
         return
-    assert unit.grad is not None and unit.crossing is not None
+    assert unit.crossing is not None
     unit.residual.zero_()
-    grad, residual = Slice(unit.grad, unit.levels.g), Slice(unit.residual, unit.crossing)
+    errors, residual = _lost(unit), Slice(unit.residual, unit.crossing)
     for level in range(unit.crossing + 1, unit.levels.all + 1):
         axis = axes[level - 1]
         if axis.link != INTER:
             continue
-        lost, kept = grad.rows(unit, level - 1, axis.size), residual.rows(unit, level - 1, axis.size)
+        lost, kept = errors.rows(unit, level - 1, axis.size), residual.rows(unit, level - 1, axis.size)
         for new, old in zip(lost, kept, strict=True):
             old.copy_(new).div_(divisor)
             old[axis.index].zero_()

@@ -154,7 +154,7 @@ def held_bytes(engine: Engine) -> dict[str, int]:
             if storage.nbytes() and storage.data_ptr() not in parameters:
                 parameters.add(storage.data_ptr())
                 total += storage.nbytes()
-        for held in (unit.grad, unit.residual, unit.carry):
+        for held in (unit.grad, unit.residual, unit.lost, unit.carry):
             gradients += 0 if held is None else held.nbytes
         if unit.master.untyped_storage().data_ptr() not in parameters:
             optimizer += unit.master.nbytes

@@ -26,6 +26,8 @@ crossing  the level whose slices are the first to cross nodes once per step, if 
           with every micro-batch.
 residual  compact, at least fp32, level ``crossing``: error feedback, in units of the divided gradient. Other
           ranks' rows: what this rank's messages across nodes lost.
+lost      as ``residual``, with replicas alone: this step's errors until it is known to be good. Otherwise other
+          ranks' rows of ``grad`` have them.
 carry     compact [n/OS]: residuals of another layout, summed over senders, that a load handed over. Replicas
           hold the same. Added to the next step's sum.
 versions  master_version counts optimizer updates; copy_version says which of them ``copy`` holds.
@@ -80,6 +82,7 @@ class Unit:
         self.master = self._make_master()
         self.grad: torch.Tensor | None = None
         self.residual: torch.Tensor | None = None
+        self.lost: torch.Tensor | None = None
         self.carry: torch.Tensor | None = None
         self.fallen: set[str] = set()  # kinds, of rounding.KINDS, whose error was above its bound
         self.master_version = 1
