@@ -53,7 +53,7 @@ class Comparison:
         self.folder.mkdir(parents=True, exist_ok=True)
         prepare(self.data, self.settings.vocabulary)
         for peak in self.options.tune:
-            self._train(replace(self.settings, peak=peak), Run(BASELINE, self.plan.seeds[0]))
+            self._train(replace(self.settings, peak=peak), self._first)
         while not self._late and (run := self.plan.next(self.results)):
             self._train(self.settings, run)
         if self.options.codecs and not self._late:
@@ -93,8 +93,11 @@ class Comparison:
 
     def _trace_of(self, settings: Settings, run: Run) -> Path | None:
         """The codecs are compared on the baseline's first run."""
-        first = settings == self.settings and run == Run(BASELINE, self.plan.seeds[0])
-        return self._trace if first else None
+        return self._trace if (settings, run) == (self.settings, self._first) else None
+
+    @property
+    def _first(self) -> Run:
+        return Run(BASELINE, self.plan.seeds[0])
 
     @property
     def _trace(self) -> Path:
@@ -106,10 +109,8 @@ class Comparison:
         if {row["codec"] for row in known} == set(WEIGHT_CODECS):
             return
         if not all(trace_file(self._trace, step).exists() for step in traced(self.settings.steps)):
-            raise ValueError(
-                f"{self._trace} lacks the master weights of zero3's first run, which was made with another seed "
-                "first: name --seeds in the same order, or another --work"
-            )
+            # That run was made as one of --tune, or with other seeds first.
+            run_ranks(RANKS, train, self.data, self.settings, self._first, self._trace, timeout=TIMEOUT)
         rows = run_ranks(RANKS, compare_codecs, self.data, self.settings, self._trace, timeout=TIMEOUT)[0]
         file.write_text(json.dumps(rows))
 
@@ -118,20 +119,25 @@ class Comparison:
         results = self.results
         if not results.of(BASELINE):
             raise ValueError("no run of zero3 yet: nothing to compare with")
-        seed = self.plan.seeds[0]
         others = [
             r
             for r in self.store.records()
-            if (r["variant"], r["seed"], r["nudge"]) == (BASELINE, seed, 0)
+            if Run(r["variant"], r["seed"], r["nudge"]) == self._first
             and replace(Settings(**r["settings"]), peak=self.settings.peak) == self.settings
         ]
         report = Report(
-            self.settings, results, others, self._kept("codecs", []), self._kept("wall-time", None)
+            self.settings,
+            results,
+            others,
+            self._kept("codecs", []),
+            self._kept("wall-time", None),
+            until_decided=self.plan.until_decided,
         )
         out.mkdir(parents=True, exist_ok=True)
-        (out / "loss.md").write_text(report.markdown(command))
+        text = report.markdown(command)
+        (out / "loss.md").write_text(text)
         report.chart(out / "loss.png")
-        print(report.markdown(command))
+        print(text)
 
     def _kept(self, name: str, default: Any) -> Any:
         file = self.folder / f"{name}.json"

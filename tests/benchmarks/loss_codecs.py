@@ -48,5 +48,5 @@ def _error(model: Decoder, engine: zero.Engine, master: Master) -> float:
     """||weights that the model computes with - master|| / ||master||."""
     with engine.gathered():
         pairs = [(p.detach().double(), master[name].double()) for name, p in model.named_parameters()]
-        wrong = sum((p - m).square().sum() for p, m in pairs)
-        return float((wrong / sum(m.square().sum() for _, m in pairs)).sqrt())
+        wrong, whole = ([x.norm() for x in xs] for xs in zip(*((p - m, m) for p, m in pairs), strict=True))
+        return float(torch.stack(wrong).norm() / torch.stack(whole).norm())

@@ -54,9 +54,9 @@ class Results:
             out[record["seed"]].append(loss)
         return dict(out)
 
-    def difference(self, variant: str) -> Difference:
-        """Of the final loss, from the baseline; without bounds where there are too few runs."""
-        base, other = self.losses(BASELINE), self.losses(variant)
+    def difference(self, variant: str, step: int | None = None) -> Difference:
+        """From the baseline, of the losses at ``step`` as in ``losses``; without bounds where runs are too few."""
+        base, other = self.losses(BASELINE, step), self.losses(variant, step)
         if not set(base) & set(other):
             return Difference(math.nan, -math.inf, math.inf)
         return difference(base, other)

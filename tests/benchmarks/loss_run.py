@@ -51,7 +51,7 @@ class Settings:
     micro_batch: int = 2
     steps: int = 400
     warmup: int = 40
-    peak: float = 4e-3
+    peak: float = 2e-3
     interval: int = 50
     curve: int = 256
     evaluation: int = 1536
