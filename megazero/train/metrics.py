@@ -33,6 +33,10 @@ class IterationMetrics:
     lm_loss is the mean over the valid tokens of the global batch (nats); tokens_per_s counts the
     global batch, tflops_per_rank the model's FLOPs (recompute excluded); memory_bytes is the peak;
     time_bill has the items of timebill.ITEMS in seconds, adding up to iteration_time_s.
+
+    extra, from the trainer: batch_size (samples); bytes (by hop and link class); skipped (1: no update); fallbacks
+    (lines: what is sent exactly from now on); where messages are quantised, quantization_unit (the unit measured in
+    this iteration), quantization_error_weights and quantization_error_gradients (||sent - exact|| / ||exact||).
     """
 
     iteration: int
