@@ -54,6 +54,11 @@ class ZeroConfig:
         choices=LIFETIMES,
     )
     zero_prefetch_bytes: int = option(256 * 2**20, "bytes of parameters gathered ahead of use", low=0)
+    zero_chunk_numel: int = option(
+        2**27,
+        "elements of a module's parameters that move together; hops of successive chunks run side by side",
+        low=1,
+    )
     zero_quantized_weights: bool | None = option(
         None, "send weights quantised where they cross nodes (default: on in preset zeropp, else off)"
     )

@@ -124,6 +124,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
     return zero.Policy(
         lifetime=config.shards(world).lifetime,
         prefetch_bytes=config.zero.zero_prefetch_bytes,
+        chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,
         exact_numel=wire.exact_numel,
         codecs=zero.Codecs(
