@@ -178,9 +178,11 @@ class _Reduction:
     def back(self, hop: Hop, sums: Slice) -> Chain:
         """The way back of replicas: this rank's share of the sums to the others of the axis, in place.
 
-        The owner, too, takes the decoded values, so that replicas stay equal to the bit.
+        The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason draws
+        go by element, not by sender: after the outer axes' way back several ranks hold a share, and round it.
         """
-        noise = self.rounding.noise(self.unit, f"return {hop.level} from {self.rounding.rank}")
+        start = self.unit.layout.pieces(hop.level)[0].start
+        noise = self.rounding.noise(self.unit, f"return {hop.level}", start)
         share = sums.rows(self.unit, hop.level, 1)
         messages = hop.codec.encode(*share, noise=noise)
         self._measure(hop, share, messages)
