@@ -170,8 +170,9 @@ class Engine:
     def gathered(self, module: nn.Module | None = None, write: bool = False) -> Iterator[None]:
         """Full parameters (of ``module``'s units; default all) to read, or with ``write`` to change, between steps.
 
-        Collective. Each rank must write the same values: its slices of them become the master weights. Clone what
-        is to outlive the block; a numpy view of a parameter would pin its storage, which is then freed.
+        Collective. Each rank must write the same values: its slices of them become the master weights; of a
+        parameter that was written in part, the rest, too, where the weights are rounded. Clone what is to outlive
+        the block; a numpy view of a parameter would pin its storage, which is then freed.
         """
         if self.micro_batches:
             raise RuntimeError("gathered() inside a step: call step() first")
@@ -180,11 +181,13 @@ class Engine:
         for unit in units:
             self.gathering.ensure(unit)
             unit.pinned += 1
+        # Rounded weights do not tell which of the masters behind them were written.
+        seen = [unit.full.clone() if write and unit.codecs.weights else None for unit in units]
         try:
             yield
             if write:
-                for unit in units:
-                    self._take_written(unit)
+                for unit, before in zip(units, seen, strict=True):
+                    self._take_written(unit, before)
         finally:
             for unit in units:
                 unit.pinned -= 1
@@ -361,8 +364,12 @@ class Engine:
         self.gathers.poll()
         self.reductions.poll()
 
-    def _take_written(self, unit: Unit) -> None:
+    def _take_written(self, unit: Unit, seen: torch.Tensor | None) -> None:
+        """seen: ``full`` before the writes, where it is not what the master rounds to."""
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
+            whole = slice(slot.start, slot.start + slot.numel)
+            if seen is not None and torch.equal(unit.full[whole], seen[whole]):
+                continue
             values = unit.full[slot.start + low : slot.start + high]
             own = unit.master[at : at + high - low]
             # What was not written keeps its bits below the parameters' precision.
