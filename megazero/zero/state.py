@@ -99,7 +99,9 @@ def load_kinds(
 def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """What only the same layout can take over as it is: this rank's own residuals and, under the delta refresh,
     the errors measured as R was brought up to date for the save."""
-    held = {f"{RESIDUAL} {u.name}": u.residual for u in engine.units if u.residual is not None}
+    # A sum that was carried here and not yet paid (its step was skipped, say) is in no rank's own residual.
+    own = [u for u in engine.units if u.residual is not None and u.carry is None]
+    held = {f"{RESIDUAL} {u.name}": u.residual for u in own if u.residual is not None}
     if engine.policy.codecs.delta:
         held |= {f"{ERRORS} {kind}": sums for kind, sums in engine.rounding.sums.items()}
     return held
