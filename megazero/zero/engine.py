@@ -14,9 +14,11 @@ the forward's order of first use; both are hashed and compared across ranks at e
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,12 @@ from megazero.zero.reducing import Reducing
 from megazero.zero.reduction import commit_residual
 from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, relative_errors
 from megazero.zero.unit import Unit
+
+
+def _grad_arrived(engine: weakref.ref[Engine], index: int, name: str, param: nn.Parameter) -> None:
+    alive = engine()
+    if alive is not None:
+        alive._grad_ready(alive.units[index], name, param)
 
 
 @dataclass(frozen=True)
@@ -237,11 +245,12 @@ class Engine:
                 lambda m, a, out, needs=needs: self._post_forward(needs, out),
                 always_call=True,  # a forward that raised has stopped using its parameters, too
             )
-        for unit in self.units:
+        # Python's collector does not see into these hooks: a strong reference would keep the engine, its buffers and
+        # the mesh's communicators for ever.
+        engine = weakref.ref(self)
+        for index, unit in enumerate(self.units):
             for name in unit.trainable:
-                unit.params[name].register_post_accumulate_grad_hook(
-                    lambda p, unit=unit, name=name: self._grad_ready(unit, name, p)
-                )
+                unit.params[name].register_post_accumulate_grad_hook(partial(_grad_arrived, engine, index, name))
         owner = {id(p): unit for unit in self.units for p in unit.params.values()}
         for module in self.module.modules():
             held = list(dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner))

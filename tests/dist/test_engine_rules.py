@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -430,3 +432,19 @@ def reads_while_gathered():
 def test_gathered_survives_a_forward_and_keeps_masters_that_were_not_written():
     for changed, value in run_ranks(2, reads_while_gathered):
         assert changed == {"weight": 0, "bias": 1} and value == 3.0
+
+
+def freed():
+    model, engine = make()
+    engine.begin_step()
+    model(torch.ones(1, 8)).sum().backward()
+    engine.step()
+    alive = weakref.ref(engine)
+    del engine, model
+    gc.collect()
+    return alive() is None
+
+
+def test_an_engine_that_nobody_holds_is_freed():
+    """With its buffers and communicators: hooks on parameters are out of the collector's sight."""
+    assert run_ranks(2, freed) == [True, True]
