@@ -24,14 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from megazero.comm.codec import Blockwise
 from megazero.comm.traffic import Traffic
 from megazero.config import resolve_shards
+from megazero.config.sections import ZeroConfig
+from megazero.config.wire import Coding, Wire, asked_for
 from megazero.zero import Codecs, Policy
 from tests.benchmarks import volume
 from tests.benchmarks.contestants import ADAMW, CLIP, Shape, Step, batches, decoder, ours
 
 CPU = torch.device("cpu")
-EXACT = Codecs()
-QUANTISED = Codecs(weights=Blockwise(8), gradients_inter=Blockwise(4))
-DELTA = Codecs(weights=Blockwise(4), gradients_inter=Blockwise(4), delta=True)
+ZEROPP = asked_for(ZeroConfig(zero_preset="zeropp"))  # the formats that flags give
+DELTA = asked_for(ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=True))
 Quiet = Callable[[bool], AbstractContextManager]  # what surrounds a micro-batch, given whether it is the last
 
 
@@ -109,24 +110,33 @@ def _loop(
     return Running(step)
 
 
-def megazero(shards: str | tuple[int, ...], codecs: Codecs = EXACT) -> Contestant:
-    """A preset, or P, G, OS as an index into (1, ranks per node, all ranks)."""
+def policy_of(wire: Wire) -> Policy:
+    def codec(coding: Coding | None) -> Blockwise | None:
+        return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip) if coding else None
+
+    formats = (codec(c) for c in (wire.weights, wire.gradients_intra, wire.gradients_inter))
+    return Policy(
+        block=wire.block,
+        exact_numel=wire.exact_numel,
+        codecs=Codecs(*formats, delta=wire.delta, feedback=wire.feedback),
+    )
+
+
+def megazero(shards: str, wire: Wire | None = None) -> Contestant:
+    """A preset's factors, or '1,1,d'; exact without ``wire``."""
+    policy = policy_of(wire) if wire else Policy()
 
     def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
         ranks = nodes * ranks_per_node
-        if isinstance(shards, str):
-            return resolve_shards(shards, ranks, ranks_per_node).factors
-        p, g, os = ((1, ranks_per_node, ranks)[i] for i in shards)
-        return p, g, os
+        return resolve_shards((1, 1, ranks) if shards == "1,1,d" else shards, ranks, ranks_per_node).factors
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
         chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)
-        policy = Policy() if codecs is EXACT else Policy(codecs=codecs, exact_numel=16384)
         step, engine = ours(chosen, shape, ranks_per_node, CPU, policy)
         return Running(step, engine.traffic)
 
     def sent(case: volume.Case) -> float:
-        return volume.megazero(factors(case.nodes, case.ranks_per_node), codecs, case)
+        return volume.megazero(factors(case.nodes, case.ranks_per_node), policy.codecs, case)
 
     return Contestant(build, sent, peer=False)
 
@@ -213,10 +223,10 @@ def deepspeed_zero(stage: int) -> Contestant:
 
 
 CONTESTANTS: dict[str, Contestant] = {
-    "megazero zeropp": megazero((1, 1, 2), QUANTISED),
-    "megazero zeropp delta": megazero((1, 1, 2), DELTA),
-    "megazero 1,1,d quantised": megazero((0, 0, 2), QUANTISED),
-    "megazero 1,1,d delta": megazero((0, 0, 2), DELTA),
+    "megazero zeropp": megazero("zeropp", ZEROPP),
+    "megazero zeropp delta": megazero("zeropp", DELTA),
+    "megazero 1,1,d quantised": megazero("1,1,d", ZEROPP),
+    "megazero 1,1,d delta": megazero("1,1,d", DELTA),
     **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},
     "FSDP2": fsdp2(),
     "FSDP2 once": fsdp2(once=True),
