@@ -10,9 +10,6 @@ from megazero.config.shards import LIFETIMES, PRESETS
 BITS = (8, 4, 2)
 ROUNDINGS = ("nearest", "stochastic", "feedback")
 
-BITS = (8, 4, 2)
-ROUNDINGS = ("nearest", "stochastic", "feedback")
-
 
 @dataclass(frozen=True)
 class ParallelConfig:

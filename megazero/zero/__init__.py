@@ -41,7 +41,8 @@ def shard(
     clip_norm: limit of the global gradient norm. traits: optimizer options and tensor-parallel replication of
         each parameter; default: no weight decay for 1-D parameters.
     init: for modules on the meta device: from a parameter's name to its full tensor, called unit by unit.
-    timed: context manager factory, called with 'exposed_gather', 'exposed_reduce', 'optimizer'.
+    timed: context manager factory, called with 'optimizer' and, for waits, 'exposed_' and the hop's name:
+        'exposed_refresh_inter', 'exposed_gather_intra', ... (``train/timebill.py`` lists them).
     traffic: counters of the bytes this rank sends; default: the engine's own.
 
     Returns the engine. Collective; every rank must pass the same. Raises ValueError for units that nest or mix

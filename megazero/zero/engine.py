@@ -6,44 +6,36 @@ One step of the user's loop::
     for each micro-batch: module(...).sum().backward()     # summed losses, not averaged
     info = engine.step()
 
-State is explicit (begin_step, step, evaluation); hooks only say "this unit is needed now" and "this gradient
-is there". The order of collectives is fixed: gathers by the recorded order of use, reductions by the reverse of
-the forward's order of first use; both are hashed and compared across ranks at every step.
+State is explicit (begin_step, step, evaluation); hooks (passes.py) only say "this unit is needed now" and "this
+gradient is there". The order of collectives is fixed: gathers by the recorded order of use, reductions by the reverse
+of the forward's order of first use; both are hashed and compared across ranks at every step.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from megazero.comm.lane import Lane
 from megazero.comm.traffic import Traffic
-from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
+from megazero.zero.exchange import exchange_scalars, sum_partial
 from megazero.zero.gathering import Gathering
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.order import OrderHash
+from megazero.zero.passes import Passes
 from megazero.zero.policy import Policy
 from megazero.zero.reducing import Reducing
 from megazero.zero.reduction import commit_residual
-from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, relative_errors
+from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding
 from megazero.zero.unit import Unit
-
-
-def _grad_arrived(engine: weakref.ref[Engine], index: int, name: str, param: nn.Parameter) -> None:
-    alive = engine()
-    if alive is not None:
-        alive._grad_ready(alive.units[index], name, param)
 
 
 @dataclass(frozen=True)
@@ -94,17 +86,13 @@ class Engine:
             self.rounding,
             traffic,
             self.issued,
-            lambda: self._more_passes,
+            lambda: self.passes.more,
         )
         self.reducing = Reducing(
             self.units, axes, policy, self.reductions, self.rounding, traffic, self.issued
         )
-        self.micro_batches = 0  # of the step that is open; 0: none is
+        self.passes = Passes(module, plan, self.gathering, self.reducing)
         self.divisor = 1.0
-        self._forward_uses: list[Unit] = []
-        self._backward_open = False
-        self._done_backwards = 0
-        self._install_hooks(plan)
 
     # -- the user's verbs ------------------------------------------------------------------------
 
@@ -114,17 +102,16 @@ class Engine:
             raise ValueError(
                 f"begin_step needs micro_batches >= 1 and divisor > 0, got {micro_batches} and {divisor}"
             )
-        if self.micro_batches:
+        if self.passes.micro_batches:
             raise RuntimeError(
                 "begin_step was called twice: call step() after the step's last backward, or abort_step()"
             )
         self._check_frozen()
-        self.micro_batches, self.divisor, self._done_backwards = micro_batches, float(divisor), 0
+        self.divisor = self.rounding.divisor = float(divisor)
         self.reducing.micro_batches, self.reducing.exact = micro_batches, self.exact_gradients
-        self.rounding.divisor = self.divisor
         for unit in self.units:
             unit.begin_step()
-        self._begin_pass()
+        self.passes.open_step(micro_batches)
         self.gathering.prefetch()
 
     def step(self) -> StepInfo:
@@ -133,14 +120,14 @@ class Engine:
         A norm that is not finite skips the update on every rank. Raises RuntimeError if the number of
         backwards is not what begin_step was told.
         """
-        self._check_backwards()
+        self.passes.check_done()
         self.reducing.wait()
+        self.gathering.drop_all()  # what ran ahead and was not used may still be reading the master weights
         if self.mesh.device.type == "cuda":
             # The norm is read by the host below: standing here instead keeps the reductions' tail out of the
             # optimizer's time.
             torch.cuda.current_stream().synchronize()
         with self.timed("optimizer"):
-            self._sum_partial()
             norm, errors = self._exchange()
             skipped = not math.isfinite(norm)
             if not skipped:
@@ -154,25 +141,26 @@ class Engine:
     def abort_step(self) -> None:
         """Give the open step up, on every rank alike (after an exception): no update, gradients are forgotten."""
         self.reducing.abort()
-        self._backward_open = False
-        for unit in self.units:
-            unit.active, unit.in_backward = 0, False
+        self.gathering.drop_all()
+        self.passes.abort()
+        self.issued.take()  # ranks may have been broken off at different places
+        self.rounding.abort()
         self._end_step(updated=False)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Forwards without gradient, between steps; training goes on bit for bit as if it had not been."""
-        if self.micro_batches:
+        if self.passes.micro_batches:
             raise RuntimeError("evaluation() inside a step: call step() first")
         self.gathering.mode = "eval"
-        self._begin_pass()
+        self.passes.begin()
         try:
             with torch.no_grad():
                 yield
         finally:
             self.gathering.mode = "train"
             self.gathering.drop_all()
-            self._begin_pass()
+            self.passes.begin()
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None, write: bool = False) -> Iterator[None]:
@@ -182,7 +170,7 @@ class Engine:
         parameter that was written in part, the rest, too, where the weights are rounded. Clone what is to outlive
         the block; a numpy view of a parameter would pin its storage, which is then freed.
         """
-        if self.micro_batches:
+        if self.passes.micro_batches:
             raise RuntimeError("gathered() inside a step: call step() first")
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
@@ -216,12 +204,12 @@ class Engine:
 
         Under the delta refresh this comes before a save: R is what a checkpoint holds as the weights.
         """
-        if self.micro_batches:
+        if self.passes.micro_batches:
             raise RuntimeError("refresh() inside a step: call step() first")
         for unit in self.units:
             if unit.copy_version != unit.master_version:
                 self.gathering.ensure(unit)
-        self.gathering.drop_all()
+                self.gathering.drop_all()  # one unit's full parameters at a time
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint keeps: counters that noise depends on, units that fell back. JSON types."""
@@ -231,43 +219,13 @@ class Engine:
         return {"updates": self.rounding.updates, "fallen_back": fallen}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, after the weights were loaded. Names of units that are not here are passed over."""
         self.rounding.updates = int(state["updates"])
         for unit in self.units:
             for kind in state["fallen_back"].get(unit.name, ()):
                 unit.send_exactly(kind)
 
-    # -- hooks -----------------------------------------------------------------------------------
-
-    def _install_hooks(self, plan: Plan) -> None:
-        for module, needs in plan.needs:
-            module.register_forward_pre_hook(lambda m, a, needs=needs: self._pre_forward(needs))
-            module.register_forward_hook(
-                lambda m, a, out, needs=needs: self._post_forward(needs, out),
-                always_call=True,  # a forward that raised has stopped using its parameters, too
-            )
-        # Python's collector does not see into these hooks: a strong reference would keep the engine, its buffers and
-        # the mesh's communicators for ever.
-        engine = weakref.ref(self)
-        for index, unit in enumerate(self.units):
-            for name in unit.trainable:
-                unit.params[name].register_post_accumulate_grad_hook(partial(_grad_arrived, engine, index, name))
-        owner = {id(p): unit for unit in self.units for p in unit.params.values()}
-        for module in self.module.modules():
-            held = list(dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner))
-            module.register_state_dict_pre_hook(
-                lambda *_, held=held: self._guard(held, "state_dict", "gathered()")
-            )
-            module.register_load_state_dict_pre_hook(
-                lambda *_, held=held: self._guard(held, "load_state_dict", "gathered(write=True)")
-            )
-
-    def _guard(self, held: list[Unit], call: str, inside: str) -> None:
-        """Outside of ``gathered`` parameters may be absent, stale, or overwritten from the master weights."""
-        if not all(u.pinned for u in held):
-            raise RuntimeError(
-                f"the module's parameters are sharded: use `with engine.{inside}: module.{call}(...)`, or a sharded "
-                "checkpoint"
-            )
+    # -- parts of them ---------------------------------------------------------------------------
 
     def _check_frozen(self) -> None:
         for unit in self.units:
@@ -277,101 +235,6 @@ class Engine:
                 raise RuntimeError(
                     f"requires_grad of {changed[0]} changed after zero.shard: freeze parameters before, or shard anew"
                 )
-
-    def _pre_forward(self, needs: list[Unit]) -> None:
-        recompute = torch._C._current_graph_task_id() != -1
-        for unit in needs:
-            if recompute:
-                self.gathering.ensure(unit)
-                continue
-            if unit not in self._forward_uses:
-                self._forward_uses.append(unit)
-            unit.active += 1
-            self.gathering.use(unit)
-
-    def _post_forward(self, needs: list[Unit], output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return
-        for unit in needs:
-            unit.active -= 1
-            self.gathering.release(unit)
-        self._poll()
-        if torch.is_grad_enabled() and output is not None:
-            self._watch_backward(needs, output)
-
-    def _watch_backward(self, needs: list[Unit], output: Any) -> None:
-        """The units are needed again when a gradient reaches the module's output."""
-        tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._pre_backward(needs))
-        if not tensors and any(u.levels.p for u in needs):
-            raise TypeError(
-                f"a module of unit {needs[0].name!r} returned a {type(output).__name__}, in which the engine sees "
-                "no tensors: return tensors, tuples, lists or dicts, or register the class as a pytree node"
-            )
-
-    def _pre_backward(self, needs: list[Unit]) -> None:
-        self._open_backward()
-        for unit in needs:
-            if not unit.in_backward:
-                unit.in_backward = True
-                self.gathering.use(unit)
-        self._poll()
-
-    def _grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
-        self._open_backward()
-        if name not in unit.pending:
-            raise RuntimeError(
-                f"{name} got a second gradient in one micro-batch: call backward once for each"
-            )
-        unit.stage(name, param)
-        unit.pending.discard(name)
-        if not unit.pending:
-            if len(unit.trainable) == len(unit.params):
-                # Whatever used these parameters has run backward, or a gradient would be missing. Frozen ones
-                # give no such sign: their unit stays gathered to the end of the backward.
-                self._end_use(unit)
-            self.reducing.completed(unit)
-        self._poll()
-
-    def _open_backward(self) -> None:
-        if self._backward_open:
-            return
-        if self._done_backwards >= self.micro_batches:
-            raise RuntimeError(
-                f"backward number {self._done_backwards + 1} in a step of {self.micro_batches} micro-batches: "
-                "call begin_step(micro_batches) with the right number before the step's first forward"
-            )
-        self._backward_open = True
-        self.reducing.open(self._forward_uses)
-        torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
-
-    def _close_backward(self) -> None:
-        """End of one micro-batch's backward: units that still lack gradients contribute zeros."""
-        self.reducing.close()
-        self._backward_open = False
-        self._done_backwards += 1
-        for unit in self.units:
-            self._end_use(unit)
-        self._begin_pass()
-
-    def _end_use(self, unit: Unit) -> None:
-        if unit.in_backward:
-            unit.in_backward = False
-            self.gathering.release(unit)
-
-    def _begin_pass(self) -> None:
-        self.gathering.order.begin()
-        self._forward_uses.clear()
-
-    @property
-    def _more_passes(self) -> bool:
-        return self._done_backwards + int(self._backward_open) < self.micro_batches
-
-    def _poll(self) -> None:
-        self.gathers.poll()
-        self.reductions.poll()
 
     def _take_written(self, unit: Unit, seen: torch.Tensor | None) -> None:
         """seen: ``full`` before the writes, where it is not what the master rounds to."""
@@ -388,51 +251,14 @@ class Engine:
                 unit.copy[at : at + high - low].copy_(unit.full[slot.start + low : slot.start + high])
         unit.master_version += 1
 
-    # -- the update ------------------------------------------------------------------------------
-
-    def _check_backwards(self) -> None:
-        if not self.micro_batches:
-            raise RuntimeError("step() without begin_step()")
-        if self._done_backwards != self.micro_batches:
-            raise RuntimeError(
-                f"step() after {self._done_backwards} backwards of {self.micro_batches}: every micro-batch that "
-                "begin_step() announced needs one backward"
-            )
-
-    def _sum_partial(self) -> None:
-        """Sum over tp, in rank order, of gradients that are partial there (norms under sequence parallel)."""
-        runs = [r for r in self.optimizer.runs if r.traits.partial]
-        tp = self.mesh.tp
-        if tp.size == 1 or not runs:
-            return
-        own = torch.cat([r.grad for r in runs])
-        every = own.new_empty(tp.size * own.numel())
-        self.traffic.add("tp", tp.link, (tp.size - 1) * own.nbytes)
-        all_gather_flat(every, own, group=tp.gather_group)
-        rows = every.view(tp.size, -1).unbind(0)
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total.add_(row)
-        for run, part in zip(runs, total.split([r.stop - r.start for r in runs]), strict=True):
-            run.grad.copy_(part)
-
     def _exchange(self) -> tuple[float, dict[str, float]]:
         """Norm over unique slices, and the sampled rounding errors; ranks compare the hash of what they issued."""
-        counts = not self.mesh.is_replica
+        sum_partial(self.optimizer.runs, self.mesh.tp, self.traffic)
         square = self.optimizer.squared_norm(count_replicated=self.mesh.tp.index == 0)
-        square = square.cpu() * 1.0 if counts else torch.zeros((), dtype=torch.float64)
-        hashed = torch.tensor(float(self.issued.take()), dtype=torch.float64)
-        row = torch.cat([torch.stack([square, hashed]), self.rounding.take().cpu()])
-        rows = self.mesh.gather_rows(row.to(self.mesh.device)).cpu()
-        self.traffic.add("scalar", self._world_link, (self.mesh.world_size - 1) * row.nbytes)
-        if len(set(rows[:, 1].tolist())) > 1:
-            raise RuntimeError(
-                f"ranks issued different collectives in this step (hashes {rows[:, 1].tolist()}): the modules "
-                "must be called in the same order on every rank"
-            )
-        finite = rows[:, 0].isfinite().all()
-        norm = math.sqrt(rows[:, 0].sum().item()) / self.divisor if finite else math.nan
-        return norm, relative_errors(rows[:, 2:].sum(0))
+        norm, errors = exchange_scalars(
+            self.mesh, square, self.issued.take(), self.rounding.take(), self.traffic
+        )
+        return norm / self.divisor, errors
 
     def _fall_back(self, unit: Unit, errors: Mapping[str, float]) -> Iterator[str]:
         """All ranks have the same errors, so all decide alike."""
@@ -446,13 +272,7 @@ class Engine:
                     f"{bound:g}; exact from the next step on"
                 )
 
-    @property
-    def _world_link(self) -> str:
-        inter = self.mesh.grid.ranks_per_node < self.mesh.world_size
-        return "inter_node" if inter else "intra_node"
-
     def _end_step(self, updated: bool) -> None:
-        self.gathering.drop_all()
         for unit in self.units:
             if unit.lifetime == "step":
                 unit.drop_copy()
@@ -460,4 +280,4 @@ class Engine:
                 unit.master_version += 1
                 commit_residual(unit, self.mesh.data_axes, self.divisor)
         self.rounding.updates += int(updated)
-        self.micro_batches = 0
+        self.passes.micro_batches = 0

@@ -71,7 +71,7 @@ class Reducing:
 
     def _reduce(self, unit: Unit) -> None:
         which = MicroBatch(unit.backwards, unit.backwards == self.micro_batches - 1, self.exact)
-        if unit.levels.g and unit.pending or not unit.levels.g and which.last:
+        if unit.levels.g or which.last:
             unit.fill_missing()
         staging, unit.staging = unit.staging, None
         unit.pending = set(unit.trainable)

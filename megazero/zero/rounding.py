@@ -47,7 +47,11 @@ class Rounding:
     def add(self, kind: str, exact: torch.Tensor, sent: torch.Tensor) -> None:
         """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums."""
         squares = torch.stack([(sent - exact).double().square().sum(), exact.double().square().sum()])
-        self.sums[kind] = self.sums[kind] + squares if kind in self.sums else squares
+        if kind in self.sums:
+            # In place: on CUDA a unit's chains take turns on streams, and memory freed here would be the first one's.
+            self.sums[kind].add_(squares)
+        else:
+            self.sums[kind] = squares
 
     def take(self) -> torch.Tensor:
         """fp64 [2 x KINDS]: this rank's sums since the last take; zeros where nothing was sampled."""
@@ -55,6 +59,10 @@ class Rounding:
         out = torch.cat([self.sums.get(kind, none) for kind in KINDS])
         self.sums.clear()
         return out
+
+    def abort(self) -> None:
+        """The open step's gradients do not count. What was measured of the weights does: they stay as they are."""
+        self.sums.pop(GRADIENTS, None)
 
 
 def relative_errors(sums: torch.Tensor) -> dict[str, float]:

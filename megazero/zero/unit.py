@@ -133,6 +133,8 @@ class Unit:
         if kind == "gradients":
             self.codecs = replace(self.codecs, gradients_intra=None, gradients_inter=None)
             return
+        if self.codecs.weights is None:  # a checkpoint's fallback, in a run that is exact anyway
+            return
         self.codecs = replace(self.codecs, weights=None)
         copy = self.copy
         self._plan_wire()

@@ -391,27 +391,6 @@ def test_user_mistakes_are_named():
         assert [word in text for word, text in zip(expected, said, strict=True)] == [True] * 5, said
 
 
-def aborted():
-    model, engine = make()
-    plain, plain_engine = make()
-    x = torch.ones(3, 8)
-    engine.begin_step(2)
-    model(x).sum().backward()
-    model(x)
-    engine.abort_step()
-    norms = []
-    for net, each in ((model, engine), (plain, plain_engine)):
-        each.begin_step(1)
-        net(x).sum().backward()
-        norms.append(each.step().grad_norm)
-    return norms
-
-
-def test_an_aborted_step_leaves_no_trace():
-    for first, second in run_ranks(2, aborted):
-        assert first == second
-
-
 def reads_while_gathered():
     mesh = create_mesh(shards=(2, 2, 2))
     torch.manual_seed(0)
@@ -448,3 +427,40 @@ def freed():
 def test_an_engine_that_nobody_holds_is_freed():
     """With its buffers and communicators: hooks on parameters are out of the collector's sight."""
     assert run_ranks(2, freed) == [True, True]
+
+
+class Given(nn.Module):
+    """A parameter whose gradient is what forward is given."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+
+    def forward(self, gradient):
+        return (self.p * gradient).sum()
+
+
+def whole_sums(shards, micro_batches):
+    """Sums of whole numbers that bf16 holds, and of which it does not hold the sums."""
+    mesh = create_mesh(shards=shards, ranks_per_node=2)
+    model = Given(1000)
+    engine = zero.shard(model, mesh=mesh, units=[model], optimizer=partial(torch.optim.SGD, lr=0.0))
+    drawn = torch.randint(-255, 256, (4, micro_batches, 1000), generator=torch.Generator().manual_seed(0))
+    engine.begin_step(micro_batches)
+    for gradient in drawn[dist.get_rank()]:
+        model(gradient.bfloat16()).backward()
+    engine.step()
+    (unit,) = engine.units
+    found = []
+    for _, low, high, at in unit.layout.ranges(unit.levels.os):
+        start = unit.layout.within(unit.levels.os, unit.levels.g)[0].start + at
+        found.append(torch.equal(unit.grad[start : start + high - low], drawn.sum((0, 1))[low:high].float()))
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("shards", [(1, 1, 1), (2, 2, 2), (1, 1, 4), (4, 4, 4)], ids=str)
+def test_sums_of_bf16_gradients_are_not_rounded_to_bf16_anywhere(shards, micro_batches):
+    """Nor on the way back of replicas, which after one micro-batch has only gradients behind it."""
+    for found in run_ranks(4, whole_sums, shards, micro_batches):
+        assert found and all(found)
