@@ -80,6 +80,7 @@ class Checkpointing:
             "ranks_per_node": grid.ranks_per_node,
             "block": policy.block,
             "exact_numel": policy.exact_numel,
+            "chunk_numel": policy.chunk_numel,
         }
 
     def save(self, progress: Progress) -> Path:

@@ -273,6 +273,21 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None
             assert [line.get(key) for line in before] == [line.get(key) for line in after], (name, key)
 
 
+def test_a_resume_may_change_the_size_of_chunks(tmp_path: Path) -> None:
+    """Ranks' own residuals belong to the chunks that were; their sum over senders goes on."""
+    base = {**ZEROPP, "zero_gradient_rounding": "feedback", "train_iters": 4, "log_dir": str(tmp_path / "logs")}
+    (straight, *_), (first, *_), (second, *_) = runs(
+        [
+            {**base, "zero_chunk_numel": 3000},
+            {**base, "zero_chunk_numel": 3000, "exit_interval": 2, "save": str(tmp_path / "first")},
+            {**base, "zero_chunk_numel": 5000, "load": str(tmp_path / "first")},
+        ]
+    )
+    assert first.losses == straight.losses[:2] and second.start == 2
+    assert second.losses[0][1] == pytest.approx(straight.losses[2][1], rel=1e-6)
+    assert second.losses[1][1] == pytest.approx(straight.losses[3][1], rel=1e-2)
+
+
 def test_the_saved_weights_are_those_that_forwards_see(tmp_path: Path) -> None:
     """With the delta refresh R is saved, which is not the rounded master; another layout goes on from it."""
     base = {**ZEROPP, **DELTA, "params_dtype": "fp32", "zero_gradient_rounding": "feedback", "train_iters": 5}
