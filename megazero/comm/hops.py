@@ -24,9 +24,15 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:
     """All-to-all over one axis: row i of messages [size, m] goes to index i; out [size, m] by source.
 
+    Of [size - 1, m] the own row is left out on both sides: nothing is sent from a rank to itself.
     The reduction's wire. On gloo 3 to 5 times faster than reduce_scatter_tensor (1M fp32 on 4 ranks:
     10 ms against 54 ms), and the receiver sums at its own precision and in source order.
     """
-    row = messages[0]
-    traffic.add("reduce", axis.link, (axis.size - 1) * row.numel() * row.element_size())
-    return dist.all_to_all_single(out, messages, group=axis.reduce_group, async_op=True)
+    row = messages.shape[1]
+    traffic.add("reduce", axis.link, (axis.size - 1) * row * messages.element_size())
+    splits = [row] * axis.size
+    if len(messages) < axis.size:
+        splits[axis.index] = 0
+    return dist.all_to_all_single(
+        out.view(-1), messages.view(-1), splits, splits, group=axis.reduce_group, async_op=True
+    )

@@ -69,8 +69,8 @@ class Hop:
     """One collective of a reduction: over ``axis``, from level - 1 to ``level``, in the codec's format.
 
     fused: its sum goes straight into the next hop's messages. whole: the own row, too, is a message (of fused hops
-    and those after them, since no buffer has the sum); else what stays here is not rounded. feedback: its rounding
-    is fed back.
+    and those after them, since no buffer has the sum); else what stays here is neither copied nor rounded.
+    feedback: its rounding is fed back.
     """
 
     axis: Axis
@@ -163,7 +163,7 @@ class _Reduction:
                 self._keep_error(hop, source, messages)
             yield work
             if hop.feedback and isinstance(hop.codec, Identity):
-                self._others(hop, _lost(unit), lambda rows, _: [r.zero_() for r in rows])
+                self._others(hop, _lost(unit), lambda rows, *_: [r.zero_() for r in rows])
             if hop.fused:
                 messages = self._pass_on(hop, hops[i + 1], received)
                 continue
@@ -193,25 +193,26 @@ class _Reduction:
         hop.codec.decode(received, *regions)  # nothing where it landed in place
 
     def _encode(self, hop: Hop, source: Slice) -> torch.Tensor:
-        """Messages [size, m] to the hop's ranks."""
+        """Messages [size - 1, m] to the hop's other ranks; of a whole hop [size, m]."""
         if hop.feedback and hop.level - 1 == self.unit.crossing:
             self._add_residual(source)
         regions = source.rows(self.unit, hop.level - 1, hop.axis.size)
-        if isinstance(hop.codec, Identity):
-            return hop.codec.encode(*regions)
         noise = self._noise(hop)
         if hop.whole:
             messages = hop.codec.encode(*regions, noise=noise)
             self._measure(hop, regions, messages)
             return messages
+        if isinstance(hop.codec, Identity) and len(regions) == 1 and hop.axis.size == 2:
+            other = 1 - hop.axis.index
+            return hop.codec.encode(regions[0][other : other + 1])  # sent from where it lies
         m = hop.codec.message_numel(*(r.shape[1] for r in regions))
-        messages = torch.empty(hop.axis.size, m, dtype=hop.codec.wire_dtype, device=source.buffer.device)
+        messages = torch.empty(hop.axis.size - 1, m, dtype=hop.codec.wire_dtype, device=source.buffer.device)
 
-        def encode(rows: list[torch.Tensor], at: slice) -> None:
+        def encode(rows: list[torch.Tensor], at: slice, to: slice) -> None:
             start = at.start * regions[0].shape[1]
-            hop.codec.encode(*rows, noise=noise.at(start), out=messages[at])
+            hop.codec.encode(*rows, noise=noise.at(start), out=messages[to])
             if not hop.feedback:  # else ``_keep_error`` has the difference
-                self._measure(hop, rows, messages[at])
+                self._measure(hop, rows, messages[to])
 
         self._others(hop, source, encode)
         return messages
@@ -236,30 +237,30 @@ class _Reduction:
             self.rounding.add(GRADIENTS, rows[0], sent[0])
 
     def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
-        """Sum by source index into ``sums`` at the hop's level; of rounded messages, the own row first, as it was
-        (in place it is there)."""
+        """Sum into ``sums`` at the hop's level: the own row as it is (in place it is there), then the others by
+        source index."""
         unit, own = self.unit, hop.axis.index
         out = [r.view(-1) for r in sums.rows(unit, hop.level, 1)]
-        if isinstance(hop.codec, Identity) or hop.whole:
+        if hop.whole:
             hop.codec.decode_sum(received, out[0], accumulate, *out[1:])
             return
         if source.buffer is not sums.buffer:
             for piece, rows in zip(out, source.rows(unit, hop.level - 1, hop.axis.size), strict=True):
                 piece.add_(rows[own]) if accumulate else piece.copy_(rows[own])
-        for part in (received[:own], received[own + 1 :]):
-            if len(part):
-                hop.codec.decode_sum(part, out[0], True, *out[1:])
+        hop.codec.decode_sum(received, out[0], True, *out[1:])
 
     def _noise(self, hop: Hop) -> Noise:
         where = f"reduce {hop.level} micro-batch {self.which.index} from {self.rounding.rank}"
         return self.rounding.noise(self.unit, where)
 
-    def _others(self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice], Any]) -> None:
-        """``act`` on the rows of every rank but this one, as at most two runs."""
+    def _others(
+        self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice, slice], Any]
+    ) -> None:
+        """``act(rows, where they are, where their messages are)`` of every rank but this one, in at most two runs."""
         regions, own = source.rows(self.unit, hop.level - 1, hop.axis.size), hop.axis.index
-        for at in (slice(0, own), slice(own + 1, hop.axis.size)):
-            if at.stop > at.start:
-                act([r[at] for r in regions], at)
+        for first, last, to in ((0, own, 0), (own + 1, hop.axis.size, own)):
+            if last > first:
+                act([r[first:last] for r in regions], slice(first, last), slice(to, to + last - first))
 
     # -- error feedback ---------------------------------------------------------------------------
 
@@ -274,9 +275,9 @@ class _Reduction:
         """What the messages to other ranks lost; ``commit_residual`` takes it after a good step."""
         kept = _lost(self.unit).rows(self.unit, hop.level - 1, hop.axis.size)
 
-        def subtract(rows: list[torch.Tensor], at: slice) -> None:
+        def subtract(rows: list[torch.Tensor], at: slice, to: slice) -> None:
             sent = [torch.empty_like(r) for r in rows]
-            hop.codec.decode(messages[at], *sent)
+            hop.codec.decode(messages[to], *sent)
             if self.rounding.measures(self.unit, hop.codec):
                 self.rounding.add(GRADIENTS, rows[0], sent[0])
             for row, gone, lost in zip(rows, sent, kept, strict=True):

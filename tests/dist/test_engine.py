@@ -215,10 +215,6 @@ def test_quantised_hpz_equals_zero3_bit_for_bit():
     assert zero3[:2] == hpz[:2] and all(torch.equal(zero3[3][n], hpz[3][n]) for n in hpz[3])
 
 
-def test_chunks_of_units_change_nothing():
-    """Units cut at parameters: the same sums in the same order, so the same bits."""
-    whole, cut = (
-        run_ranks(4, sharded, (2, 2, 4), 2, 3, zero.Policy(block=4, chunk_numel=n))[0] for n in (1 << 27, 100)
-    )
-    assert whole[0] == cut[0] and all(torch.equal(whole[3][n], cut[3][n]) for n in cut[3])
-    compare(cut, reference(12))
+def test_chunks_of_units_equal_bare_torch():
+    for got in run_ranks(4, sharded, (2, 2, 4), 2, 3, zero.Policy(block=4, chunk_numel=100)):
+        compare(got, reference(12))
