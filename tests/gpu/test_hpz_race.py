@@ -60,7 +60,7 @@ class Landing:
 
 class Wire:
     """The communicator of an axis, with NCCL's promises. The other ranks gather true values into place, and send in
-    an exchange what this rank sends."""
+    an exchange what this rank sends them."""
 
     def __init__(self, cluster: Cluster, spec: AxisSpec, ms: float) -> None:
         self.cluster, self.index, self.size = cluster, spec.index(cluster.rank), spec.size
@@ -79,7 +79,7 @@ class Wire:
         return Landing(self, copy)
 
     def exchange(self, out: torch.Tensor, messages: torch.Tensor) -> Landing:
-        return Landing(self, lambda: out.copy_(messages[self.index].expand_as(out)))
+        return Landing(self, lambda: out.copy_(messages))
 
 
 class Cluster:
@@ -100,7 +100,9 @@ class Cluster:
         self.device, self.rank, self.waits, self.compute_ms = device, rank, True, compute_ms
         patch.setattr(Mesh, "gather_rows", lambda mesh, row: row.expand(mesh.world_size, -1))
         patch.setattr(hops, "all_gather_flat", lambda out, own, group, async_op: group.gather(out, own))
-        patch.setattr(dist, "all_to_all_single", lambda out, sent, group, async_op: group.exchange(out, sent))
+        patch.setattr(
+            dist, "all_to_all_single", lambda out, sent, *_, group, async_op: group.exchange(out, sent)
+        )
         grid = make_grid(4, 2, shards=(2, 4, 4))
         axes = {spec.name: self._axis(spec, wire_ms) for spec in grid.axes}
         self.module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(
