@@ -27,7 +27,7 @@ from megazero.config.sections import (
 )
 from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
 from megazero.config.summary import zero_summary
-from megazero.config.wire import Wire, resolve_wire
+from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.mesh.grid import data_ranks_per_node
 
 
@@ -99,7 +99,7 @@ class RunConfig:
             self.data_ranks_per_node(world),
             self.zero.zero_params_lifetime,
             self.zero.zero_hpz_partition_size,
-            self.zero.zero_quantized_weights_delta,
+            quantizes_changes(self.zero),
         )
 
     def wire(self, world: World) -> Wire:

@@ -62,10 +62,11 @@ class ZeroConfig:
     zero_weight_bits: int | None = option(
         None, "bits of a quantised weight (default: 8; 4 with the delta refresh)", choices=BITS
     )
-    zero_quantized_weights_delta: bool = option(
-        False,
+    zero_quantized_weights_delta: bool | None = option(
+        None,
         "quantise the weights' change since the last refresh instead of the weights: fewer bits at less error, for "
-        "parameter shards that stay resident. Implies --zero-quantized-weights",
+        "parameter shards that stay resident. Implies --zero-quantized-weights (default: on in preset zeropp unless "
+        "--zero-params-lifetime is step, else off)",
     )
     zero_quantized_gradients: bool | None = option(
         None, "send gradients quantised where they cross nodes (default: on in preset zeropp, else off)"

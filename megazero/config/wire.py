@@ -56,7 +56,15 @@ class Wire:
 def quantizes_weights(zero: ZeroConfig) -> bool:
     """True if quantised weights are asked for, whether or not some hop is there to send them."""
     asked = zero.zero_quantized_weights
-    return zero.zero_preset == "zeropp" or zero.zero_quantized_weights_delta if asked is None else asked
+    return zero.zero_preset == "zeropp" or bool(zero.zero_quantized_weights_delta) if asked is None else asked
+
+
+def quantizes_changes(zero: ZeroConfig) -> bool:
+    """True if the refresh is to send differences (delta refresh). zeropp's default by measurement: docs/loss.md."""
+    asked, lifetime = zero.zero_quantized_weights_delta, zero.zero_params_lifetime
+    if asked is not None:
+        return asked
+    return zero.zero_preset == "zeropp" and quantizes_weights(zero) and lifetime in (None, "resident")
 
 
 def quantizes_gradients(zero: ZeroConfig) -> bool:
@@ -73,7 +81,7 @@ def asked_for(zero: ZeroConfig) -> Wire:
     """The formats asked for, as if every hop existed."""
     weights = intra = inter = None
     if quantizes_weights(zero):
-        bits = zero.zero_weight_bits or (DELTA_BITS if zero.zero_quantized_weights_delta else WEIGHT_BITS)
+        bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
         weights = _coding(zero, bits, zero.zero_weight_clip_search)
     if quantizes_gradients(zero):
         clip, stochastic = zero.zero_gradient_clip_search, rounding(zero) == "stochastic"
@@ -82,7 +90,7 @@ def asked_for(zero: ZeroConfig) -> Wire:
             intra = _coding(zero, zero.zero_gradient_bits_intra_node, clip, stochastic)
     feedback = inter is not None and rounding(zero) == "feedback"
     exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
-    return Wire(weights, intra, inter, zero.zero_quantized_weights_delta, feedback, exact)
+    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact)
 
 
 def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:

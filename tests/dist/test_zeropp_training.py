@@ -28,7 +28,8 @@ from tests.dist.runs import TINY, checkpoint_of, differences, refusals, train_al
 RANKS, PER_NODE = 4, 2
 NODES = {"ranks_per_node": PER_NODE}
 EXACT = 40  # elements: of TINY's parameters, the norms
-ZEROPP = {"zero_preset": "zeropp", "zero_exact_numel": EXACT, "params_dtype": "bf16", **NODES}
+UNSAID = {"zero_preset": "zeropp", "zero_exact_numel": EXACT, "params_dtype": "bf16", **NODES}
+ZEROPP = {**UNSAID, "zero_quantized_weights_delta": False}  # INT8 weights; unsaid, differences
 REPLICAS = {**ZEROPP, "zero_preset": None, "zero_shard": (1, 1, 4)}
 REPLICAS |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 DELTA = {"zero_quantized_weights_delta": True}
@@ -90,7 +91,7 @@ class Formula:
     def zeropp(self, unit: tuple[int, int], gathers: int, micro_batches: int) -> dict[str, int]:
         """P,G,OS = 2,2,4: a quarter crosses nodes once, halves travel inside at every use."""
         quarter, half = (tuple(n // k for n in unit) for k in (4, 2))
-        delta = self.values.get("zero_quantized_weights_delta")
+        delta = self.values.get("zero_quantized_weights_delta", True)
         refresh = message(self.weights, quarter, self.width)
         return {
             "refresh_inter": refresh,
@@ -142,7 +143,8 @@ FORMULAS = {
         (8, 128),
     ),
     "blocks": Formula({**ZEROPP, "zero_block_size": 16}, (8, 16), (4, 16), align=64),
-    "delta": Formula({**ZEROPP, **DELTA}, weights=(4, 64), align=64),
+    "unsaid": Formula(UNSAID, weights=(4, 64), align=64),
+    "differences in INT8": Formula({**UNSAID, "zero_weight_bits": 8}),
     "weights only": Formula({**ZEROPP, "zero_quantized_gradients": False}, gradients=None),
     "gradients only": Formula({**ZEROPP, "zero_quantized_weights": False}, weights=None, align=64),
     "1,1,4": Formula(REPLICAS),
@@ -275,7 +277,12 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None
 
 def test_a_resume_may_change_the_size_of_chunks(tmp_path: Path) -> None:
     """Ranks' own residuals belong to the chunks that were; their sum over senders goes on."""
-    base = {**ZEROPP, "zero_gradient_rounding": "feedback", "train_iters": 4, "log_dir": str(tmp_path / "logs")}
+    base = {
+        **ZEROPP,
+        "zero_gradient_rounding": "feedback",
+        "train_iters": 4,
+        "log_dir": str(tmp_path / "logs"),
+    }
     (straight, *_), (first, *_), (second, *_) = runs(
         [
             {**base, "zero_chunk_numel": 3000},
@@ -367,7 +374,7 @@ def test_on_one_node_zeropp_is_zero3_bit_for_bit(tmp_path: Path) -> None:
     base = {"train_iters": 3, "log_dir": str(tmp_path)}
     ours, theirs = runs(
         [
-            {**base, **ZEROPP, "ranks_per_node": RANKS},
+            {**base, **UNSAID, "ranks_per_node": RANKS},
             {**base, "zero_preset": "zero3", "params_dtype": "bf16"},
         ]
     )

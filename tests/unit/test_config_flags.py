@@ -242,11 +242,19 @@ def test_deepspeed_zeropp_keys(tmp_path):
     assert wire.weights and wire.weights.bits == 8 and wire.gradients_inter and wire.gradients_inter.bits == 4
     assert any("hpz" in note and "zeropp does so once per step" in note for note in config.notes)
     faster = run(deepspeed(tmp_path, {"zero_optimization": zero}) + " --zero-preset zeropp")
-    assert faster.shards(WORLD).factors == (4, 4, 8) and faster.wire(WORLD) == wire
+    assert faster.shards(WORLD).factors == (4, 4, 8) and faster.wire(WORLD) == run(
+        "--zero-preset zeropp"
+    ).wire(WORLD)
+    assert faster.wire(WORLD).delta and not wire.delta
     assert not any("once per step" in note for note in faster.notes)
     zero["zero_quantized_weights"] = False
     partly = run(deepspeed(tmp_path, {"zero_optimization": zero}) + " --zero-preset zeropp")
     assert partly.wire(WORLD).weights is None and partly.wire(WORLD).gradients_inter
+    assert not partly.wire(WORLD).delta and partly.shards(WORLD).lifetime == "step"
+    zero["zero_quantized_weights"] = True
+    path = deepspeed(tmp_path, {"zero_optimization": zero})
+    for choice in ("--no-zero-quantized-weights-delta", "--zero-params-lifetime step"):
+        assert run(f"{path} --zero-preset zeropp {choice}").wire(WORLD) == wire
 
 
 def test_deepspeed_loco_is_error_feedback(tmp_path):

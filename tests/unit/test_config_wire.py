@@ -20,6 +20,7 @@ BASE = {
 }
 TWO_NODES, ONE_NODE = World(8, 4), World(4, 4)
 ZEROPP = {"zero_preset": "zeropp"}
+INT8 = {**ZEROPP, "zero_quantized_weights_delta": False}
 BOTH = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 DELTA = {"zero_quantized_weights_delta": True}
 
@@ -64,20 +65,46 @@ def test_nothing_is_quantised_unless_asked_for():
         assert not plain.codings and plain.block == 64 and plain.exact_numel == 0
 
 
-def test_zeropp_and_its_parts():
+def test_zeropp_sends_differences_at_4_bits_against_resident_copies():
     whole = wire(**ZEROPP)
+    assert whole.weights == whole.gradients_inter == Coding(4, 64) and whole.delta
+    assert whole.gradients_intra is None and not whole.feedback
+    assert whole.block == 64 and whole.exact_numel == 16384
+    assert config(**ZEROPP).shards(TWO_NODES).lifetime == "resident"
+    for same in (DELTA, BOTH, {"zero_params_lifetime": "resident"}, {"zero_quantized_weights": True}):
+        assert wire(**ZEROPP, **same) == whole
+    assert wire(zero_shard=(4, 4, 8), **BOTH, **DELTA) == whole
+    eight = wire(**ZEROPP, zero_weight_bits=8)
+    assert eight.weights == Coding(8, 128) and eight.delta
+    only = wire(**ZEROPP, zero_quantized_gradients=False)
+    assert only.codings == [Coding(4, 64)] and only.delta
+
+
+def test_zeropp_without_quantised_weights_has_no_differences():
+    for off in ({}, {"zero_quantized_weights_delta": False}):
+        chosen = config(**ZEROPP, zero_quantized_weights=False, **off)
+        assert chosen.wire(TWO_NODES).codings == [Coding(4, 64)]
+        assert not chosen.wire(TWO_NODES).delta and chosen.shards(TWO_NODES).lifetime == "step"
+
+
+def test_zeropp_in_int8_and_its_parts():
+    whole = wire(**INT8)
     assert whole.weights == Coding(8, 128) and whole.gradients_inter == Coding(4, 64)
     assert whole.gradients_intra is None and not whole.delta and not whole.feedback
     assert whole.block == 128 and whole.exact_numel == 16384
-    assert wire(**ZEROPP, zero_quantized_weights=False).codings == [Coding(4, 64)]
-    assert wire(**ZEROPP, zero_quantized_gradients=False).codings == [Coding(8, 128)]
-    assert wire(zero_shard=(4, 4, 8), **BOTH) == whole
-    assert config(zero_shard=(1, 1, 8), **BOTH).wire(TWO_NODES) == whole
+    assert wire(**INT8, zero_quantized_gradients=False).codings == [Coding(8, 128)]
+    for factors in ((4, 4, 8), (1, 1, 8)):
+        assert wire(zero_shard=factors, **BOTH) == whole
+    dropped = config(**ZEROPP, zero_params_lifetime="step")  # no copy to which differences could be added
+    assert dropped.wire(TWO_NODES) == whole
+    for chosen in (dropped, config(**INT8)):
+        assert chosen.shards(TWO_NODES).lifetime == "step"
+    assert config(**INT8, zero_params_lifetime="resident").wire(TWO_NODES) == whole
 
 
 def test_every_choice_arrives():
     chosen = wire(
-        **ZEROPP,
+        **INT8,
         zero_weight_bits=4,
         zero_weight_clip_search=8,
         zero_gradient_bits=2,
@@ -90,28 +117,26 @@ def test_every_choice_arrives():
     assert chosen.weights == Coding(4, 256, 8) and chosen.gradients_intra == Coding(8, 256, 16)
     assert chosen.gradients_inter == Coding(2, 256, 16)
     assert chosen.feedback and chosen.block == 256 and chosen.exact_numel == 0
-    random = wire(**ZEROPP, zero_gradient_rounding="stochastic", zero_gradient_bits_intra_node=4)
+    assert not chosen.delta
+    random = wire(**INT8, zero_gradient_rounding="stochastic", zero_gradient_bits_intra_node=4)
     assert random.gradients_intra == random.gradients_inter == Coding(4, 64, stochastic=True)
     assert random.weights == Coding(8, 128) and not random.feedback
     assert wire(**ZEROPP, zero_block_size=16).block == 64
 
 
 def test_delta_refresh_implies_quantised_weights_and_resident_copies():
-    changes = wire(**ZEROPP, **DELTA)
-    assert changes.weights == Coding(4, 64) and changes.delta and changes.block == 64
     assert wire(**ZEROPP, **DELTA, zero_weight_bits=2).weights == Coding(2, 64)
-    assert config(**ZEROPP, **DELTA).shards(TWO_NODES).lifetime == "resident"
-    assert config(**ZEROPP).shards(TWO_NODES).lifetime == "step"
     alone = config(zero_preset="hpz", **DELTA)
     assert alone.wire(TWO_NODES).weights == Coding(4, 64) and alone.wire(TWO_NODES).gradients_inter is None
-    assert config(**ZEROPP, **DELTA, zero_params_lifetime="resident").wire(TWO_NODES) == changes
+    assert alone.wire(TWO_NODES).delta and alone.shards(TWO_NODES).lifetime == "resident"
+    assert config(zero_preset="hpz", **BOTH).shards(TWO_NODES).lifetime == "step"
 
 
 # -- hops that do not exist --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "changes", [ZEROPP, {"zero_preset": "hpz", **BOTH, **DELTA}, {"zero_preset": "ddp", **BOTH}]
+    "changes", [ZEROPP, INT8, {"zero_preset": "hpz", **BOTH, **DELTA}, {"zero_preset": "ddp", **BOTH}]
 )
 def test_on_one_node_nothing_is_quantised_and_the_summary_says_so(changes):
     plain = wire(ONE_NODE, **changes, zero_gradient_rounding="feedback")
@@ -239,11 +264,21 @@ def test_the_end_of_quantised_gradients():
 # -- the summary -------------------------------------------------------------------------------------
 
 
-def test_summary_of_zeropp():
-    assert summary(World(4, 2), **ZEROPP) == (
-        "ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes, parameter shards live for: step"
-        " | weights (preset zeropp): refresh across nodes INT8 once per step (blocks of 128, nearest), gathers "
-        "inside nodes as received"
+@pytest.mark.parametrize(
+    "changes,lifetime,weights",
+    [
+        (
+            ZEROPP,
+            "resident",
+            "changes as INT4 once per step (blocks of 64, nearest), gathers inside nodes exact, of the resident copy",
+        ),
+        (INT8, "step", "INT8 once per step (blocks of 128, nearest), gathers inside nodes as received"),
+    ],
+)
+def test_summary_of_zeropp(changes, lifetime, weights):
+    assert summary(World(4, 2), **changes) == (
+        "ZeRO: preset zeropp, P,G,OS = 2,2,4 on 4 data-parallel ranks of 2 nodes, parameter shards live for: "
+        f"{lifetime} | weights (preset zeropp): refresh across nodes {weights}"
         " | gradients (preset zeropp): inside nodes exact with every micro-batch, across nodes INT4 once per step "
         "(blocks of 64, nearest)"
         " | always exact: parameters of up to 16,384 elements"
@@ -294,7 +329,7 @@ def test_summary_of_zeropp():
         ({**ZEROPP, "zero_gradient_rounding": "stochastic"}, ["(blocks of 64, stochastic)"]),
         ({**ZEROPP, "zero_quantized_gradients_until": 0.5}, [", exact after 0.5 of the training"]),
         (
-            {**ZEROPP, "zero_weight_error_bound": 0.02},
+            {**INT8, "zero_weight_error_bound": 0.02},
             ["as received, exact once a module's error passes 0.02 |"],
         ),
         (
