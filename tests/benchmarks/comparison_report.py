@@ -12,8 +12,8 @@ from tests.benchmarks.peers import CONTESTANTS
 
 Result = Mapping[str, Any]  # of one rate and number of micro-batches
 BASELINE = "FSDP2"
-ZEROPP = ("megazero zeropp", "megazero zeropp delta")
-REPLICAS = ("megazero 1,1,d quantised", "megazero 1,1,d delta")
+ZEROPP = ("megazero zeropp INT8", "megazero zeropp")
+REPLICAS = ("megazero 1,1,d INT8", "megazero 1,1,d delta")
 MOST_BYTES = dict(zip((*ZEROPP, *REPLICAS), (0.40, 0.28, 0.40, 0.28), strict=True))  # x 2N per step and node
 COUNTERS = 0.05  # by which counters and interface may differ
 

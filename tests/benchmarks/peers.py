@@ -31,8 +31,10 @@ from tests.benchmarks import volume
 from tests.benchmarks.contestants import ADAMW, CLIP, Shape, Step, batches, decoder, ours
 
 CPU = torch.device("cpu")
-ZEROPP = asked_for(ZeroConfig(zero_preset="zeropp"))  # the formats that flags give
-DELTA = asked_for(ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=True))
+INT8 = asked_for(
+    ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=False)
+)  # the formats that flags give
+DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
 Quiet = Callable[[bool], AbstractContextManager]  # what surrounds a micro-batch, given whether it is the last
 
 
@@ -223,9 +225,9 @@ def deepspeed_zero(stage: int) -> Contestant:
 
 
 CONTESTANTS: dict[str, Contestant] = {
-    "megazero zeropp": megazero("zeropp", ZEROPP),
-    "megazero zeropp delta": megazero("zeropp", DELTA),
-    "megazero 1,1,d quantised": megazero("1,1,d", ZEROPP),
+    "megazero zeropp INT8": megazero("zeropp", INT8),
+    "megazero zeropp": megazero("zeropp", DELTA),
+    "megazero 1,1,d INT8": megazero("1,1,d", INT8),
     "megazero 1,1,d delta": megazero("1,1,d", DELTA),
     **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},
     "FSDP2": fsdp2(),
