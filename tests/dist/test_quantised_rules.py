@@ -160,6 +160,8 @@ def test_gradients_above_the_bound_fall_back_on_every_rank(world, per_node, tp):
     bound = {"gradient_error_bound": 0.08}
     cases = [Case(x, per_node, rounded, tp=tp, options=bound) for x in ("hhd", "11d", "ddd", "hhh")]
     cases.append(Case("hhd", per_node, FED, tp=tp, options=bound))
+    lossy_inside = zero.Codecs(gradients_intra=Q4, gradients_inter=Q8)
+    cases += [Case(x, per_node, lossy_inside, tp=tp, options=bound) for x in ("11d", "ddd")]
     every = run_ranks(world, several, gradients_fall_back, cases, timeout=300)
     for i, case in enumerate(cases):
         infos, seen, fallen = every[0][i]
