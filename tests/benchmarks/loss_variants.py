@@ -42,8 +42,8 @@ VARIANTS: dict[str, Variant] = {
     "hpz": Variant("hdd", Codecs(), target=0.0),
     "qwz": Variant("hdd", Codecs(weights=INT8), target=0.3),
     "qgz": _crossing(INT4),
-    "zeropp": Variant("hhd", Codecs(weights=INT8, gradients_inter=INT4), target=0.5),
-    "zeropp-delta": Variant("hhd", Codecs(weights=INT4, gradients_inter=INT4, delta=True), target=0.5),
+    "zeropp-int8": Variant("hhd", Codecs(weights=INT8, gradients_inter=INT4), target=0.5),
+    "zeropp": Variant("hhd", Codecs(weights=INT4, gradients_inter=INT4, delta=True), target=0.5),
     # Candidates for the gradients' crossing; qgz is the first of them: INT4 to nearest.
     "int4-stochastic": _crossing(Blockwise(4, stochastic=True)),
     "int4-clip": _crossing(Blockwise(4, clip=8)),
@@ -52,7 +52,7 @@ VARIANTS: dict[str, Variant] = {
     "int2-clip": _crossing(Blockwise(2, clip=8)),
     "int2-feedback": _crossing(Blockwise(2), feedback=True),
 }
-DEFAULT = (BASELINE, "hpz", "qwz", "qgz", "zeropp", "zeropp-delta")
+DEFAULT = (BASELINE, "hpz", "qwz", "qgz", "zeropp-int8", "zeropp")
 
 # Refresh of one trained master, for the table that is free of run noise.
 WEIGHT_CODECS: dict[str, Codecs] = {
