@@ -278,6 +278,6 @@ class Engine:
                 unit.drop_copy()
             if updated:
                 unit.master_version += 1
-                commit_residual(unit, self.mesh.data_axes, self.divisor)
+                commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducing.exact)
         self.rounding.updates += int(updated)
         self.passes.micro_batches = 0

@@ -297,9 +297,15 @@ def _lost(unit: Unit) -> Slice:
     return Slice(unit.lost, unit.crossing)
 
 
-def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float) -> None:
-    """After an update: what the step's messages lost, divided as the gradients were, is the new residual."""
+def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: bool) -> None:
+    """After an update: what the step's messages lost, divided as the gradients were, is the new residual.
+
+    exact: codecs were off in this step. Then, and after a fallback, what was owed is paid: nothing is kept, and raw
+    gradients may go in their own dtype again.
+    """
     unit.carry = None
+    if exact or unit.codecs.gradients_inter is None:
+        unit.residual = unit.lost = None
     if unit.residual is None:
         return
     assert unit.crossing is not None
