@@ -7,12 +7,12 @@ from collections import defaultdict
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
+from megazero.zero import reduction
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import (
     ADAMW,
@@ -134,23 +134,24 @@ def test_stochastic_rounding_is_unbiased_through_every_hop(world, draws):
 
 
 def messages_sent(case: Case, steps: int) -> dict:
-    """Digests of the rows that this rank sent, by (bytes of a row, its index), all ranks having equal gradients."""
+    """Digests of messages by (bytes, receiver's index on the axis), all ranks having equal gradients."""
     model, engine = make(case)
-    sent, exchange = defaultdict(list), dist.all_to_all_single
+    sent, exchange = defaultdict(list), reduction.start_exchange
 
-    def recorded(out, messages, group, async_op):
-        own = dist.get_rank(group)
-        for i, row in enumerate(messages):
-            if i != own and row.any():
+    def recorded(axis, out, messages, traffic):
+        others = [i for i in range(axis.size) if i != axis.index]
+        rows = messages if len(messages) < axis.size else messages[others]
+        for i, row in zip(others, rows, strict=True):
+            if row.any():
                 sent[len(row), i].append(digest(row))
-        return exchange(out, messages, group=group, async_op=async_op)
+        return exchange(axis, out, messages, traffic)
 
-    dist.all_to_all_single = recorded
+    reduction.start_exchange = recorded
     try:
         for _ in range(steps):
             take_step(case, model, engine, lambda index: drawn(case, 0, 0, 0))
     finally:
-        dist.all_to_all_single = exchange
+        reduction.start_exchange = exchange
     return dict(sent)
 
 
