@@ -69,8 +69,8 @@ class Hop:
     """One collective of a reduction: over ``axis``, from level - 1 to ``level``, in the codec's format.
 
     fused: its sum goes straight into the next hop's messages. whole: the own row, too, is a message (of fused hops
-    and those after them, since no buffer has the sum); else what stays here is neither copied nor rounded.
-    feedback: its rounding is fed back.
+    and those after them, since no buffer has the sum, and of exact rows that can be sent from where they lie); else
+    what stays here is neither copied nor rounded. feedback: its rounding is fed back.
     """
 
     axis: Axis
@@ -129,7 +129,9 @@ def _hops(unit: Unit, which: MicroBatch, axes: Sequence[Axis], levels: range) ->
         # A residual that is left when rounding ends goes with the next exact message, which then is a sum.
         owing = fed and unit.residual is not None
         codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
-        hops.append(Hop(axis, level, codec, feedback=owing or fed and isinstance(codec, Blockwise)))
+        as_it_lies = isinstance(codec, Identity) and len(unit.layout.regions) == 1 and axis.size > 2
+        feedback = owing or fed and isinstance(codec, Blockwise)
+        hops.append(Hop(axis, level, codec, whole=as_it_lies, feedback=feedback))
     for i, (hop, following) in enumerate(zip(hops, hops[1:], strict=False)):
         quantised = isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
         if quantised and not hop.feedback and not following.feedback:

@@ -108,7 +108,9 @@ def test_page_has_every_result_and_contestant() -> None:
     text = page({**FACTS, "results": results})
     assert all(text.count(f"| {name} |") >= 2 for name in CONTESTANTS)
     assert "### 200mbit, 4 micro-batch(es)" in text and "### none, 4 micro-batch(es)" in text
-    assert table(results[0]).splitlines()[2].startswith("| megazero zeropp INT8 | 0.300 | 1.000 | 1.030 | 1.500")
+    assert (
+        table(results[0]).splitlines()[2].startswith("| megazero zeropp INT8 | 0.300 | 1.000 | 1.030 | 1.500")
+    )
 
 
 def test_results_replace_their_own_rate_and_micro_batches() -> None:
