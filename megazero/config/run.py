@@ -120,8 +120,9 @@ class RunConfig:
         total = (self.training.train_samples if by_samples else self.training.train_iters) or 0
         decay = (opt.lr_decay_samples if by_samples else opt.lr_decay_iters) or total
         warmup = opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters
-        if opt.lr_warmup_fraction is not None:
-            warmup = int(opt.lr_warmup_fraction * decay)
+        fraction = opt.lr_warmup_fraction
+        if fraction is not None and 0 <= fraction < 1:  # another one is reported as illegal
+            warmup = int(fraction * decay)
         wsd = (opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0
         return Span("samples" if by_samples else "iterations", total, decay, warmup, wsd)
 

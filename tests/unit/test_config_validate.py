@@ -1,7 +1,7 @@
 """Sizes that do not fit: each is one error line with the value, the rule and the nearest legal choice."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megazero.config import ConfigError, RunConfig, World, make_config, parse, validate
@@ -210,6 +210,8 @@ FLAGS = st.sampled_from([opt.flag for opt in all_options().values()])
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(FLAGS, WORDS), max_size=6), st.integers(1, 12), st.integers(1, 12))
+@example([("--lr-warmup-fraction", "1e306")], 1, 1)
+@example([("--lr-warmup-fraction", "-1e308")], 1, 1)
 def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra, size, per_node):
     """Never another exception; what is accepted is whole on its world."""
     argv = [
