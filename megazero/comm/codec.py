@@ -172,6 +172,7 @@ class Blockwise:
         noise: Noise | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """As the protocol says; ``out`` uint8, contiguous. A stochastic codec needs ``noise`` (ValueError)."""
         e = 0 if exact is None else exact.shape[1]
         out = self._message(len(x), x.shape[1], e, x.device, out)
         quantize(x.contiguous(), out, self.form, self._drawn(noise))

@@ -23,6 +23,7 @@ def block_size(config: RunConfig) -> Iterator[str]:
 
 
 def delta_refresh(config: RunConfig) -> Iterator[str]:
+    """What contradicts an explicit --zero-quantized-weights-delta; zeropp's default gives way instead."""
     zero = config.zero
     if not zero.zero_quantized_weights_delta:
         return
