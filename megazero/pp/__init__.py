@@ -1,0 +1,1 @@
+"""Pipeline parallelism. ``partition``, ``schedules`` and ``timeline`` are pure: no torch, no numpy."""

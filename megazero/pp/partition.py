@@ -1,0 +1,194 @@
+"""Which layers each pipeline stage holds. Pure; no torch.
+
+A model is the embedding, ``num_layers`` equal layers and the head (final norm, output projection, loss), cut into
+``pp * virtual`` stages. Placement is looped (Narayanan et al. 2021, section 2.2): stage i lies on rank i % pp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UNIFORM, BY_TYPE = "uniform", "type:transformer|embedding"
+METHODS = ("balanced", UNIFORM, BY_TYPE)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One virtual stage. ``layers``: global layer numbers, at least one."""
+
+    index: int
+    rank: int
+    layers: range
+    embedding: bool
+    head: bool
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Relative compute of forward and backward: of the embedding, of one layer, of the head."""
+
+    embedding: float = 0.0
+    layer: float = 1.0
+    head: float = 0.0
+
+    def of(self, stage: StageSpec) -> float:
+        return self.layer * len(stage.layers) + self.embedding * stage.embedding + self.head * stage.head
+
+
+def partition(
+    num_layers: int,
+    pp: int,
+    virtual: int = 1,
+    *,
+    costs: Costs = Costs(),  # noqa: B008 (frozen)
+    method: str | tuple[int, ...] = "balanced",
+    first: int | None = None,
+    last: int | None = None,
+) -> tuple[StageSpec, ...]:
+    """The stages in the order of the model.
+
+    method: 'balanced' makes the largest cost of a stage the smallest possible. 'uniform' counts layers only.
+    'type:transformer|embedding' (DeepSpeed's word for what BLOOM used) counts the embedding and the head as one layer
+    each. A tuple gives the layers of every stage. first, last: layers of the outer stages, the method spreads the
+    rest. Where stages tie, earlier ones get fewer layers: under 1F1B they hold more activations.
+    Raises ValueError with every fault, each with the nearest legal choice.
+    """
+    problems = partition_problems(num_layers, pp, virtual, method, first, last)
+    if not (
+        costs.layer > 0 and min(costs.embedding, costs.head) >= 0 and math.isfinite(sum(vars(costs).values()))
+    ):
+        problems.append(f"{costs}: a layer costs more than 0, embedding and head at least 0, all finite")
+    if problems:
+        raise ValueError("; ".join(problems))
+    by_method = {UNIFORM: Costs(), BY_TYPE: Costs(1.0, 1.0, 1.0)}
+    if isinstance(method, tuple):
+        counts: Sequence[int] = method
+    else:
+        counts = _spread(num_layers, pp * virtual, by_method.get(method, costs), first, last)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return tuple(
+        StageSpec(i, i % pp, range(start, start + count), i == 0, i == len(counts) - 1)
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True))
+    )
+
+
+def _spread(num_layers: int, stages: int, costs: Costs, first: int | None, last: int | None) -> list[int]:
+    """Layers per stage with the smallest largest cost, and of those the smallest sum of squares.
+
+    Layers cost the same, so costs depend on the counts only, and giving each layer to the stage that costs the least
+    with it is optimal (convex separable resource allocation).
+    """
+    fixed = {0: first, stages - 1: last}
+    counts = [fixed.get(i) or 1 for i in range(stages)]
+    extra = [costs.embedding * (i == 0) + costs.head * (i == stages - 1) for i in range(stages)]
+    free = [
+        i for i in reversed(range(stages)) if fixed.get(i) is None
+    ]  # min() takes the first: the later stage
+    for _ in range(num_layers - sum(counts)):
+        counts[min(free, key=lambda i: costs.layer * (counts[i] + 1) + extra[i])] += 1
+    return counts
+
+
+def partition_problems(
+    num_layers: int,
+    pp: int,
+    virtual: int = 1,
+    method: str | tuple[int, ...] = "balanced",
+    first: int | None = None,
+    last: int | None = None,
+) -> list[str]:
+    """Every rule that a partition breaks, each with the nearest legal choice; empty if it is legal."""
+    if min(num_layers, pp, virtual) < 1:
+        return [f"{num_layers} layers, {pp} ranks and {virtual} stages per rank must each be at least 1"]
+    if isinstance(method, str) and method not in METHODS:
+        return [
+            f"partition method {method!r} is not one of {', '.join(METHODS)} or layers per stage; nearest: balanced"
+        ]
+    stages = pp * virtual
+    if num_layers < stages:
+        nearest = f"{num_layers} ranks" if virtual == 1 else f"{max(1, num_layers // pp)} stages per rank"
+        if virtual > 1 and num_layers < pp:
+            nearest = f"{num_layers} ranks of 1 stage"
+        return [
+            f"{num_layers} layers are fewer than {pp} ranks x {virtual} stages per rank = {stages}, and every stage "
+            f"holds at least one; nearest: {nearest}, or {stages} layers"
+        ]
+    if isinstance(method, tuple):
+        return _tuple_problems(num_layers, stages, method, first, last)
+    return _outer_problems(num_layers, stages, first, last)
+
+
+def _tuple_problems(
+    num_layers: int, stages: int, layers: tuple[int, ...], first: int | None, last: int | None
+) -> list[str]:
+    problems = []
+    if first is not None or last is not None:
+        problems.append(
+            f"layers per stage {_show(layers)} say those of the first and last stage too; leave one out"
+        )
+    faults = []
+    if len(layers) != stages:
+        faults.append(f"{len(layers)} numbers for {stages} stages")
+    if layers and min(layers) < 1:
+        faults.append("a stage holds at least one layer")
+    if sum(layers) != num_layers:
+        faults.append(f"their sum is {sum(layers)}, the model has {num_layers} layers")
+    if faults:
+        nearest = _show(nearest_layers(num_layers, stages, layers))
+        problems.append(f"layers per stage {_show(layers)}: {', '.join(faults)}; nearest: {nearest}")
+    return problems
+
+
+def nearest_layers(num_layers: int, stages: int, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Legal layers per stage near ``wanted``: surplus comes off the largest, what lacks goes to the smallest."""
+    if len(wanted) != stages:
+        return tuple(_spread(num_layers, stages, Costs(), None, None))
+    layers = [min(max(1, count), num_layers) for count in wanted]
+    while sum(layers) > num_layers:
+        layers[layers.index(max(layers))] -= 1
+    while sum(layers) < num_layers:
+        layers[max(i for i in range(stages) if layers[i] == min(layers))] += 1
+    return tuple(layers)
+
+
+def _outer_problems(num_layers: int, stages: int, first: int | None, last: int | None) -> list[str]:
+    given = [count for count in (first, last) if count is not None]
+    if not given:
+        return []
+    if stages == 1:
+        return ["one stage holds every layer; leave the layers of the first and last stage out"]
+    room = num_layers - (stages - len(given))  # for the given stages, with one layer for each of the others
+    nearest = [min(max(given[0], 1), room - len(given) + 1)]
+    if len(given) == 2:
+        nearest.append(room - nearest[0] if stages == 2 else min(max(given[1], 1), room - nearest[0]))
+    if given == nearest:
+        return []
+    names = " and ".join(name for name, count in (("first", first), ("last", last)) if count is not None)
+    said, legal = (" and ".join(map(str, numbers)) for numbers in (given, nearest))
+    return [
+        f"{said} layers for the {names} stage leave {num_layers - sum(given)} of {num_layers} for the other "
+        f"{stages - len(given)}, and every stage holds at least one; nearest: {legal}"
+    ]
+
+
+def _show(layers: Sequence[int]) -> str:
+    return ",".join(map(str, layers))
+
+
+def partition_table(stages: Sequence[StageSpec], costs: Costs) -> str:
+    """A readable table: stage, rank, layers, what else it holds, cost, share of the largest cost."""
+    largest = max(costs.of(stage) for stage in stages)
+    lines = ["stage  rank  layers        holds                       cost in layers  of the largest"]
+    for stage in stages:
+        count = len(stage.layers)
+        holds = (
+            ["embedding"] * stage.embedding + [f"{count} layer{'s' * (count > 1)}"] + ["head"] * stage.head
+        )
+        cost, numbers = costs.of(stage), f"{stage.layers[0]} to {stage.layers[-1]}"
+        lines.append(
+            f"{stage.index:5}  {stage.rank:4}  {numbers:12}  {', '.join(holds):26}  {cost / costs.layer:14.2f}  "
+            f"{cost / largest:14.0%}"
+        )
+    return "\n".join(lines)

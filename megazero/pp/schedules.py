@@ -1,0 +1,226 @@
+"""Pipeline schedules as data: what every rank computes, in which order, and what it sends. Pure; no torch.
+
+Stage i lies on rank i % pp (partition.py). Every schedule here is one rule with other numbers: ``warmup`` forwards,
+then one forward and one backward in turn, then the backwards that are left. With split backwards, the gradient of the
+weights of a micro-batch is computed ``delay`` backwards after that of its input.
+
+- gpipe: all forwards first (Huang et al. 2019).
+- 1f1b: PipeDream-flush (Narayanan et al. 2021, section 2.2.1).
+- interleaved: 1F1B over several stages per rank, in groups of pp micro-batches (ibid., section 2.2.2; the order is
+  Megatron's).
+- zb-h1: 1F1B with split backwards (Qi et al. 2023, section 3.1). Rank r puts weights' gradients off by r
+  micro-batches, so that every rank has at most pp in flight, as the first rank has under 1F1B, and the gradients that
+  were put off fill the end. The first rank sends no gradient on and does not split; on one rank it is 1f1b.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import permutations
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+class Kind(StrEnum):
+    """INPUT and WEIGHT are the halves of BACKWARD: gradient of the stage's input, gradient of its weights."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One computation of one rank. ``stage``: virtual stage."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}(stage {self.stage}, micro-batch {self.micro_batch})"
+
+
+Schedule = tuple[tuple[Action, ...], ...]  # by pipeline rank
+
+
+@dataclass(frozen=True)
+class Message:
+    """kind: 'activation' (to the next stage) or 'gradient' (to the one before)."""
+
+    kind: str
+    source_stage: int
+    target_stage: int
+    micro_batch: int
+
+
+def schedule_problem(name: str, pp: int, virtual: int, micro_batches: int) -> str:
+    """The rule that a schedule of this size breaks, with the nearest legal choice; '' if it is legal."""
+    if name not in SCHEDULES:
+        return f"schedule {name!r} is not one of {', '.join(SCHEDULES)}; nearest: 1f1b"
+    if min(pp, virtual, micro_batches) < 1:
+        return (
+            f"{pp} ranks, {virtual} stages per rank and {micro_batches} micro-batches must each be at least 1"
+        )
+    if pp == 1:
+        return f"{virtual} stages per rank need more than one rank; nearest: 1" if virtual > 1 else ""
+    if name != "interleaved":
+        return (
+            f"schedule {name} has one stage per rank, not {virtual}; nearest: interleaved"
+            if virtual > 1
+            else ""
+        )
+    if virtual == 1:
+        return "schedule interleaved needs at least 2 stages per rank, not 1; nearest: 1f1b"
+    if micro_batches % pp:
+        low = micro_batches // pp * pp
+        nearest = f"{low} or {low + pp}" if low else str(pp)
+        return (
+            f"schedule interleaved needs a multiple of {pp} micro-batches ({pp} pipeline ranks), not "
+            f"{micro_batches}; nearest: {nearest}"
+        )
+    return ""
+
+
+def make_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> Schedule:
+    """The actions of every pipeline rank in order. Raises ValueError as schedule_problem says."""
+    if problem := schedule_problem(name, pp, virtual, micro_batches):
+        raise ValueError(problem)
+    return tuple(tuple(_actions(name, pp, virtual, micro_batches, rank)) for rank in range(pp))
+
+
+def _actions(name: str, pp: int, virtual: int, micro_batches: int, rank: int) -> Iterator[Action]:
+    warmup, delay = _phases(name, pp, virtual, micro_batches, rank)
+    slots = [(k // pp % virtual, k // (pp * virtual) * pp + k % pp) for k in range(virtual * micro_batches)]
+    forwards = [Action(Kind.FORWARD, chunk * pp + rank, m) for chunk, m in slots]
+    yield from forwards[:warmup]
+    for k, (chunk, m) in enumerate(slots):
+        yield from forwards[warmup + k : warmup + k + 1]
+        yield Action(Kind.INPUT if delay else Kind.BACKWARD, (virtual - 1 - chunk) * pp + rank, m)
+        if delay and k >= delay:
+            yield Action(Kind.WEIGHT, rank, k - delay)
+    if delay:
+        yield from (Action(Kind.WEIGHT, rank, m) for m in range(max(0, micro_batches - delay), micro_batches))
+
+
+def _phases(name: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, int]:
+    """(warmup, delay) of the rule in the module's docstring; delay 0: whole backwards."""
+    if name == "gpipe":
+        return micro_batches, 0
+    if virtual > 1:
+        return (virtual - 1) * pp + 2 * (pp - 1 - rank), 0
+    return pp - 1 - rank, rank if name == "zb-h1" else 0
+
+
+def peak_activations(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
+    """Per rank, the most forwards (of one stage and micro-batch) whose backward, weights' half too, has not ended."""
+    phases = (_phases(name, pp, virtual, micro_batches, rank) for rank in range(pp))
+    return tuple(min(warmup + 1 + delay, virtual * micro_batches) for warmup, delay in phases)
+
+
+def done_by(action: Action) -> Action:
+    """The event that others wait for: the gradient of a stage's input is there after INPUT as after BACKWARD."""
+    return Action(Kind.INPUT, action.stage, action.micro_batch) if action.kind == Kind.BACKWARD else action
+
+
+def needs(action: Action, stages: int) -> tuple[Action, ...]:
+    """Events (done_by) that an action waits for. stages: virtual stages in all."""
+    kind, stage, m = action.kind, action.stage, action.micro_batch
+    if kind == Kind.FORWARD:
+        return (Action(kind, stage - 1, m),) if stage else ()
+    if kind == Kind.WEIGHT:
+        return (Action(Kind.INPUT, stage, m),)
+    own = Action(Kind.FORWARD, stage, m)
+    return (own, Action(Kind.INPUT, stage + 1, m)) if stage < stages - 1 else (own,)
+
+
+def in_order(schedule: Sequence[Sequence[Action]], stages: int) -> Iterator[tuple[int, Action]]:
+    """(rank, action) of a whole schedule, each after what it needs. Raises ValueError naming the cycle if it hangs.
+
+    Sends do not block, and the messages from one rank to another are received in the order in which they are sent.
+    So a message is there as soon as it is computed, and a schedule ends exactly if no wait is circular.
+    """
+    queues = [deque(actions) for actions in schedule]
+    done: set[Action] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            while queue and done.issuperset(needs(queue[0], stages)):
+                action = queue.popleft()
+                done.add(done_by(action))
+                moved = True
+                yield rank, action
+    if any(queues):
+        raise ValueError(f"the schedule hangs: {_cycle(queues, done, stages)}")
+
+
+def _cycle(queues: Sequence[Sequence[Action]], done: set[Action], stages: int) -> str:
+    """'rank 0: A waits for B; rank 1: ...' along the ranks that wait for each other, or to what nobody computes."""
+    holder = {done_by(action): rank for rank, queue in enumerate(queues) for action in queue}
+    rank, waits = next(rank for rank, queue in enumerate(queues) if queue), dict[int, str]()
+    while rank not in waits:
+        head = queues[rank][0]
+        missing = next(event for event in needs(head, stages) if event not in done)
+        waits[rank] = f"rank {rank}: {head} waits for {missing}"
+        if missing not in holder:
+            return f"{waits[rank]}, which no rank computes"
+        waits[rank] += f" of rank {holder[missing]}"
+        rank = holder[missing]
+    return "; ".join(list(waits.values())[list(waits).index(rank) :])
+
+
+def validate(schedule: Sequence[Sequence[Action]], pp: int, virtual: int, micro_batches: int) -> None:
+    """Raises ValueError naming the first fault: an action that is missing, double or misplaced, or a cycle."""
+    if len(schedule) != pp:
+        raise ValueError(f"the schedule has {len(schedule)} ranks, not {pp}")
+    stages = pp * virtual
+    seen: set[Action] = set()
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            if not (0 <= action.stage < stages and 0 <= action.micro_batch < micro_batches):
+                raise ValueError(
+                    f"rank {rank}: {action} is not one of {stages} stages and {micro_batches} micro-batches"
+                )
+            if action.stage % pp != rank:
+                raise ValueError(f"rank {rank}: {action} belongs on rank {action.stage % pp}")
+            if action in seen:
+                raise ValueError(f"rank {rank}: {action} stands there twice")
+            seen.add(action)
+    for stage in range(stages):
+        for m in range(micro_batches):
+            _check_complete({kind for kind in Kind if Action(kind, stage, m) in seen}, stage, m)
+    for _ in in_order(schedule, stages):
+        pass
+
+
+def _check_complete(kinds: set[Kind], stage: int, micro_batch: int) -> None:
+    whole, split = {Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
+    if kinds not in (whole, split):
+        found = ", ".join(sorted(kinds)) or "nothing"
+        raise ValueError(
+            f"stage {stage}, micro-batch {micro_batch} has {found}, not one F and either one B or one I and one W"
+        )
+
+
+def sends(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[tuple[int, int], tuple[Message, ...]]:
+    """(source rank, target rank) -> its messages in the order in which the source computes them.
+
+    Every pair of distinct ranks is a key. A forward sends its activation to the next stage, a backward (its input's
+    half, if split) a gradient to the one before; nothing is sent where one rank holds both.
+    """
+    stages = 1 + max(action.stage for actions in schedule for action in actions)
+    out: dict[tuple[int, int], list[Message]] = {pair: [] for pair in permutations(range(pp), 2)}
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            if action.kind == Kind.WEIGHT:
+                continue
+            kind, step = ("activation", 1) if action.kind == Kind.FORWARD else ("gradient", -1)
+            target = action.stage + step
+            if 0 <= target < stages and target % pp != rank:
+                out[rank, target % pp].append(Message(kind, action.stage, target, action.micro_batch))
+    return {pair: tuple(messages) for pair, messages in out.items()}

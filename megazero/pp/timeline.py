@@ -1,0 +1,214 @@
+"""When every action of a schedule runs: simulated from times per action, or measured. Pure; matplotlib only to draw.
+
+A span is one action of one rank; a timeline is all of them. Bubbles and peaks are read off the spans, so measured and
+simulated runs are judged by the same code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megazero.pp.schedules import Action, Kind, done_by, in_order, needs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {Kind.FORWARD: "#4c8bd6", Kind.BACKWARD: "#58b368", Kind.INPUT: "#7fd0c0", Kind.WEIGHT: "#f0a830"}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "gradient of the input",
+    Kind.WEIGHT: "gradient of the weights",
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one stage and micro-batch, in seconds or any one unit. A whole backward is the sum of its halves."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+
+    def of(self, kind: Kind) -> float:
+        whole = self.backward_input + self.backward_weight
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: whole,
+            Kind.INPUT: self.backward_input,
+            Kind.WEIGHT: self.backward_weight,
+        }[kind]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action of one pipeline rank, from ``start`` to ``stop`` (seconds or units)."""
+
+    rank: int
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of one step, in any order. At least one."""
+
+    pp: int
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(span.stop for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time computing, per rank."""
+        return tuple(sum(s.stop - s.start for s in self.spans if s.rank == rank) for rank in range(self.pp))
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time not computing between the first start and the last stop of any rank, per rank."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time that is idle."""
+        return 1 - sum(self.busy) / (self.pp * self.makespan)
+
+    def peak_activations(self) -> tuple[int, ...]:
+        """Per rank, the most forwards whose backward (the weights' half, if split) has not ended."""
+        held, peak = [0] * self.pp, [0] * self.pp
+        for span in sorted(self.spans, key=lambda span: span.start):
+            if span.action.kind == Kind.FORWARD:
+                held[span.rank] += 1
+                peak[span.rank] = max(peak[span.rank], held[span.rank])
+            elif span.action.kind != Kind.INPUT:
+                held[span.rank] -= 1
+        return tuple(peak)
+
+
+def simulate(
+    schedule: Sequence[Sequence[Action]],
+    pp: int,
+    *,
+    times: Times | Sequence[Times] | Callable[[Action], float],
+    latency: float = 0.0,
+) -> Timeline:
+    """Every action as soon as its rank is free and what it needs is there.
+
+    times: one for all stages, one for each virtual stage, or a function of the action. latency: from the end of an
+    action to the start of one on another rank that needs it. Raises ValueError if the schedule hangs.
+    """
+    stages = 1 + max(action.stage for actions in schedule for action in actions)
+    if isinstance(times, Sequence) and len(times) != stages:
+        raise ValueError(
+            f"times of {len(times)} stages for a schedule of {stages}; give one each, or one for all"
+        )
+    free, done, spans = [0.0] * pp, dict[Action, float](), []
+    for rank, action in in_order(schedule, stages):
+        ready = [done[event] + latency * (event.stage % pp != rank) for event in needs(action, stages)]
+        start = max([free[rank], *ready])
+        free[rank] = done[done_by(action)] = start + _time(times, action)
+        spans.append(Span(rank, action, start, free[rank]))
+    return Timeline(pp, tuple(spans))
+
+
+def _time(times: Times | Sequence[Times] | Callable[[Action], float], action: Action) -> float:
+    if isinstance(times, Times):
+        return times.of(action.kind)
+    return times[action.stage].of(action.kind) if isinstance(times, Sequence) else times(action)
+
+
+def ideal_bubble(name: str, pp: int, virtual: int, micro_batches: int, times: Times = Times()) -> float:  # noqa: B008
+    """Idle share of a schedule with equal stages and no latency. times: of one virtual stage.
+
+    (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). zb-h1
+    idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at least pp micro-batches. In
+    general a W that was put off hides no more than an I, and a rank puts off at most micro_batches - 1 of them.
+    """
+    if pp == 1:
+        return 0.0
+    if name != "zb-h1":
+        return (pp - 1) / (virtual * micro_batches + pp - 1)
+    hidden = min(micro_batches, pp) - 1
+    idle = (pp - 1) * (times.forward + times.backward_input)
+    idle -= hidden * min(times.backward_input, times.backward_weight)
+    return idle / (micro_batches * (times.of(Kind.FORWARD) + times.of(Kind.BACKWARD)) + idle)
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """JSON for chrome://tracing and Perfetto, one row per rank. Spans count as seconds."""
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for rank in range(timeline.pp)
+    ]
+    for span in timeline.spans:
+        kind, stage, micro_batch = span.action.kind, span.action.stage, span.action.micro_batch
+        events.append(
+            {
+                "name": f"{kind.value}{micro_batch}",
+                "cat": NAMES[kind],
+                "ph": "X",
+                "pid": 0,
+                "tid": span.rank,
+                "ts": span.start * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+                "args": {"stage": stage, "micro_batch": micro_batch},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
+    """A PNG: one panel per timeline, one row per rank, one time axis. ValueError without matplotlib or timelines.
+
+    Boxes carry micro-batch numbers where they are wide enough; every other stage of a rank is paler.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ValueError(f"drawing timelines needs matplotlib ({error}): pip install matplotlib") from error
+    if not timelines:
+        raise ValueError("no timelines to draw; give at least one")
+    rows = [timeline.pp for timeline in timelines.values()]
+    figure = Figure(figsize=(12, 0.8 + sum(0.3 * pp + 0.55 for pp in rows)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display and without pyplot's global state
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    end = max(timeline.makespan for timeline in timelines.values())
+    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+        _panel(axes, name, timeline, end)
+    panels[-1].set_xlabel("time")
+    used = {span.action.kind for timeline in timelines.values() for span in timeline.spans}
+    handles = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in Kind if kind in used]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, format="png")
+
+
+def _panel(axes: Axes, name: str, timeline: Timeline, end: float) -> None:
+    """One timeline from its own first start on an axis that ends at ``end``."""
+    begin = min(span.start for span in timeline.spans)
+    boxes: dict[tuple[int, Kind, bool], list[tuple[float, float]]] = {}
+    for span in timeline.spans:
+        left, width = span.start - begin, span.stop - span.start
+        pale = span.action.stage // timeline.pp % 2 == 1
+        boxes.setdefault((span.rank, span.action.kind, pale), []).append((left, width))
+        number = str(span.action.micro_batch)
+        if width > 0.009 * end * len(number):
+            axes.text(left + width / 2, span.rank, number, ha="center", va="center_baseline", fontsize=6.5)
+    for (rank, kind, pale), ranges in boxes.items():
+        style: dict[str, Any] = {"alpha": 0.65 if pale else 1.0, "edgecolor": "white", "linewidth": 0.5}
+        axes.broken_barh(ranges, (rank - 0.43, 0.86), facecolor=COLOURS[kind], **style)
+    axes.set_xlim(0, end)
+    axes.set_ylim(timeline.pp - 0.5, -0.5)
+    axes.set_yticks(range(timeline.pp), [f"rank {rank}" for rank in range(timeline.pp)], fontsize=8)
+    axes.set_title(f"{name}: bubble {timeline.bubble:.1%}", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
