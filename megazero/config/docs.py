@@ -35,7 +35,8 @@ def markdown() -> str:
         for opt in all_options().values():
             if opt.section == section:
                 typed = spelling(opt).replace("|", "\\|")
-                lines.append(f"| `{typed}` | {opt.help} | {default_text(opt).removeprefix('default: ')} |")
+                text = opt.help.replace("|", "\\|")
+                lines.append(f"| `{typed}` | {text} | {default_text(opt).removeprefix('default: ')} |")
     lines += ["", "## Accepted because they always hold", "", "| flag | fact |", "|---|---|"]
     lines += [f"| `--{key}` | {text} |" for key, text in FACTS.items()]
     lines += ["", "## Refused", "", "| flag | cure |", "|---|---|"]

@@ -30,8 +30,6 @@ FACTS: Mapping[str, str] = MappingProxyType(
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "fp16": "needs loss scaling, which is not built; use --bf16",
-        "num-layers-per-virtual-pipeline-stage": "pipelines are not built yet; leave it out",
-        "use-tp-pp-dp-mapping": "pipelines are not built yet; leave it out",
     }
 )
 # At most one of each group may come from one source; a stronger source replaces the whole group of a weaker one.
@@ -40,6 +38,7 @@ EXCLUSIVE = (
     ("train_iters", "train_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     ("global_batch_size", "gradient_accumulation_steps"),
+    ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
 )
 
 

@@ -62,7 +62,7 @@ def _finish(said: Layer, world: World | None) -> RunConfig:
     if errors:
         raise ConfigError(errors)
     asked = config.zero.zero_params_lifetime
-    if asked and world and asked != config.shards(world).lifetime:
+    if asked not in (None, "gathered") and world and asked != config.shards(world).lifetime:
         note = (
             f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
         )

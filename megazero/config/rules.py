@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from megazero.config import wire_rules
+from megazero.config import pipeline_rules, wire_rules
 from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import RunConfig
@@ -70,12 +70,6 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
                 f"{flag} {size} does not divide by --tensor-model-parallel-size {tp}; nearest size that fits all: "
                 f"{around(legal, tp)}"
             )
-
-
-def _pipeline(config: RunConfig) -> Iterator[str]:
-    pp = config.parallel.pipeline_model_parallel_size
-    if pp != 1:
-        yield f"--pipeline-model-parallel-size {pp}: pipelines are not built yet; nearest: 1"
 
 
 def _ramp(config: RunConfig) -> Iterator[str]:
@@ -194,7 +188,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
         ),
         _tensor_parallel,
     ),
-    (("pipeline_model_parallel_size",), _pipeline),
+    (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.virtual),
+    (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.schedule),
+    (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.layers_per_stage),
     (("rampup_batch_size", "global_batch_size"), _ramp),
     ((), _length),
     (("lr",), _schedule),

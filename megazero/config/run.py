@@ -14,6 +14,14 @@ from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, convert, section_options, show
 from megazero.config.model import FAMILIES, ModelConfig
 from megazero.config.nearest import did_you_mean
+from megazero.config.pipeline import (
+    micro_batch_multiple,
+    partition_method,
+    pipeline_summary,
+    schedule_name,
+    stage_costs,
+    virtual_stages,
+)
 from megazero.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -29,6 +37,7 @@ from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
 from megazero.config.summary import zero_summary
 from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.mesh.grid import data_ranks_per_node
+from megazero.pp.partition import StageSpec, partition, partition_table
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,40 @@ class RunConfig:
             self.ranks_per_node(world),
             self.parallel.tensor_model_parallel_size,
             self.parallel.pipeline_model_parallel_size,
+            dp_outermost=self.parallel.use_tp_pp_dp_mapping,
+        )
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages that each pipeline rank holds."""
+        return virtual_stages(self.parallel, self.model.num_layers or 1)
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """One of pp.schedules.SCHEDULES; 1f1b where there is no pipeline."""
+        return schedule_name(self.parallel, self.virtual_stages)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the schedule needs the micro-batches of every step to be a multiple of."""
+        return micro_batch_multiple(self.parallel, self.model.num_layers or 1)
+
+    def stages(self) -> tuple[StageSpec, ...]:
+        """Every stage of the pipeline in the order of the model; one that holds it all without a pipeline.
+
+        Needs the sizes of the model, the vocabulary too. ValueError if the partition does not fit.
+        """
+        parallel, virtual = self.parallel, self.virtual_stages
+        pp = parallel.pipeline_model_parallel_size
+        assert self.model.num_layers, "unresolved configuration"
+        return partition(
+            self.model.num_layers,
+            pp,
+            virtual,
+            costs=stage_costs(self.model, self.training.recompute_granularity),
+            method=partition_method(parallel, pp * virtual),
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
         )
 
     def shards(self, world: World) -> Shards:
@@ -188,12 +231,27 @@ class RunConfig:
     def _layout(self, world: World) -> list[str]:
         d, h, shards = self.data_parallel_size(world), self.data_ranks_per_node(world), self.shards(world)
         wire, tp = self.wire(world), self.parallel.tensor_model_parallel_size
+        pp, ranks = self.parallel.pipeline_model_parallel_size, f"{tp} tensor-parallel"
+        data = f"{d} data-parallel, {h} of them on one node"
+        if pp > 1:
+            data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
+            inner, outer = (pipeline, data) if self.parallel.use_tp_pp_dp_mapping else (data, pipeline)
+            data = f"{inner} x {outer}, innermost first"
         return [
-            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: "
-            f"{tp} tensor-parallel x {d} data-parallel, {h} of them on one node",
+            f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {ranks} x {data}",
             zero_summary(self.zero, shards, wire, d, h),
             f"{self.num_micro_batches(world)} micro-batches of {self.batch.micro_batch_size} samples on each rank",
+            *(self._pipeline(world) if pp > 1 else ()),
         ]
+
+    def _pipeline(self, world: World) -> list[str]:
+        """Schedule and stages; the stages only where the vocabulary is known, which the head's cost needs."""
+        pp, virtual = self.parallel.pipeline_model_parallel_size, self.virtual_stages
+        lines = [pipeline_summary(self.pipeline_schedule, pp, virtual, self.num_micro_batches(world))]
+        if self.model.vocab_size:
+            costs = stage_costs(self.model, self.training.recompute_granularity)
+            lines += partition_table(self.stages(), costs).splitlines()
+        return lines
 
 
 @lru_cache(maxsize=1)

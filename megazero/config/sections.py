@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megazero.config.fields import option
 from megazero.config.shards import LIFETIMES, PRESETS
+from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
 ROUNDINGS = ("nearest", "stochastic", "feedback")
@@ -16,7 +17,36 @@ class ParallelConfig:
     """How the ranks are laid out."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", low=1)
-    pipeline_model_parallel_size: int = option(1, "pipeline stages (only 1 is built)", low=1)
+    pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None,
+        "layers of each of a rank's several stages (interleaved schedule); every stage gets as many",
+        low=1,
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "the same by the number of a rank's stages, which need not be even (default: 1)", low=1
+    )
+    pipeline_schedule: str | None = option(
+        None,
+        "order of forwards and backwards; zb-h1 splits backwards and fills the bubble with weights' gradients "
+        "(default: 1f1b; interleaved where a rank has several stages)",
+        choices=SCHEDULES,
+    )
+    pipeline_partition: str | None = option(
+        None,
+        "layers per stage: balanced (by compute, embedding and head included), uniform, type:transformer|embedding "
+        "(embedding and head count as a layer each), or a list such as 5,6,6,5 (default: balanced)",
+        aliases=("pp-partition-method",),
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first stage; the others share the rest", low=1
+    )
+    decoder_last_pipeline_num_layers: int | None = option(None, "the same of the last stage", low=1)
+    use_tp_pp_dp_mapping: bool = option(
+        False,
+        "order of ranks, innermost first: tensor, pipeline, data instead of tensor, data, pipeline. A pipeline stays "
+        "inside a node and data parallelism crosses nodes",
+    )
     sequence_parallel: bool = option(False, "split norms and dropout over the sequence between tensor ranks")
     ranks_per_node: int | None = option(
         None, "override of the node size that the launcher says: one machine can pretend to be several", low=1
@@ -47,7 +77,8 @@ class ZeroConfig:
     zero_params_lifetime: str | None = option(
         None,
         "how long gathered parameter shards live (default: use for P = OS, resident for P = 1 and for the delta "
-        "refresh, else step)",
+        "refresh, else step). gathered: as by default, and full parameters stay gathered from their first use in a "
+        "step to its end: one gather a step for a pipeline stage, for the memory of the stage's parameters",
         choices=LIFETIMES,
     )
     zero_prefetch_bytes: int = option(256 * 2**20, "bytes of parameters gathered ahead of use", low=0)

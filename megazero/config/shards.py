@@ -16,19 +16,23 @@ from dataclasses import dataclass
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz", "zeropp")
 STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
 DEFAULT_PRESET = "zero1"  # the fewest bytes of the exact presets, and less memory than ddp
-LIFETIMES = ("use", "step", "resident")
+LIFETIMES = ("use", "step", "resident", "gathered")
 IN_NODE = ("mics", "hsdp", "hpz", "zeropp")  # shard parameters over the ranks of one node
 PARTITIONED = ("hpz", "zeropp")  # P may be chosen
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Resolved factors, and how long the P copy lives: 'use', 'step' (to the last backward) or 'resident'."""
+    """Resolved factors, and how long the P copy lives: 'use', 'step' (to the last backward) or 'resident'.
+
+    keep_gathered: full parameters live from their first use in a step to its end.
+    """
 
     p: int
     g: int
     os: int
     lifetime: str
+    keep_gathered: bool = False
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -48,7 +52,8 @@ def resolve_shards(
     partition: P of hpz and zeropp where it is not h. delta: differences of weights are sent where they cross nodes.
     lifetime: where P = OS always 'use', whatever is asked, since the P copy is the optimizer's own slice; else None
     takes the default (resident for P = 1, where the full parameters exist anyway, and where differences are sent,
-    which need the last copy; else step). Raises ValueError naming the nearest legal choice.
+    which need the last copy; else step). 'gathered' is that default with full parameters kept through the step.
+    Raises ValueError naming the nearest legal choice.
     """
     p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
     faults = factor_faults((p, g, os), d, h)
@@ -58,17 +63,23 @@ def resolve_shards(
             f"shard factors P,G,OS = {p},{g},{os} over {d} data-parallel ranks: "
             f"{', '.join(faults)}; nearest legal: {nearest}"
         )
-    lifetime = lifetime or ("resident" if p == 1 or delta and weights_cross(os, h) else "step")
-    if lifetime not in LIFETIMES:
+    if lifetime is not None and lifetime not in LIFETIMES:
         raise ValueError(f"parameter lifetime {lifetime!r} is not one of {', '.join(LIFETIMES)}")
+    if (keep := lifetime == "gathered") and p == 1:
+        raise ValueError(
+            "parameter lifetime 'gathered' needs P > 1: with P = 1 every rank has full parameters anyway; nearest "
+            "legal: resident"
+        )
+    if lifetime is None or keep:
+        lifetime = "resident" if p == 1 or delta and weights_cross(os, h) else "step"
     if p == os:
-        return Shards(p, g, os, "use")
+        return Shards(p, g, os, "use", keep)
     if lifetime == "use":
         raise ValueError(
             f"parameter lifetime 'use' needs P = OS, but P = {p} and OS = {os} (a dropped copy would cross nodes "
             "again at every use); nearest legal: step"
         )
-    return Shards(p, g, os, lifetime)
+    return Shards(p, g, os, lifetime, keep)
 
 
 def weights_cross(os: int, h: int) -> bool:
@@ -112,8 +123,8 @@ def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple
         )
     if preset in PARTITIONED and factors[0] > h:
         raise ValueError(
-            f"a partition of {partition} ranks would straddle nodes: {h} data-parallel ranks (ranks per node / "
-            f"tensor-parallel size) share one; nearest: --zero-hpz-partition-size {h}"
+            f"a partition of {partition} ranks would straddle nodes: {h} data-parallel ranks share one; "
+            f"nearest: --zero-hpz-partition-size {h}"
         )
     return factors
 

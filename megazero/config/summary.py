@@ -20,6 +20,7 @@ def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -
     parts = [
         f"ZeRO: {name}, P,G,OS = {','.join(map(str, shards.factors))} on {d} data-parallel ranks of {nodes}, "
         f"parameter shards live for: {shards.lifetime}"
+        f"{', full parameters to the end of the step' if shards.keep_gathered else ''}"
     ]
     if axes:
         parts += [_weights(zero, wire, axes), _gradients(zero, wire, axes)]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, show
 from megazero.config.nearest import did_you_mean, multiples_around
+from megazero.config.pipeline_rules import OF_PIPELINES
 from megazero.config.rules import RULES
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import resolve_shards
@@ -79,6 +80,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
     ]
     of_either = ["zero_block_size", "zero_exact_numel"]
     either = "--zero-quantized-weights or --zero-quantized-gradients"
+    pipelines = config.parallel.pipeline_model_parallel_size > 1
     table: tuple[tuple[list[str], bool, str], ...] = (
         (rotary, model.position_embedding_type == "rope", "--position-embedding-type rope"),
         (["rotary_scaling_factor"], model.rotary_scaling != "none", "--rotary-scaling linear or llama3"),
@@ -111,6 +113,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         (of_gradients, gradients, "--zero-quantized-gradients"),
         (of_either, weights or gradients, either),
         (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
+        (list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"),
     )
     said: set[str] = set()
     for names, holds, cure in table:
@@ -135,8 +138,7 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
 
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
     """Rules over the size of the world: nodes, shards, batch."""
-    sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"}
-    if sizes & set(broken) or config.parallel.pipeline_model_parallel_size != 1:
+    if {"tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"} & set(broken):
         return
     try:
         config.data_ranks_per_node(world)
@@ -160,16 +162,16 @@ def _batch(config: RunConfig, world: World) -> Iterator[str]:
     )
     if not micro or not batch:
         return
-    d = config.data_parallel_size(world)
-    rule = f"micro-batch size {micro} x data-parallel size {d} = {micro * d}"
-    if batch % (micro * d):
-        yield (
-            f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, micro * d)}"
-        )
+    d, group = config.data_parallel_size(world), config.micro_batch_multiple
+    quantum = micro * d * group
+    grouped = f" x {group} pipeline ranks (schedule interleaved)" if group > 1 else ""
+    rule = f"micro-batch size {micro} x data-parallel size {d}{grouped} = {quantum}"
+    if batch % quantum:
+        yield f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, quantum)}"
     if ramp and len(ramp) == 3:
         for word, value in (("start", ramp[0]), ("increment", ramp[1])):
-            if value % (micro * d):
+            if value % quantum:
                 yield (
                     f"--rampup-batch-size {word} {value} is not a multiple of {rule}; nearest: "
-                    f"{multiples_around(value, micro * d)}"
+                    f"{multiples_around(value, quantum)}"
                 )

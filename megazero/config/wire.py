@@ -64,7 +64,11 @@ def quantizes_changes(zero: ZeroConfig) -> bool:
     asked, lifetime = zero.zero_quantized_weights_delta, zero.zero_params_lifetime
     if asked is not None:
         return asked
-    return zero.zero_preset == "zeropp" and quantizes_weights(zero) and lifetime in (None, "resident")
+    return (
+        zero.zero_preset == "zeropp"
+        and quantizes_weights(zero)
+        and lifetime in (None, "resident", "gathered")
+    )
 
 
 def quantizes_gradients(zero: ZeroConfig) -> bool:

@@ -112,8 +112,8 @@ def partition_problems(
         if virtual > 1 and num_layers < pp:
             nearest = f"{num_layers} ranks of 1 stage"
         return [
-            f"{num_layers} layers are fewer than {pp} ranks x {virtual} stages per rank = {stages}, and every stage "
-            f"holds at least one; nearest: {nearest}, or {stages} layers"
+            f"{num_layers} layers cannot fill {stages} stages ({pp} ranks x {virtual} each), each at least one; "
+            f"nearest: {nearest}, or {stages} layers"
         ]
     if isinstance(method, tuple):
         return _tuple_problems(num_layers, stages, method, first, last)

@@ -1,5 +1,6 @@
 """Presets and shard factors over every small d and h, against the mesh's own rule."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -77,7 +78,20 @@ def test_lifetimes():
     )  # one node: differences are not sent
     with pytest.raises(ValueError, match="nearest legal: step"):
         resolve_shards("zero1", 8, 4, "use")
-    with pytest.raises(ValueError, match="'sep' is not one of use, step, resident"):
+    for policy, h, delta in (
+        ("hpz", 4, False),
+        ("zero3", 4, False),
+        ("zeropp", 4, True),
+        ("zeropp", 4, False),
+    ):
+        default = resolve_shards(policy, 8, h, delta=delta)
+        gathered = resolve_shards(policy, 8, h, "gathered", delta=delta)
+        assert gathered.keep_gathered and not default.keep_gathered
+        assert dataclasses.replace(gathered, keep_gathered=False) == default
+    for policy in ("ddp", "zero1", "zero2", (1, 4, 8)):
+        with pytest.raises(ValueError, match="'gathered' needs P > 1.*nearest legal: resident"):
+            resolve_shards(policy, 8, 4, "gathered")
+    with pytest.raises(ValueError, match="'sep' is not one of use, step, resident, gathered"):
         resolve_shards("zero1", 8, 4, "sep")
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megazero.config import ConfigError, RunConfig, World, make_config, parse, validate
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import all_options
+from megazero.pp.schedules import make_schedule
 
 BASE = {
     "num_layers": 4,
@@ -75,7 +76,6 @@ def test_required_options_are_all_named_at_once():
             {"seq_length": 64, "max_position_embeddings": 32},
             "exceeds --max-position-embeddings 32; nearest: 32",
         ),
-        ({"pipeline_model_parallel_size": 2}, "pipelines are not built yet; nearest: 1"),
         ({"num_layers": 0}, "--num-layers 0 must be at least 1; nearest: 1"),
         ({"attention_dropout": 1.0}, "--attention-dropout 1 must be below 1"),
         ({"hidden_dropout": -0.1}, "--hidden-dropout -0.1 must be at least 0"),
@@ -212,6 +212,9 @@ FLAGS = st.sampled_from([opt.flag for opt in all_options().values()])
 @given(st.lists(st.tuples(FLAGS, WORDS), max_size=6), st.integers(1, 12), st.integers(1, 12))
 @example([("--lr-warmup-fraction", "1e306")], 1, 1)
 @example([("--lr-warmup-fraction", "-1e308")], 1, 1)
+@example([("--pipeline-model-parallel-size", "2"), ("--num-virtual-stages-per-pipeline-rank", "2")], 4, 2)
+@example([("--pipeline-model-parallel-size", "3"), ("--num-layers-per-virtual-pipeline-stage", "0")], 3, 3)
+@example([("--pipeline-model-parallel-size", "2"), ("--pipeline-partition", "-1,5")], 2, 2)
 def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra, size, per_node):
     """Never another exception; what is accepted is whole on its world."""
     argv = [
@@ -228,4 +231,8 @@ def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra,
         assert error.errors and all(error.errors)
         return
     assert config.num_micro_batches(world) >= 1 and config.shards(world) and config.describe(world)
+    stages, pp = config.stages(), config.parallel.pipeline_model_parallel_size
+    micro_batches = config.num_micro_batches(world)
+    assert sum(len(stage.layers) for stage in stages) == config.model.num_layers
+    assert make_schedule(config.pipeline_schedule, pp, len(stages) // pp, micro_batches)
     assert RunConfig.from_dict(config.to_dict()) == config

@@ -201,8 +201,7 @@ def test_each_format_needs_its_own_hop():
         ({**ZEROPP, "zero_hpz_partition_size": 8}, "straddle nodes"),
         (
             {**ZEROPP, "zero_hpz_partition_size": 4, "tensor_model_parallel_size": 2},
-            "2 data-parallel ranks (ranks per node / tensor-parallel size) share one; nearest: --zero-hpz-"
-            "partition-size 2",
+            "2 data-parallel ranks share one; nearest: --zero-hpz-partition-size 2",
         ),
         ({**ZEROPP, "tensor_model_parallel_size": 4}, "nearest legal preset: zero1"),
     ],

@@ -24,6 +24,8 @@ FLOORS = (
 )
 # Modules that need neither torch nor anything below them, so that a floor's neighbour may use them.
 SHARED = {("config", "megazero.mesh.grid"), ("config", "megazero.mesh.launch")}
+PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timeline")
+SHARED |= {("config", module) for module in PIPELINE}
 OPTIONAL = {"transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "apex", "triton"}
 LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|SLURM_\w*|OMPI_\w*|PMI_\w*"
@@ -104,6 +106,7 @@ def test_imports_go_downward() -> None:
         ("megazero/zero/unit.py", "def f():\n    import megazero.train.setup"),
         ("megazero/comm/lane.py", "from megazero.checkpoint import store"),
         ("megazero/config/run.py", "from megazero.mesh.mesh import Mesh"),
+        ("megazero/config/run.py", "from megazero.pp.executor import Executor"),
         ("megazero/mesh/mesh.py", "from ..config import RunConfig"),
         ("megazero/data/build.py", "from megazero import models"),
         ("kernels/__init__.py", "import megazero.config"),
@@ -118,6 +121,7 @@ def test_the_walk_sees_upward_imports(where: str, text: str) -> None:
 def test_the_walk_accepts_downward_imports() -> None:
     assert not upward(ROOT / "megazero/train/setup.py", "from megazero import zero\nfrom . import trainer")
     assert not upward(ROOT / "megazero/config/run.py", "from megazero.mesh.grid import data_ranks_per_node")
+    assert not upward(ROOT / "megazero/config/run.py", "from megazero.pp.partition import partition")
 
 
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
@@ -153,7 +157,8 @@ def loaded_after(modules: list[str]) -> set[str]:
 
 
 def test_megazero_and_its_configuration_need_neither_torch_nor_numpy() -> None:
-    loaded = loaded_after(["megazero", "megazero.config", "megazero.mesh.grid", "megazero.mesh.launch"])
+    modules = ["megazero", "megazero.config", "megazero.mesh.grid", "megazero.mesh.launch", *PIPELINE]
+    loaded = loaded_after(modules)
     assert not loaded & (OPTIONAL | {"torch", "numpy"})
 
 

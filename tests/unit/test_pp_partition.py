@@ -90,8 +90,8 @@ def test_outer_layers_are_kept_or_refused(first, last):
 @pytest.mark.parametrize(
     "args, kwargs, parts",
     [
-        ((3, 4), {}, ["3 layers are fewer than 4 ranks", "nearest: 3 ranks, or 4 layers"]),
-        ((7, 4, 2), {}, ["4 ranks x 2 stages per rank = 8", "nearest: 1 stages per rank, or 8 layers"]),
+        ((3, 4), {}, ["3 layers cannot fill 4 stages", "nearest: 3 ranks, or 4 layers"]),
+        ((7, 4, 2), {}, ["8 stages (4 ranks x 2 each)", "nearest: 1 stages per rank, or 8 layers"]),
         ((3, 4, 2), {}, ["nearest: 3 ranks of 1 stage"]),
         ((0, 1), {}, ["must each be at least 1"]),
         ((4, 2), {"method": "even"}, ["'even' is not one of balanced, uniform, type", "nearest: balanced"]),

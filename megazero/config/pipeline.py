@@ -1,0 +1,74 @@
+"""The pipeline of a run: how many stages a rank holds, which layers they get, and in which order they compute."""
+
+from __future__ import annotations
+
+from megazero.config.model import ModelConfig
+from megazero.config.sections import ParallelConfig
+from megazero.pp.partition import Costs
+from megazero.pp.schedules import peak_activations
+from megazero.pp.timeline import ideal_bubble
+
+
+def virtual_stages(parallel: ParallelConfig, num_layers: int) -> int:
+    """Stages that each pipeline rank holds, 1 if nothing is asked for. An illegal choice is taken as 1 or rounded."""
+    pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if pp < 2:
+        return 1
+    if layers and layers > 0:
+        return max(1, num_layers // (pp * layers))
+    return max(1, parallel.num_virtual_stages_per_pipeline_rank or 1)
+
+
+def schedule_name(parallel: ParallelConfig, virtual: int) -> str:
+    return parallel.pipeline_schedule or ("interleaved" if virtual > 1 else "1f1b")
+
+
+def micro_batch_multiple(parallel: ParallelConfig, num_layers: int) -> int:
+    """What the micro-batches of a step must be a multiple of: only interleaved groups them."""
+    virtual = virtual_stages(parallel, num_layers)
+    interleaved = virtual > 1 and schedule_name(parallel, virtual) == "interleaved"
+    return parallel.pipeline_model_parallel_size if interleaved else 1
+
+
+def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, ...]:
+    """For pp.partition: a method's name, or layers per stage. Other text is taken as a method's name."""
+    layers, said = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_partition
+    if said is None:
+        return (layers,) * stages if layers else "balanced"
+    pieces = said.replace(",", " ").split()
+    if pieces and all(piece.isascii() and piece.isdigit() for piece in pieces):
+        return tuple(map(int, pieces))
+    return said
+
+
+def stage_costs(model: ModelConfig, recompute: str) -> Costs:
+    """Multiply-adds of one token, a third of its forward and backward without recompute.
+
+    layer: h ffn m + h (q + 2 kv) + q h, with m = 3 matrices for swiglu and 2 for gelu, q and kv the widths of the
+    query and key projections; and q * sequence for attention, the causal half. head: h V. The accounting is that of
+    models/flops.py. A recompute is one more forward, so 4/3 of the cost: of layers ('full'), of attention
+    ('selective').
+    embedding: h; a lookup moves h numbers per token and multiplies none, less than what a layer's norms move.
+    """
+    assert model.hidden_size and model.ffn_hidden_size and model.num_attention_heads and model.kv_channels
+    assert model.num_query_groups and model.seq_length and model.vocab_size, "the vocabulary is not known yet"
+    h, q = model.hidden_size, model.num_attention_heads * model.kv_channels
+    kv = model.num_query_groups * model.kv_channels
+    dense = h * model.ffn_hidden_size * (3 if model.swiglu else 2) + h * (q + 2 * kv) + q * h
+    attention = q * model.seq_length
+    again = 4 / 3
+    layer = dense + attention * (again if recompute == "selective" else 1)
+    if recompute == "full":
+        layer *= again
+    return Costs(embedding=h, layer=layer, head=h * model.vocab_size)
+
+
+def pipeline_summary(name: str, pp: int, virtual: int, micro_batches: int) -> str:
+    """Schedule, ideal bubble and peak activations in one line. Halves of a backward count as much as a forward."""
+    bubble = ideal_bubble(name, pp, virtual, micro_batches)
+    peaks = ",".join(map(str, peak_activations(name, pp, virtual, micro_batches)))
+    stages = "1 stage" if virtual == 1 else f"{virtual} stages"
+    return (
+        f"pipeline: {stages} per rank, schedule {name}: idle {bubble:.1%} with equal stages, activations of up to "
+        f"{peaks} forwards on ranks 0 to {pp - 1}"
+    )

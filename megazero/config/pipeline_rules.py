@@ -1,0 +1,96 @@
+"""Rules between the options of pipelines, whatever the size of the world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megazero.config.nearest import around, common_divisors, did_you_mean
+from megazero.config.pipeline import partition_method, schedule_name, virtual_stages
+from megazero.config.run import RunConfig
+from megazero.pp.partition import METHODS, partition_problems
+from megazero.pp.schedules import SCHEDULES, schedule_problem
+
+# Options that mean nothing without a pipeline.
+OF_PIPELINES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "use_tp_pp_dp_mapping",
+    "pipeline_schedule",
+    "pipeline_partition",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+
+
+def virtual(config: RunConfig) -> Iterator[str]:
+    """Two ways to say one number, and layers per virtual stage that do not divide."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if pp == 1 or not layers or layers < 1:
+        return
+    assert num_layers
+    if parallel.num_virtual_stages_per_pipeline_rank:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank "
+            f"{parallel.num_virtual_stages_per_pipeline_rank} exclude each other; leave one out"
+        )
+    if num_layers % (pp * layers):
+        nearest = f"{around(common_divisors(num_layers // pp), layers)}"
+        if num_layers % pp:
+            nearest = "--num-virtual-stages-per-pipeline-rank, which takes uneven stages"
+        yield (
+            f"--num-layers {num_layers} do not divide by --pipeline-model-parallel-size {pp} x "
+            f"--num-layers-per-virtual-pipeline-stage {layers} = {pp * layers}; nearest: {nearest}"
+        )
+
+
+def schedule(config: RunConfig) -> Iterator[str]:
+    """A schedule that does not take this many stages per rank."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    assert num_layers
+    pp, stages = parallel.pipeline_model_parallel_size, virtual_stages(parallel, num_layers)
+    name = schedule_name(parallel, stages)
+    if pp == 1 or name not in SCHEDULES:
+        return
+    if problem := schedule_problem(name, pp, stages, micro_batches=pp):
+        yield f"--pipeline-schedule {name}: {problem}"
+
+
+def layers_per_stage(config: RunConfig) -> Iterator[str]:
+    """A partition that does not fit the layers and stages."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    assert num_layers
+    pp, stages = parallel.pipeline_model_parallel_size, virtual_stages(parallel, num_layers)
+    layers = parallel.num_layers_per_virtual_pipeline_stage
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if pp == 1 or (layers and num_layers % (pp * layers)):  # the latter has been said
+        return
+    others = {
+        "--pipeline-partition": parallel.pipeline_partition,
+        "--decoder-first-pipeline-num-layers": first,
+        "--decoder-last-pipeline-num-layers": last,
+    }
+    if layers and (clash := [flag for flag, value in others.items() if value is not None]):
+        yield (
+            f"{' and '.join(clash)} contradict --num-layers-per-virtual-pipeline-stage {layers}, which gives every "
+            f"stage {layers} layers; nearest: --num-virtual-stages-per-pipeline-rank {stages} instead of the latter"
+        )
+        return
+    if stages > 1 and (outer := [f"{f} {v}" for f, v in list(others.items())[1:] if v is not None]):
+        yield (
+            f"{' and '.join(outer)} names one stage per rank, but each has {stages}; nearest: --pipeline-partition "
+            f"with the layers of all {pp * stages} stages"
+        )
+        return
+    method = partition_method(parallel, pp * stages)
+    if isinstance(method, str) and method not in METHODS:
+        yield (
+            f"--pipeline-partition {method} is not one of {', '.join(METHODS)} or layers per stage such as 5,6,6,5"
+            f"{did_you_mean(method, METHODS) or '; nearest: balanced'}"
+        )
+        return
+    outer_layers = (count if count and count > 0 else None for count in (first, last))  # others are reported
+    yield from (
+        f"--pipeline-model-parallel-size {pp}: {problem}"
+        for problem in partition_problems(num_layers, pp, stages, method, *outer_layers)
+    )

@@ -1,0 +1,241 @@
+"""Options of pipelines: what they resolve to, what is refused, and how stages are weighed."""
+
+import itertools
+
+import pytest
+
+from megazero.config import ConfigError, World, make_config, parse
+from megazero.config.pipeline import stage_costs
+from megazero.models.decoder_config import DecoderConfig
+from megazero.models.flops import training_flops
+
+BASE = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "lr": 1e-3,
+    "train_iters": 100,
+    "mock_data": True,
+    "vocab_size": 128,
+}
+WORLD = World(8, 4)
+PP = {"pipeline_model_parallel_size": 2}
+
+
+def errors(world=WORLD, **changes):
+    with pytest.raises(ConfigError) as caught:
+        make_config({**BASE, **PP, **changes}, world)
+    return "\n".join(caught.value.errors)
+
+
+def legal(world=WORLD, **changes):
+    return make_config({**BASE, **PP, **changes}, world)
+
+
+def layers(config):
+    return [len(stage.layers) for stage in config.stages()]
+
+
+def test_without_a_pipeline_there_is_one_stage():
+    config = legal(pipeline_model_parallel_size=1)
+    (stage,) = config.stages()
+    assert stage.layers == range(8) and stage.embedding and stage.head
+    assert config.pipeline_schedule == "1f1b" and config.virtual_stages == 1
+
+
+def test_schedule_and_virtual_stages_are_resolved():
+    config = legal()
+    assert config.pipeline_schedule == "1f1b" and config.virtual_stages == 1 and len(config.stages()) == 2
+    for said in (
+        {"num_layers_per_virtual_pipeline_stage": 2},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+    ):
+        config = legal(**said, global_batch_size=32)
+        assert config.pipeline_schedule == "interleaved" and config.virtual_stages == 2
+        assert [stage.rank for stage in config.stages()] == [0, 1, 0, 1]
+    assert legal(num_layers_per_virtual_pipeline_stage=4).pipeline_schedule == "1f1b"
+    assert legal(pipeline_schedule="zb-h1").pipeline_schedule == "zb-h1"
+    assert legal(num_virtual_stages_per_pipeline_rank=1).virtual_stages == 1
+
+
+def test_partition_options():
+    assert layers(legal(vocab_size=20000)) == [7, 1]  # the head costs more than a layer
+    assert layers(legal(vocab_size=20000, pipeline_partition="uniform")) == [4, 4]
+    assert layers(legal(pipeline_partition="3,5")) == [3, 5]
+    assert layers(legal(vocab_size=20000, decoder_last_pipeline_num_layers=3)) == [5, 3]
+    even = {"num_layers_per_virtual_pipeline_stage": 2, "global_batch_size": 32, "vocab_size": 20000}
+    assert layers(legal(**even)) == [2, 2, 2, 2]
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in BASE.items() if value is not True]
+    argv += ["--mock-data", "--pipeline-model-parallel-size=4", "--num-layers=70"]
+    bloom = parse([*argv, "--pp-partition-method", "type:transformer|embedding"], WORLD)
+    assert layers(bloom) == [17, 18, 18, 17]
+
+
+def test_stage_costs_are_the_flops_of_the_model():
+    for changes in ({}, {"swiglu": False}, {"num_query_groups": 2, "kv_channels": 32}):
+        model = legal(**changes).model
+        costs = stage_costs(model, "none")
+        decoder = DecoderConfig(
+            num_layers=8,
+            hidden_size=64,
+            ffn_hidden_size=model.ffn_hidden_size,
+            num_heads=4,
+            num_kv_heads=model.num_query_groups,
+            head_dim=model.kv_channels,
+            vocab_size=128,
+            max_position_embeddings=32,
+            activation="swiglu" if model.swiglu else "gelu",
+        )
+        assert 6 * 32 * (8 * costs.layer + costs.head) == training_flops(decoder, [32])
+        assert 0 < costs.embedding < 0.02 * costs.layer
+        full, selective = stage_costs(model, "full"), stage_costs(model, "selective")
+        assert full.layer == pytest.approx(4 / 3 * costs.layer) and full.head == costs.head
+        assert costs.layer < selective.layer < full.layer
+
+
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        ({"num_layers": 1}, "1 layers cannot fill 2 stages (2 ranks x 1 each)"),
+        ({"num_virtual_stages_per_pipeline_rank": 5}, "nearest: 4 stages per rank, or 10 layers"),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 3},
+            "--num-layers-per-virtual-pipeline-stage 3 = 6; nearest: 2 or 4",
+        ),
+        (
+            {"num_layers": 9, "num_layers_per_virtual_pipeline_stage": 3},
+            "nearest: --num-virtual-stages-per-pipeline-rank",
+        ),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            "exclude each other",
+        ),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "zb-h1"},
+            "--pipeline-schedule zb-h1: schedule zb-h1 has one stage per rank, not 2; nearest: interleaved",
+        ),
+        ({"pipeline_schedule": "interleaved"}, "needs at least 2 stages per rank, not 1; nearest: 1f1b"),
+        (
+            {"pipeline_schedule": "zbh1"},
+            "--pipeline-schedule zbh1 is not one of gpipe, 1f1b, interleaved, zb-h1",
+        ),
+        ({"pipeline_partition": "even"}, "--pipeline-partition even is not one of balanced, uniform"),
+        ({"pipeline_partition": "unifrm"}, "nearest: uniform"),
+        (
+            {"pipeline_partition": "4,5"},
+            "layers per stage 4,5: their sum is 9, the model has 8 layers; nearest: 4,4",
+        ),
+        ({"pipeline_partition": "3,3,2"}, "3 numbers for 2 stages"),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 4, "pipeline_partition": "uniform"},
+            "--pipeline-partition contradict --num-layers-per-virtual-pipeline-stage 4",
+        ),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 1},
+            "--decoder-first-pipeline-num-layers 1 names one stage per rank, but each has 2",
+        ),
+        ({"decoder_first_pipeline_num_layers": 8}, "8 layers for the first stage leave 0 of 8"),
+        ({"global_batch_size": 12}, "not a multiple of micro-batch size 2 x data-parallel size 4 = 8"),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 24},
+            "x data-parallel size 4 x 2 pipeline ranks (schedule interleaved) = 16; nearest: 16 or 32",
+        ),
+        (
+            {
+                "num_virtual_stages_per_pipeline_rank": 2,
+                "global_batch_size": 64,
+                "rampup_batch_size": (16, 8, 100),
+            },
+            "--rampup-batch-size increment 8 is not a multiple of micro-batch size 2",
+        ),
+        (
+            {
+                "num_virtual_stages_per_pipeline_rank": 2,
+                "global_batch_size": 64,
+                "rampup_batch_size": (24, 8, 100),
+            },
+            "--rampup-batch-size start 24 is not a multiple",
+        ),
+        (
+            {"pipeline_model_parallel_size": 3},
+            "8 ranks do not divide by tensor-parallel size 1 x pipeline size 3",
+        ),
+        ({"zero_params_lifetime": "gathered"}, "'gathered' needs P > 1"),
+    ],
+)
+def test_faults(changes, part):
+    assert part in errors(**changes)
+
+
+def test_every_size_of_a_ramp_is_taken_by_the_schedule():
+    for start, increment in itertools.product((16, 32), (16, 32)):
+        changes = {"num_virtual_stages_per_pipeline_rank": 2, "rampup_batch_size": (start, increment, 1000)}
+        batch = start + 4 * increment
+        config = legal(**changes, global_batch_size=batch)
+        for size in range(start, batch + 1, increment):
+            assert size // (2 * config.data_parallel_size(WORLD)) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline_schedule": "1f1b"},
+        {"use_tp_pp_dp_mapping": True},
+        {"pipeline_partition": "uniform"},
+        {"num_layers_per_virtual_pipeline_stage": 2},
+        {"num_virtual_stages_per_pipeline_rank": 1},
+        {"decoder_first_pipeline_num_layers": 2},
+        {"decoder_last_pipeline_num_layers": 2},
+    ],
+)
+def test_options_of_pipelines_need_one(changes):
+    text = errors(pipeline_model_parallel_size=1, **changes)
+    assert text.endswith(
+        "has no effect without --pipeline-model-parallel-size above 1; leave it out or add that"
+    )
+    assert "\n" not in text
+
+
+def test_the_mapping_decides_who_shares_a_node():
+    """4 stages of 2 data-parallel ranks on nodes of 4: two stages to a node, or a pipeline to a node."""
+    shape = {"pipeline_model_parallel_size": 4, "zero_stage": 3}
+    inside, across = legal(**shape), legal(**shape, use_tp_pp_dp_mapping=True)
+    assert inside.data_ranks_per_node(WORLD) == 2 and across.data_ranks_per_node(WORLD) == 1
+    assert "nearest legal preset: zero3" in errors(
+        pipeline_model_parallel_size=4, use_tp_pp_dp_mapping=True, zero_preset="hpz"
+    )
+    twelve = {"pipeline_model_parallel_size": 3, "use_tp_pp_dp_mapping": True, "num_layers": 9}
+    assert "straddle nodes" in errors(World(12, 4), **twelve)
+
+
+def test_describe_says_order_schedule_and_stages():
+    config = legal(num_virtual_stages_per_pipeline_rank=2, global_batch_size=32)
+    text = "\n".join(config.describe(WORLD))
+    for part in (
+        "1 tensor-parallel x 4 data-parallel (4 of them on one node) x 2 pipeline, innermost first",
+        "2 stages per rank, schedule interleaved: idle 11.1% with equal stages",
+        "activations of up to 5,3 forwards on ranks 0 to 1",
+        "stage  rank  layers",
+        "embedding, 2 layers",
+    ):
+        assert part in text, part
+    text = "\n".join(legal(use_tp_pp_dp_mapping=True).describe(WORLD))
+    assert "1 tensor-parallel x 2 pipeline x 4 data-parallel (2 of them on one node), innermost first" in text
+    assert "pipeline:" not in "\n".join(legal(pipeline_model_parallel_size=1).describe(WORLD))
+    unread = legal(vocab_size=None, tokenizer_type="HuggingFaceTokenizer", tokenizer_model="x")
+    text = "\n".join(unread.describe(WORLD))
+    assert "schedule 1f1b" in text and "stage  rank" not in text
+
+
+def test_gathered_is_noted_in_the_policy():
+    config = legal(zero_stage=3, zero_params_lifetime="gathered")
+    assert config.shards(WORLD).keep_gathered and config.shards(WORLD).lifetime == "use"
+    assert any("full parameters to the end of the step" in line for line in config.describe(WORLD))
+    assert not any("is 'use' here" in note for note in config.notes)
+    assert (
+        legal(zero_preset="zeropp", zero_params_lifetime="gathered", pipeline_model_parallel_size=1)
+        .wire(WORLD)
+        .delta
+    )
