@@ -10,7 +10,7 @@ from megazero.mesh.grid import INTER, INTRA
 class Traffic:
     """Counters of bytes sent by this rank, keyed by (hop kind, link class).
 
-    Hop kinds: 'refresh', 'gather', 'reduce', 'tp', 'scalar'. Link classes: grid.INTRA, grid.INTER.
+    Hop kinds: 'refresh', 'gather', 'reduce', 'tp', 'pp', 'scalar'. Link classes: grid.INTRA, grid.INTER.
     A collective over a axis of size a with a message of m bytes per peer sends (a - 1) * m.
     """
 

@@ -1,9 +1,11 @@
 """Rank grid arithmetic: world ranks -> named axes. Pure; no torch, no environment.
 
 The world is a grid, outermost axis first: pp, then the data-parallel sub-axes, then tp (innermost, so
-that a tensor-parallel group never leaves its node). The d data-parallel ranks are cut at every shard
-factor and at the node boundary, so a sub-axis has one role (p, g, os or replica) and one link class
-(inside a node or across). Cuts between 1 and d, ascending, name the sub-axes from the innermost out.
+that a tensor-parallel group never leaves its node); or data-parallel, pp, tp (Megatron's
+--use-tp-pp-dp-mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
+data-parallel ranks are cut at every shard factor and at the node boundary, so a sub-axis has one role
+(p, g, os or replica) and one link class (inside a node or across). Cuts between 1 and d, ascending, name
+the sub-axes from the innermost out.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class AxisSpec:
 
 @dataclass(frozen=True)
 class Grid:
-    """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first."""
+    """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
+
+    dp_outermost: data-parallel axes lie outside of pp, not inside.
+    """
 
     world_size: int
     ranks_per_node: int
@@ -48,6 +53,7 @@ class Grid:
     pp: int
     shards: tuple[int, int, int]
     axes: tuple[AxisSpec, ...]
+    dp_outermost: bool = False
 
     @property
     def dp(self) -> int:
@@ -60,9 +66,27 @@ class Grid:
     def axis(self, name: str) -> AxisSpec:
         return next(a for a in self.axes if a.name == name)
 
+    @property
+    def dp_stride(self) -> int:
+        """World ranks between neighbours of a data-parallel group."""
+        return self.tp * (self.pp if self.dp_outermost else 1)
 
-def data_ranks_per_node(world_size: int, ranks_per_node: int, tp: int, pp: int = 1) -> int:
-    """h: how many ranks of one data-parallel group share a node (pp outermost, tp innermost).
+    def dp_index(self, rank: int) -> int:
+        return rank // self.dp_stride % self.dp
+
+    def rank_of(self, pp: int, dp: int, tp: int) -> int:
+        """The world rank with these indices."""
+        return pp * self.axis("pp").stride + dp * self.dp_stride + tp
+
+    def link(self, a: int, b: int) -> str:
+        """Link class between two world ranks."""
+        return INTRA if a // self.ranks_per_node == b // self.ranks_per_node else INTER
+
+
+def data_ranks_per_node(
+    world_size: int, ranks_per_node: int, tp: int, pp: int = 1, dp_outermost: bool = False
+) -> int:
+    """h: how many ranks of one data-parallel group share a node (tp innermost, pp outermost or in between).
 
     Raises ValueError naming the nearest legal sizes if groups would straddle nodes unevenly.
     """
@@ -82,8 +106,15 @@ def data_ranks_per_node(world_size: int, ranks_per_node: int, tp: int, pp: int =
             f"a node of {ranks_per_node} ranks does not hold whole tensor-parallel groups of {tp}; nearest "
             f"tensor-parallel size: {nearest_divisor(ranks_per_node, tp)}"
         )
+    inner = tp * pp if dp_outermost else tp  # ranks between neighbours of a data-parallel group
+    if not problems and dp_outermost and ranks_per_node % inner and inner % ranks_per_node:
+        room = ranks_per_node // tp
+        problems.append(
+            f"pipelines of {pp} stages inside nodes (tp, pp, dp order) straddle nodes that hold {room} stages each "
+            f"unevenly; nearest pipeline sizes: {nearest_divisor(room, pp)} or a multiple of {room}"
+        )
     if not problems:
-        d, room = world_size // (tp * pp), ranks_per_node // tp
+        d, room = world_size // (tp * pp), max(ranks_per_node // inner, 1)
         h = min(d, room)
         if d % h or room % h:
             problems.append(
@@ -114,28 +145,36 @@ def data_cuts(d: int, h: int, shards: tuple[int, int, int]) -> list[int]:
 
 
 def make_grid(
-    world_size: int, ranks_per_node: int, tp: int = 1, pp: int = 1, shards: tuple[int, int, int] = (1, 1, 1)
+    world_size: int,
+    ranks_per_node: int,
+    tp: int = 1,
+    pp: int = 1,
+    shards: tuple[int, int, int] = (1, 1, 1),
+    dp_outermost: bool = False,
 ) -> Grid:
     """Cut the world into named axes.
 
     shards: (P, G, OS), how many data-parallel ranks share one copy of parameters, gradients, optimizer
-    states. Sub-axes are named by role and link, e.g. 'os_inter'; at most one of each exists.
+    states. dp_outermost: order dp, pp, tp instead of pp, dp, tp. Sub-axes are named by role and link, e.g.
+    'os_inter'; at most one of each exists.
     """
-    h = data_ranks_per_node(world_size, ranks_per_node, tp, pp)
+    h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
     cuts = data_cuts(d, h, shards)
     p, g, o = shards
-    inner: list[AxisSpec] = [AxisSpec("tp", "tp", tp, 1, INTRA)]
+    stride = tp * pp if dp_outermost else tp
+    data: list[AxisSpec] = []
     for low, high in zip(cuts, cuts[1:], strict=False):
         role = "p" if high <= p else "g" if high <= g else "os" if high <= o else "replica"
         link = INTRA if high <= h else INTER
-        inner.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, tp * low, link))
-    stride = tp * d
-    inner.append(
-        AxisSpec("pp", "pp", pp, stride, INTRA if pp == 1 or stride * pp <= ranks_per_node else INTER)
-    )
-    assert prod(a.size for a in inner) == world_size
-    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(reversed(inner)))
+        data.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, stride * low, link))
+    between = tp if dp_outermost else tp * d
+    inside = pp == 1 or between * pp <= ranks_per_node
+    pipeline = AxisSpec("pp", "pp", pp, between, INTRA if inside else INTER)
+    tensor = AxisSpec("tp", "tp", tp, 1, INTRA)
+    axes = [*data[::-1], pipeline, tensor] if dp_outermost else [pipeline, *data[::-1], tensor]
+    assert prod(a.size for a in axes) == world_size
+    return Grid(world_size, ranks_per_node, tp, pp, shards, tuple(axes), dp_outermost)
 
 
 def nearest_divisor(n: int, wanted: int) -> int:

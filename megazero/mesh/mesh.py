@@ -22,7 +22,11 @@ from megazero.mesh.launch import Launch
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis as this rank sees it. Groups are None when ``size`` is 1."""
+    """An axis as this rank sees it. Groups are None when ``size`` is 1.
+
+    Of pp, gather_group carries what goes to higher ranks and reduce_group what goes to lower ones: in each, one
+    pair's messages have one direction, so sender and receiver agree on their order (NCCL matches by order alone).
+    """
 
     spec: AxisSpec
     index: int
@@ -45,12 +49,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes by name, this rank's place in them, and the device that ranks compute on."""
+    """Axes by name, this rank's place in them, and the device that ranks compute on.
+
+    ends: on the first and the last stage of a pipeline, where ``create_mesh`` was asked for it, the axis of these two
+    ranks (tied embeddings meet there); else None.
+    """
 
     grid: Grid
     rank: int
     device: torch.device
     axes: dict[str, Axis] = field(repr=False)
+    ends: Axis | None = None
     _claims: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def claim(self) -> None:
@@ -82,7 +91,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // self.grid.tp % self.grid.dp
+        return self.grid.dp_index(self.rank)
 
     @property
     def is_replica(self) -> bool:
@@ -96,6 +105,19 @@ class Mesh:
         out = row.new_empty(self.world_size * row.numel())
         all_gather_flat(out, row.contiguous())
         return out.view(self.world_size, -1)
+
+    def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows [d, k] of this rank's data-parallel group, in its order; k may differ between groups."""
+        rows = row.reshape(1, -1)
+        for axis in self.data_axes:
+            out = rows.new_empty(axis.size * rows.numel())
+            all_gather_flat(out, rows.contiguous().view(-1), group=axis.gather_group)
+            rows = out.view(-1, rows.shape[1])
+        return rows
+
+    def stage_rows(self, rows: torch.Tensor, stage: int) -> torch.Tensor:
+        """Of all ranks' rows [world, k], those of one pipeline rank's data-parallel group [d, k], first tp rank each."""
+        return rows[[self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]]
 
     def device_mesh(self) -> DeviceMesh:
         """The same grid as a torch DeviceMesh over the gather communicators (axes of one rank left out)."""
@@ -116,20 +138,36 @@ def create_mesh(
     tp: int = 1,
     pp: int = 1,
     shards: tuple[int, int, int] = (1, 1, 1),
+    dp_outermost: bool = False,
+    ends: bool = False,
     ranks_per_node: int | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta | None = None,
 ) -> Mesh:
     """Build the mesh over the initialised default process group (or over one process without one).
 
-    shards: (P, G, OS). ranks_per_node: defaults to the whole world, i.e. one node.
+    shards: (P, G, OS). dp_outermost: ranks in the order dp, pp, tp instead of pp, dp, tp (outermost first).
+    ends: join the first and the last stage of each pipeline by an axis of their own (``Mesh.ends``).
+    ranks_per_node: defaults to the whole world, i.e. one node.
     Collective: every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards)
+    grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost)
     axes = {spec.name: _make_axis(spec, rank, timeout) for spec in grid.axes}
-    return Mesh(grid, rank, torch.device(device), axes)
+    joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
+    return Mesh(grid, rank, torch.device(device), axes, joined)
+
+
+def _join_ends(grid: Grid, rank: int, timeout: timedelta | None) -> Axis | None:
+    pp = grid.axis("pp")
+    line = pp.ranks(rank)
+    if pp.index(rank) not in (0, pp.size - 1):
+        return None
+    first, last = line[0], line[-1]
+    spec = AxisSpec("ends", "ends", 2, last - first, grid.link(first, last))
+    group = dist.new_group([first, last], timeout=timeout, use_local_synchronization=True)
+    return Axis(spec, int(rank == last), (first, last), group, group)
 
 
 def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
@@ -142,7 +180,7 @@ def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
     gather = new()
-    reduce = gather if spec.role in ("tp", "pp") else new()
+    reduce = gather if spec.role == "tp" else new()
     return Axis(spec, spec.index(rank), ranks, gather, reduce)
 
 

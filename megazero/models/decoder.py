@@ -2,11 +2,13 @@
 
 Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the
 module is called, so all calls go through ``__call__`` and nothing reads another unit's parameters.
-Under tied embeddings the head holds the embedding's Parameter object.
+Under tied embeddings the head holds the embedding's Parameter object; where they are on different
+pipeline ranks it holds one of its own, with the same values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Positions
+from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
     TensorParallel,
     VocabParallelEmbedding,
@@ -30,6 +33,7 @@ from megazero.tp import (
 )
 
 _EMBEDDING = -1  # the embedding's layer number in dropout keys
+_EMBEDDING_WEIGHT = "embedding.tokens.weight"
 
 
 class Embedding(nn.Module):
@@ -96,7 +100,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer on one tensor-parallel rank.
+    """A decoder-only transformer on one tensor-parallel rank, whole or some of its pipeline stages.
 
     Built with uninitialised parameters on any device, meta included: ``initialize``,
     ``load_hf_state_dict`` or the ZeRO engine (through ``initializer``) fills them.
@@ -107,36 +111,58 @@ class Decoder(nn.Module):
         config: DecoderConfig,
         tp: TensorParallel | None = None,
         *,
+        stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """ValueError when the configuration cannot be built over ``tp``."""
+        """stages: the pipeline stages that this rank holds; default: one that is the whole model.
+
+        ValueError when the configuration cannot be built over ``tp``.
+        """
         super().__init__()
         self.config = config
+        self.stages = tuple(stages or partition(config.num_layers, 1))
         self.tp = tp = tp if tp is not None else TensorParallel()
         config.validate(tp.size)
         factory = {"device": device, "dtype": dtype}
         positions = Positions(config, tp)
-        self.embedding = Embedding(config, tp, **factory)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, tp, positions, index, **factory) for index in range(config.num_layers)
+        first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
+        self.embedding = Embedding(config, tp, **factory) if first else None
+        # By number in the whole model, so that names do not depend on the layout.
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(config, tp, positions, i, **factory) for s in self.stages for i in s.layers}
         )
-        tied = self.embedding.tokens.weight if config.tied_embeddings else None
-        self.head = Head(config, tp, tied, **factory)
+        tied = self.embedding.tokens.weight if config.tied_embeddings and self.embedding else None
+        self.head = Head(config, tp, tied, **factory) if last else None
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, dropout_key: int | None = None) -> Tensor:
         """tokens, labels: int [b, s]; labels[:, i] is the token after tokens[:, i] (no shift here).
 
         dropout_key: names the micro-batch, differently on each data-parallel rank; needed when training
-        with dropout. Returns as ``Head.forward``.
+        with dropout. Returns as ``Head.forward``. Of a decoder that is whole.
+        """
+        (whole,) = self.stages
+        return self.run_stage(whole, tokens, labels, dropout_key)
+
+    def run_stage(
+        self, stage: StageSpec, x: Tensor, labels: Tensor | None = None, dropout_key: int | None = None
+    ) -> Tensor:
+        """One of ``stages``. x: tokens [b, s] for the first of the model, else what the stage before returned.
+
+        Returns activations [s, b, h] (their slice under sequence parallel), of the last stage as ``Head.forward``.
         """
         config = self.config
         if self.training and dropout_key is None and max(config.hidden_dropout, config.attention_dropout) > 0:
             raise ValueError("training with dropout needs a dropout_key; pass one, or call eval() first")
-        x = self.embedding(tokens, dropout_key)
-        for layer in self.layers:
-            x = layer(x, dropout_key)
-        return self.head(x, labels)
+        if stage.embedding:
+            assert self.embedding is not None
+            x = self.embedding(x, dropout_key)
+        for index in stage.layers:
+            x = self.layers[str(index)](x, dropout_key)
+        if stage.head:
+            assert self.head is not None
+            x = self.head(x, labels)
+        return x
 
     @torch.no_grad()
     def full_logits(self, tokens: Tensor) -> Tensor:
@@ -149,7 +175,24 @@ class Decoder(nn.Module):
 
     def units(self) -> list[tuple[nn.Module, ...]]:
         """The modules whose parameters are gathered together, in order of use."""
-        return [(self.embedding,), *((layer,) for layer in self.layers), (self.head,)]
+        return [(module,) for part in self.parts() for module in part]
+
+    def parts(self) -> list[list[nn.Module]]:
+        """The modules of each of ``stages``, in order of use."""
+        return [
+            [
+                *([self.embedding] if stage.embedding and self.embedding is not None else []),
+                *(self.layers[str(index)] for index in stage.layers),
+                *([self.head] if stage.head and self.head is not None else []),
+            ]
+            for stage in self.stages
+        ]
+
+    def tied_ends(self) -> dict[str, str]:
+        """Name here to common name of the parameter that the pipeline's other end holds, too."""
+        if not self.config.tied_embeddings or (self.embedding is None) == (self.head is None):
+            return {}
+        return {_EMBEDDING_WEIGHT if self.head is None else "head.weight": _EMBEDDING_WEIGHT}
 
     def initialize(self, seed: int) -> None:
         """Fill the parameters with the values ``initializer(self, seed)`` gives. Not on meta."""
@@ -159,8 +202,10 @@ class Decoder(nn.Module):
                 parameter.copy_(value(name))
 
     def placements(self) -> dict[str, Placement]:
-        """Where each parameter lies in the family's Hugging Face tensors; tied weights once."""
-        return decoder_placements(self.config, self.tp)
+        """Where each parameter held here lies in the family's Hugging Face tensors; tied weights once."""
+        whole = decoder_placements(self.config, self.tp)
+        tied = self.tied_ends()
+        return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
 
     def replicated_parameters(self) -> set[str]:
         """Parameters every rank of the tp axis holds whole (they count once in a norm)."""

@@ -1,20 +1,24 @@
-"""Where tensor parallelism and ZeRO meet: from a run's configuration to a sharded decoder.
+"""Where tensor parallelism, pipelines and ZeRO meet: from a run's configuration to a sharded decoder.
 
 Fixed order, and why:
-1. tp first: the decoder is built on the meta device with this rank's share of every parameter;
+1. pp and tp first: the decoder is built on the meta device with this rank's stages and its share of every parameter;
 2. recompute sits inside each layer's forward, so the engine's hooks stand outside of it and a unit stays
    gathered from the recompute to the end of its backward;
-3. zero last: it takes the (local) parameters unit by unit, initialised from the seed alone, so that the full
-   weights are the same for every tensor-parallel degree and every preset.
+3. zero then: it takes the (local) parameters unit by unit, initialised from the seed alone, so that the full
+   weights are the same for every layout and every preset;
+4. the pipeline last: it runs the stages under the engine's eyes. One stage is a pipeline, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
@@ -22,9 +26,12 @@ from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.wire import Coding
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, DecoderConfig, RopeScaling, initializer
-from megazero.tp import TensorParallel
+from megazero.pp.executor import Pipeline
+from megazero.pp.links import Links
+from megazero.pp.partition import StageSpec
+from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -94,17 +101,37 @@ def _layout(config: RunConfig) -> str:
     return wanted if wanted != "llama" and plain and own[wanted] else "llama"
 
 
+def make_mesh(
+    config: RunConfig, world: World, device: torch.device, timeout: timedelta | None = None
+) -> Mesh:
+    """The mesh of a configuration. Collective."""
+    parallel = config.parallel
+    return create_mesh(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        shards=config.shards(world).factors,
+        dp_outermost=parallel.use_tp_pp_dp_mapping,
+        ends=not config.model.untie_embeddings_and_output_weights,
+        ranks_per_node=config.ranks_per_node(world),
+        device=device,
+        timeout=timeout,
+    )
+
+
 def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None) -> Decoder:
-    """The decoder on the meta device, with this rank's tensor-parallel share."""
+    """The decoder on the meta device, with this rank's stages and tensor-parallel share."""
+    splits = config.pipeline_schedule == "zb-h1" and mesh.pp.size > 1
     tp = TensorParallel(
         group=mesh.tp.gather_group,
         rank=mesh.tp.index,
         size=mesh.tp.size,
         sequence_parallel=config.parallel.sequence_parallel,
         traffic=traffic,
+        deferred=DeferredGradients() if splits else None,
     )
     dtype = DTYPES[config.precision.params_dtype]
-    return Decoder(decoder_config(config), tp, device="meta", dtype=dtype)
+    own = [stage for stage in config.stages() if stage.rank == mesh.pp.index]
+    return Decoder(decoder_config(config), tp, stages=own, device="meta", dtype=dtype)
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:
@@ -123,6 +150,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
     wire = config.wire(world)
     return zero.Policy(
         lifetime=config.shards(world).lifetime,
+        keep_gathered=config.shards(world).keep_gathered,
         prefetch_bytes=config.zero.zero_prefetch_bytes,
         chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,
@@ -186,6 +214,59 @@ def shard_decoder(
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,
         init=initializer(decoder, config.training.seed),
+        parts=decoder.parts(),
+        tied=decoder.tied_ends(),
         timed=timed,
         traffic=decoder.tp.traffic,
     )
+
+
+class MicroBatch(NamedTuple):
+    """tokens, labels: int64 [b, s]. loss_mask: [b, s]. dropout_key: as Decoder.forward's."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    dropout_key: int | None = None
+
+
+def build_pipeline(
+    decoder: Decoder,
+    engine: zero.Engine,
+    config: RunConfig,
+    mesh: Mesh,
+    timed: Callable[[str], Any] = no_timing,
+) -> Pipeline:
+    """The executor of the configuration's schedule over MicroBatches; losses are sums over tokens that count."""
+
+    def forward(stage: StageSpec, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        out = decoder.run_stage(stage, batch.tokens if x is None else x, batch.labels, batch.dropout_key)
+        return (out * batch.loss_mask).sum() if stage.head else out
+
+    model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size
+    assert model.seq_length and model.hidden_size and size
+    carrier = Slices((model.seq_length, size, model.hidden_size), tp)
+    dtype = DTYPES[config.precision.params_dtype]
+    links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, timed)
+    return Pipeline(config.stages(), config.pipeline_schedule, forward, engine, links, carrier, tp.deferred)
+
+
+class Slices:
+    """What of an activation [s, b, h] one tensor-parallel rank sends to the next stage: its own slice.
+
+    Under sequence parallel that is all it has. Otherwise every rank has the whole, and the next stage's ranks gather
+    what they got, inside their node (Narayanan et al. 2021, section 4.1).
+    """
+
+    def __init__(self, shape: tuple[int, int, int], tp: TensorParallel) -> None:
+        self.tp = tp
+        length, batch, hidden = shape
+        self.shape = (length // tp.size, batch, hidden) if tp.sharded_sequence else shape
+        self.cuts = tp.size > 1 and not tp.sequence_parallel and prod(shape) % tp.size == 0
+        self.wire_shape = (prod(shape) // tp.size,) if self.cuts else self.shape
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x.reshape(self.tp.size, -1)[self.tp.rank] if self.cuts else x
+
+    def unpack(self, x: Tensor) -> Tensor:
+        return start_all_gather(x, self.tp).wait().view(self.shape) if self.cuts else x

@@ -24,7 +24,7 @@ from megazero.data.build import Dataset
 from megazero.data.files import replacing
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
 from megazero.mesh.launch import Launch
-from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
+from megazero.mesh.mesh import Mesh, discover_ranks_per_node, init_distributed
 from megazero.models.flops import parameter_count
 from megazero.train.batch_size import BatchSchedule
 from megazero.train.checkpointing import Checkpointing, Progress
@@ -39,7 +39,7 @@ from megazero.train.guards import (
 )
 from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
 from megazero.train.metrics import MetricsWriter
-from megazero.train.parallelize import build_decoder, shard_decoder
+from megazero.train.parallelize import build_decoder, build_pipeline, make_mesh, shard_decoder
 from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Outputs, Schedules, Trainer
@@ -121,12 +121,14 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
         init_distributed(launch, device, timeout)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    mesh = make_mesh(config, launch, device, timeout)
+    world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
+    mesh = make_mesh(config, world, device, timeout)
     schedules = make_schedules(config, mesh)
     datasets = make_datasets(config, tokenizer, schedules)
     bill = TimeBill()
     decoder = build_decoder(config, mesh, Traffic())
     engine = shard_decoder(decoder, config, mesh, bill.span)
+    pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
     progress = checkpointing.load()
     outputs, progress = open_outputs(config, mesh, schedules, progress, stack)
@@ -141,7 +143,9 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
         signals=signals,
         began=began,
     )
-    return Trainer(decoder, engine, datasets, schedules, checkpointing, outputs, exits, bill, progress)
+    return Trainer(
+        decoder, engine, pipeline, datasets, schedules, checkpointing, outputs, exits, bill, progress
+    )
 
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
@@ -166,18 +170,6 @@ def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
         )
     size = max(wanted or 0, tokenizer.vocab_size)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
-
-
-def make_mesh(config: RunConfig, launch: Launch, device: torch.device, timeout: timedelta) -> Mesh:
-    per_node = discover_ranks_per_node(launch, config.parallel.ranks_per_node)
-    world = World(launch.world_size, per_node)
-    return create_mesh(
-        tp=config.parallel.tensor_model_parallel_size,
-        shards=config.shards(world).factors,
-        ranks_per_node=per_node,
-        device=device,
-        timeout=timeout,
-    )
 
 
 def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-# Waits for communication, by hop: refresh across nodes, gather inside a node, ...
+# Waits for communication, by hop: refresh across nodes, gather inside a node, ...; of the pipeline with the bubble.
 EXPOSED = tuple(
-    f"exposed_{kind}_{link}" for kind in ("refresh", "gather", "reduce") for link in ("intra", "inter")
+    f"exposed_{kind}_{link}"
+    for kind in ("refresh", "gather", "reduce", "pipeline")
+    for link in ("intra", "inter")
 )
 ITEMS = ("compute", *EXPOSED, "optimizer", "data", "other")
 _TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an iteration err by less

@@ -17,12 +17,14 @@ from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
 from megazero.models.flops import training_flops
+from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import BatchSchedule
 from megazero.train.checkpointing import Checkpointing, Progress
 from megazero.train.console import TrainConsole
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
 from megazero.train.loggers import Loggers
 from megazero.train.metrics import IterationMetrics, MetricsWriter
+from megazero.train.parallelize import MicroBatch
 from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
@@ -57,6 +59,7 @@ class Trainer:
         self,
         decoder: Decoder,
         engine: Engine,
+        pipeline: Pipeline,
         datasets: tuple[Dataset | None, Dataset | None],
         schedules: Schedules,
         checkpointing: Checkpointing,
@@ -65,7 +68,7 @@ class Trainer:
         bill: TimeBill,
         progress: Progress,
     ) -> None:
-        self.decoder, self.engine, self.mesh = decoder, engine, engine.mesh
+        self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
         self.train_data, self.valid_data = datasets
         self.schedules, self.checkpointing, self.outputs = schedules, checkpointing, outputs
@@ -118,7 +121,7 @@ class Trainer:
             step = [self._to_device(b) for b in batches.next_step(count)]
             divisor = self._valid_tokens(step)
         with self.bill.span("compute"):
-            self.engine.begin_step(count, divisor)
+            self.engine.begin_step(count, divisor, self.pipeline.program(count))
             local = self._forward_backward(step, ids)
             loss = self._reduce_sum(local) / divisor
             own = LocalStep(self.mesh.rank, float(local), tuple(i for row in ids for i in row))
@@ -134,18 +137,12 @@ class Trainer:
         self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(self, step: Sequence[Batch], ids: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Sum of this rank's token losses over the step, fp64 scalar on the device."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        """Sum of this rank's token losses over the step, fp64 scalar on the device; 0 without the last stage."""
         self.decoder.train()
-        for batch, row in zip(step, ids, strict=True):
-            loss = self._loss(batch, self._dropout_key(row[0]))
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def _loss(self, batch: Batch, dropout_key: int | None = None) -> torch.Tensor:
-        losses = self.decoder(batch["tokens"], batch["labels"], dropout_key)
-        return (losses * batch["loss_mask"]).sum()
+        keys = [self._dropout_key(row[0]) for row in ids]
+        return self.pipeline.step(
+            [MicroBatch(**batch, dropout_key=key) for batch, key in zip(step, keys, strict=True)]
+        )
 
     def _dropout_key(self, sample: int) -> int | None:
         """Names the micro-batch by its first sample, whatever the layout."""
@@ -194,9 +191,12 @@ class Trainer:
             self.engine.evaluation(),
         ):
             for _ in range(config.training.eval_iters):
-                for batch in map(self._to_device, batches.next_step(per_step)):
-                    sums += torch.stack([self._loss(batch).double(), batch["loss_mask"].sum().double()])
-        rows = self.mesh.gather_rows(sums)[:: self.mesh.tp.size].sum(0)
+                step = [MicroBatch(**self._to_device(batch)) for batch in batches.next_step(per_step)]
+                losses = self.pipeline.evaluate(step)
+                if losses is not None:
+                    sums[0] += losses.sum()
+                sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
+        rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
         loss = float(rows[0] / rows[1].clamp(min=1))
         self.engine.traffic.take()  # of no iteration
         self.outputs.console.evaluation(self.progress.iteration, loss)
@@ -232,9 +232,9 @@ class Trainer:
         return max(1.0, self._reduce_sum(own))
 
     def _reduce_sum(self, value: torch.Tensor) -> float:
-        """Sum over data-parallel ranks, in rank order (tensor-parallel ranks hold equal values)."""
+        """Sum over the data-parallel ranks of the last stage, in rank order (tensor-parallel ranks hold equal values)."""
         rows = self.mesh.gather_rows(value.double().reshape(1))
-        return rows[:: self.mesh.tp.size].sum().item()
+        return self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item()
 
     def _gather(self, own: LocalStep) -> list[LocalStep]:
         if self.mesh.world_size == 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,8 @@ def shard(
     clip_norm: float | None = None,
     traits: Callable[[str, nn.Parameter], Traits] | None = None,
     init: Init | None = None,
+    parts: Sequence[Sequence[nn.Module]] = (),
+    tied: Mapping[str, str] = MappingProxyType({}),
     timed: Callable[[str], Any] = no_timing,
     traffic: Traffic | None = None,
 ) -> Engine:
@@ -41,6 +44,10 @@ def shard(
     clip_norm: limit of the global gradient norm. traits: optimizer options and tensor-parallel replication of
         each parameter; default: no weight decay for 1-D parameters.
     init: for modules on the meta device: from a parameter's name to its full tensor, called unit by unit.
+    parts: of a module that runs part by part (virtual pipeline stages): the listed modules of each. Every part has a
+        backward for each micro-batch; ``Engine.segment`` says which one runs.
+    tied: parameters that the other end of the pipeline holds, too: name here to a name common to both. The ends sum
+        their gradients once per step; needs ``create_mesh(ends=True)``.
     timed: context manager factory, called with 'optimizer' and, for waits, 'exposed_' and the hop's name:
         'exposed_refresh_inter', 'exposed_gather_intra', ... (``train/timebill.py`` lists them).
     traffic: counters of the bytes this rank sends; default: the engine's own.
@@ -51,7 +58,9 @@ def shard(
     policy = policy or Policy()
     choose = traits or _no_decay_for_vectors
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
-    plan = build_units(module, units, mesh, policy, chosen, init)
+    if tied and mesh.ends is None:
+        raise ValueError(f"tied={dict(tied)} needs the axis of the pipeline's ends: create_mesh(ends=True)")
+    plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
     mesh.claim()
     return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -22,10 +23,11 @@ UnitSpec = nn.Module | Sequence[nn.Module]
 
 @dataclass(frozen=True)
 class Plan:
-    """Units in forward order and, for every hooked module, the units it needs."""
+    """Units in forward order; for every hooked module, the units it needs; how many parts the module has."""
 
     units: list[Unit]
     needs: list[tuple[nn.Module, list[Unit]]]
+    parts: int = 1
 
 
 def build_units(
@@ -35,8 +37,13 @@ def build_units(
     policy: Policy,
     traits: Mapping[str, Traits],
     init: Init | None,
+    parts: Sequence[Sequence[nn.Module]] = (),
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
+
+    parts: the specs' modules that run together, where the module runs part by part (virtual pipeline stages).
+    tied: parameters of the pipeline's ends, each a unit of its own: name here to name common to both.
 
     A parameter shared by several modules belongs to the first spec that holds it; the others' hooks gather
     that unit too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init.
@@ -52,6 +59,7 @@ def build_units(
     names = {id(p): n for n, p in module.named_parameters()}
     _refuse_different_starts(module, mesh)
     owner: dict[int, Unit] = {}
+    part_of = {id(m): i for i, modules_of in enumerate(parts) for m in modules_of}
     units: list[Unit] = []
     for group in [*groups, (module,)]:
         params = {
@@ -59,7 +67,9 @@ def build_units(
         }
         if params:
             label = next(n for n, m in modules.items() if m is group[0]) or "root"
-            made = _make_units(label, params, group, mesh, policy, traits, init)
+            made = _make_units(label, params, group, mesh, policy, traits, init, tied)
+            for unit in made:
+                unit.part = part_of.get(id(group[0]), 0)
             units += made
             # Swapping keeps identity, so ids stay valid.
             owner.update((id(p), unit) for unit in made for p in unit.params.values())
@@ -70,16 +80,26 @@ def build_units(
     rest = _unique(owner[id(p)] for p in outside)
     if rest:
         needs.append((module, rest))
-    return Plan(units, needs)
+    for m, used in needs:
+        if len({unit.part for unit in used}) > 1:
+            raise ValueError(f"unit {used[0].name!r} holds parameters of several parts: a part has its own")
+    return Plan(units, needs, max(len(parts), 1))
 
 
-def _make_units(label, params, group, mesh, policy, traits, init) -> list[Unit]:
-    """One unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements."""
+def _make_units(label, params, group, mesh, policy, traits, init, tied) -> list[Unit]:
+    """One unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements; and one per
+    tied parameter."""
     dtype = policy.dtype or _one_dtype(label, params)
     values = _initial_values(label, params, group, init, mesh.device, at_least_fp32(dtype))
-    chunks = _chunks({n: p.numel() for n, p in params.items()}, policy.chunk_numel)
     units = []
+    for name in [n for n in params if n in tied]:
+        unit = _make_unit(tied[name], {name: params[name]}, dtype, values, mesh, policy, traits)
+        unit.tied = True
+        units.append(unit)
+    chunks = _chunks({n: p.numel() for n, p in params.items() if n not in tied}, policy.chunk_numel)
     for i, names in enumerate(chunks):
+        if not names:  # every parameter is tied
+            break
         part = {n: params[n] for n in names}
         name = label if len(chunks) == 1 else f"{label}[{i}]"
         units.append(_make_unit(name, part, dtype, values, mesh, policy, traits))
@@ -179,7 +199,7 @@ def _refuse_different_starts(module: nn.Module, mesh: Mesh) -> None:
     if not values or mesh.dp_size == 1:
         return
     row = torch.stack([v.double().sum() for v in values]).to(mesh.device)
-    rows = mesh.gather_rows(row)[mesh.tp.index :: mesh.tp.size]
+    rows = mesh.gather_data_rows(row)
     differ = (rows != rows[0]).logical_and(rows == rows).any(0).nonzero()
     if len(differ):
         names = [n for n, p in module.named_parameters() if not p.is_meta]

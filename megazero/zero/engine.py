@@ -14,12 +14,13 @@ of the forward's order of first use; both are hashed and compared across ranks a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megazero.comm.lane import Lane
@@ -29,7 +30,7 @@ from megazero.zero.build import Plan
 from megazero.zero.exchange import exchange_scalars, sum_partial
 from megazero.zero.gathering import Gathering
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
-from megazero.zero.order import OrderHash
+from megazero.zero.order import BACKWARD, EVALUATION, FORWARD, OrderHash, Segment
 from megazero.zero.passes import Passes
 from megazero.zero.policy import Policy
 from megazero.zero.reducing import Reducing
@@ -75,7 +76,8 @@ class Engine:
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
         self.issued = OrderHash()
-        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, self.units)
+        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, unit_names(mesh, self.units))
+        self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         axes = mesh.data_axes
         self.gathering = Gathering(
@@ -86,7 +88,6 @@ class Engine:
             self.rounding,
             traffic,
             self.issued,
-            lambda: self.passes.more,
         )
         self.reducing = Reducing(
             self.units, axes, policy, self.reductions, self.rounding, traffic, self.issued
@@ -96,8 +97,14 @@ class Engine:
 
     # -- the user's verbs ------------------------------------------------------------------------
 
-    def begin_step(self, micro_batches: int = 1, divisor: float = 1.0) -> None:
-        """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once."""
+    def begin_step(
+        self, micro_batches: int = 1, divisor: float = 1.0, program: Sequence[tuple[str, int]] = ()
+    ) -> None:
+        """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
+
+        program: the (kind, part) that the step will run, in order, kinds F, B, I, W of order.py: gathers run ahead by
+            it. Default: a forward and a backward of the whole module for each micro-batch.
+        """
         if micro_batches < 1 or not divisor > 0:
             raise ValueError(
                 f"begin_step needs micro_batches >= 1 and divisor > 0, got {micro_batches} and {divisor}"
@@ -111,8 +118,23 @@ class Engine:
         self.reducing.micro_batches, self.reducing.exact = micro_batches, self.exact_gradients
         for unit in self.units:
             unit.begin_step()
-        self.passes.open_step(micro_batches)
+        segments = [Segment(*s) for s in program] or [Segment(FORWARD), Segment(BACKWARD)] * micro_batches
+        self.passes.open_step(micro_batches, segments)
         self.gathering.prefetch()
+
+    def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Around one of the program's forwards (F), backwards (B) or backwards of the input alone (I)."""
+        return self.passes.segment(kind, part, micro_batch)
+
+    def weight_gradients(
+        self, part: int, micro_batch: int, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]
+    ) -> None:
+        """W of the program: what the backward of the input alone put off, as (parameter, its whole gradient)."""
+        self.passes.weight_gradients(part, micro_batch, pairs)
+
+    def poll(self) -> None:
+        """Let what is in flight move on, while the caller waits for something else."""
+        self.passes.poll()
 
     def step(self) -> StepInfo:
         """Finish the reductions, take the global norm, clip, update the master weights.
@@ -121,6 +143,8 @@ class Engine:
         backwards is not what begin_step was told.
         """
         self.passes.check_done()
+        if self.mesh.ends is not None:
+            self.reducing.join_ends(self.mesh.ends)
         self.reducing.wait()
         self.gathering.drop_all()  # what ran ahead and was not used may still be reading the master weights
         if self.mesh.device.type == "cuda":
@@ -136,7 +160,7 @@ class Engine:
         sampled = self.rounding.sampled
         assert sampled is not None
         self._end_step(updated=not skipped)
-        return StepInfo(norm, skipped, sampled.name, errors, tuple(self._fall_back(sampled, errors)))
+        return StepInfo(norm, skipped, sampled, errors, tuple(self._fall_back(sampled, errors)))
 
     def abort_step(self) -> None:
         """Give the open step up, on every rank alike (after an exception): no update, gradients are forgotten."""
@@ -152,15 +176,15 @@ class Engine:
         """Forwards without gradient, between steps; training goes on bit for bit as if it had not been."""
         if self.passes.micro_batches:
             raise RuntimeError("evaluation() inside a step: call step() first")
-        self.gathering.mode = "eval"
-        self.passes.begin()
+        program = self.gathering.program
+        program.open(())
+        program.enter(Segment(EVALUATION))
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.gathering.mode = "train"
+            program.leave()
             self.gathering.drop_all()
-            self.passes.begin()
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None, write: bool = False) -> Iterator[None]:
@@ -213,17 +237,14 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint keeps: counters that noise depends on, units that fell back. JSON types."""
-        fallen = {
-            unit.name: [kind for kind in KINDS if kind in unit.fallen] for unit in self.units if unit.fallen
-        }
-        return {"updates": self.rounding.updates, "fallen_back": fallen}
+        return {"updates": self.rounding.updates, "fallen_back": self.fallen}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, after the weights were loaded. Names of units that are not here are passed over."""
         self.rounding.updates = int(state["updates"])
-        for unit in self.units:
-            for kind in state["fallen_back"].get(unit.name, ()):
-                unit.send_exactly(kind)
+        for name, kinds in state["fallen_back"].items():
+            for kind in kinds:
+                self._send_exactly(name, kind)
 
     # -- parts of them ---------------------------------------------------------------------------
 
@@ -254,21 +275,32 @@ class Engine:
     def _exchange(self) -> tuple[float, dict[str, float]]:
         """Norm over unique slices, and the sampled rounding errors; ranks compare the hash of what they issued."""
         sum_partial(self.optimizer.runs, self.mesh.tp, self.traffic)
-        square = self.optimizer.squared_norm(count_replicated=self.mesh.tp.index == 0)
+        second_end = self.mesh.ends is not None and self.mesh.ends.index > 0
+        square = self.optimizer.squared_norm(
+            count_replicated=self.mesh.tp.index == 0, count_tied=not second_end
+        )
         norm, errors = exchange_scalars(
             self.mesh, square, self.issued.take(), self.rounding.take(), self.traffic
         )
         return norm / self.divisor, errors
 
-    def _fall_back(self, unit: Unit, errors: Mapping[str, float]) -> Iterator[str]:
+    def _send_exactly(self, name: str, kind: str) -> None:
+        if name in self.rounding.names:
+            kinds = {*self.fallen.get(name, ()), kind}
+            self.fallen[name] = [k for k in KINDS if k in kinds]
+        for unit in self.units:
+            if unit.name == name:
+                unit.send_exactly(kind)
+
+    def _fall_back(self, name: str, errors: Mapping[str, float]) -> Iterator[str]:
         """All ranks have the same errors, so all decide alike."""
         bounds = {WEIGHTS: self.policy.weight_error_bound, GRADIENTS: self.policy.gradient_error_bound}
         for kind, error in errors.items():
             bound = bounds[kind]
-            if bound is not None and error > bound and kind not in unit.fallen:
-                unit.send_exactly(kind)
+            if bound is not None and error > bound and kind not in self.fallen.get(name, ()):
+                self._send_exactly(name, kind)
                 yield (
-                    f"{kind} of unit {unit.name!r}: relative rounding error {error:.3g} is above the bound "
+                    f"{kind} of unit {name!r}: relative rounding error {error:.3g} is above the bound "
                     f"{bound:g}; exact from the next step on"
                 )
 
@@ -281,3 +313,12 @@ class Engine:
                 commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducing.exact)
         self.rounding.updates += int(updated)
         self.passes.micro_batches = 0
+
+
+def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
+    """Of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
+    names: list[list[str]] = [[u.name for u in units]]
+    if mesh.pp.size > 1:
+        names = [[] for _ in range(mesh.pp.size)]
+        dist.all_gather_object(names, [u.name for u in units], group=mesh.pp.gather_group)
+    return list(dict.fromkeys(name for stage in names for name in stage))

@@ -38,8 +38,8 @@ def exchange_scalars(
     """Global norm of the gradients, nan if one is not finite, and relative rounding errors by kind.
 
     square: fp64 scalar, sum of squares of this rank's gradient slices; replicas' do not count. order: hash of what
-    this rank issued. rounding: fp64 [2 x KINDS], ``Rounding.take``. Raises RuntimeError if ranks issued other
-    collectives.
+    this rank issued. rounding: fp64 [2 x KINDS], ``Rounding.take``. Raises RuntimeError if ranks of one stage issued
+    other collectives.
     """
     square = torch.zeros((), dtype=torch.float64) if mesh.is_replica else square.cpu()
     hashed = torch.tensor(float(order), dtype=torch.float64)
@@ -47,7 +47,11 @@ def exchange_scalars(
     rows = mesh.gather_rows(row.to(mesh.device)).cpu()
     link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
     traffic.add("scalar", link, (mesh.world_size - 1) * row.nbytes)
-    if len(set(rows[:, 1].tolist())) > 1:
+    stage = mesh.grid.axis("pp").index
+    hashes = [
+        {rows[r, 1].item() for r in range(mesh.world_size) if stage(r) == s} for s in range(mesh.pp.size)
+    ]
+    if any(len(issued) > 1 for issued in hashes):
         raise RuntimeError(
             f"ranks issued different collectives in this step (hashes {rows[:, 1].tolist()}): the modules "
             "must be called in the same order on every rank"

@@ -1,30 +1,23 @@
-"""When units are gathered and dropped: at use, ahead of use by the recorded order, never behind.
-
-One Gathering per engine. A pass is one micro-batch's forward and backward, or one evaluation forward; its order
-of use is recorded the first time and predicts the next.
-"""
+"""When units are gathered and dropped: at use, ahead of use by the recorded order, never behind. One per engine."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from megazero.comm.lane import Lane
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
 from megazero.zero.movement import gather, gather_plan
-from megazero.zero.order import Order, OrderHash
+from megazero.zero.order import EVALUATION, OrderHash, Program, Segment
 from megazero.zero.policy import Policy
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
 
 
 class Gathering:
-    """Keeps the units gathered that are in use, and what comes next on its way.
-
-    more_passes: whether another pass of this step follows the current one.
-    """
+    """Keeps the units gathered that are in use, and what comes next on its way."""
 
     def __init__(
         self,
@@ -35,23 +28,20 @@ class Gathering:
         rounding: Rounding,
         traffic: Traffic,
         issued: OrderHash,
-        more_passes: Callable[[], bool],
     ) -> None:
         self.units, self.axes, self.policy = units, axes, policy
         self.lane, self.rounding, self.traffic = lane, rounding, traffic
-        self.issued, self.more_passes = issued, more_passes
-        self.orders = {"train": Order(), "eval": Order()}
-        self.mode = "train"
+        self.issued, self.program = issued, Program()
         self.index = {u: i for i, u in enumerate(units)}
         self.ahead: set[Unit] = set()  # gathered or on the way before use
 
     @property
-    def order(self) -> Order:
-        return self.orders[self.mode]
+    def evaluating(self) -> bool:
+        return self.program.current == Segment(EVALUATION)
 
     def use(self, unit: Unit) -> None:
         """The unit is needed now: note it, start what comes next, return when it is gathered."""
-        self.order.use(self.index[unit])
+        self.program.use(self.index[unit])
         self.ahead.discard(unit)
         if not unit.ready and unit.ticket is None:
             self._launch(unit)
@@ -71,13 +61,13 @@ class Gathering:
 
     def prefetch(self) -> None:
         """Start gathers of the units that come next, within the policy's bytes."""
-        budget = self.policy.prefetch_bytes - sum(u.full.nbytes for u in self.ahead)
-        # At most two passes ahead: a long evaluation is one pass of many forwards.
-        for index in islice(self.order.upcoming(wrap=self.more_passes()), 2 * len(self.units)):
+        budget = self.policy.prefetch_bytes - sum(u.gather_bytes for u in self.ahead)
+        # Bounded in uses, too: a long evaluation is one segment of many forwards.
+        for index in islice(self.program.upcoming(), 2 * len(self.units)):
             unit = self.units[index]
             if unit.ready or unit.ticket is not None:
                 continue
-            budget -= unit.full.nbytes
+            budget -= unit.gather_bytes
             if budget < 0:
                 return
             self._launch(unit)
@@ -87,8 +77,8 @@ class Gathering:
         """Drop the gathered parameters unless someone uses them now or next."""
         if not unit.levels.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
             return
-        keep = self.policy.keep_gathered and self.mode == "train" and self.more_passes()
-        if not keep and not self.order.next_is(self.index[unit], self.more_passes()):
+        keep = self.policy.keep_gathered and not self.evaluating and self.program.returns_to(unit.part)
+        if not keep and not self.program.next_is(self.index[unit]):
             unit.drop_full()
 
     def drop_all(self) -> None:

@@ -1,20 +1,37 @@
-"""Order of use: recorded once per kind of pass, checked ever after, hashed so that ranks can compare."""
+"""Order of use: recorded once per kind of segment, checked ever after, hashed so that ranks can compare.
+
+A step is a program: a sequence of segments, each the forward (F), the backward (B, or I for the input's gradient alone)
+or the weights' gradients (W) of one part of the module for one micro-batch. The program says which segments come,
+the record of a segment's kind says in which order it uses units: together they predict every gather of a step, whatever
+the number of micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 from zlib import crc32
+
+FORWARD, BACKWARD, INPUT, WEIGHT, EVALUATION = "F", "B", "I", "W", "E"
+
+
+class Segment(NamedTuple):
+    """kind: F, B, I, W; E: all forwards of an evaluation. part: of the module."""
+
+    kind: str
+    part: int = 0
 
 
 class Order:
-    """Unit indices in order of use within one pass (one micro-batch, or one evaluation forward)."""
+    """Unit indices in order of use within one kind of segment."""
 
     def __init__(self) -> None:
         self.sequence: list[int] = []
         self.position = 0
 
     def begin(self) -> None:
-        """Start a pass. The last one may have been shorter than the record: then its tail is forgotten."""
+        """Start anew. The last time may have been shorter than the record: then its tail is forgotten."""
         if self.position:
             del self.sequence[self.position :]
             self.position = 0
@@ -28,14 +45,55 @@ class Order:
             self.sequence.append(index)
         self.position += 1
 
-    def upcoming(self, wrap: bool) -> Iterator[int]:
-        """What comes after the current position; with ``wrap`` the next pass follows."""
-        yield from self.sequence[self.position :]
-        if wrap:
-            yield from self.sequence
 
-    def next_is(self, index: int, wrap: bool) -> bool:
-        return next(self.upcoming(wrap), None) == index
+class Program:
+    """The open step's segments, where it is in them, and the recorded orders."""
+
+    def __init__(self) -> None:
+        self.orders: defaultdict[Segment, Order] = defaultdict(Order)
+        self.segments: Sequence[Segment] = ()
+        self.at = 0  # the current segment, or the next one
+        self.current: Segment | None = None
+
+    def open(self, segments: Sequence[Segment]) -> None:
+        self.segments, self.at, self.current = segments, 0, None
+
+    def enter(self, segment: Segment) -> None:
+        """Go to the next such segment; past the end where the program has none (a forward more, say)."""
+        self.leave()
+        rest = range(self.at, len(self.segments))
+        self.at = next((i for i in rest if self.segments[i] == segment), len(self.segments))
+        self.current = segment
+        self.orders[segment].begin()
+
+    def leave(self) -> None:
+        if self.current is not None:
+            self.current = None
+            self.at += 1
+
+    def use(self, index: int) -> None:
+        assert self.current is not None
+        self.orders[self.current].use(index)
+
+    def upcoming(self) -> Iterator[int]:
+        """Units in the order in which the rest of the program will use them, as far as it is recorded."""
+        if self.current is not None:
+            order = self.orders[self.current]
+            yield from order.sequence[order.position :]
+        for i in self._following():
+            yield from self.orders[self.segments[i]].sequence
+
+    def next_is(self, index: int) -> bool:
+        return next(self.upcoming(), None) == index
+
+    def returns_to(self, part: int) -> bool:
+        """A later segment needs the part's parameters."""
+        return any(
+            self.segments[i].part == part and self.segments[i].kind != WEIGHT for i in self._following()
+        )
+
+    def _following(self) -> range:
+        return range(self.at + int(self.current is not None), len(self.segments))
 
 
 class OrderHash:

@@ -1,12 +1,15 @@
 """The passes of a step: hooks on the module that say "this unit is needed now" and "this gradient is there".
 
-One Passes per engine. A pass is one micro-batch's forward and backward, or one evaluation forward. Nothing is
-inferred from the hooks' order but the order of use.
+One Passes per engine. A pass is one segment of the step's program (order.py). A pipeline enters and leaves its segments;
+in a loop of plain forwards and backwards they begin with the first hook. Nothing is inferred from the hooks' order but
+the order of use.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.zero.build import Plan
 from megazero.zero.gathering import Gathering
+from megazero.zero.order import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reducing import Reducing
 from megazero.zero.unit import Unit
 
@@ -23,53 +27,106 @@ from megazero.zero.unit import Unit
 class Passes:
     """Counts a step's backwards and tells gathering and reducing what the module's hooks see.
 
-    micro_batches: of the step that is open; 0: none is. backwards: of them that are done.
+    micro_batches: of the step that is open; 0: none is. backwards: of them that are done, by part.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, gathering: Gathering, reducing: Reducing) -> None:
         self.units, self.gathering, self.reducing = plan.units, gathering, reducing
-        self.micro_batches = self.backwards = 0
-        self._forward_uses: list[Unit] = []
+        self.program = gathering.program
+        self.micro_batches = 0
+        self.parts = [[u for u in plan.units if u.part == part] for part in range(plan.parts)]
+        self.backwards = [0] * plan.parts
+        self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
         self._in_backward = False
+        self._splits = False  # the program has backwards of the input alone
+        self._micro_batch = 0
+        # Gradients that arrived with the input's, by part and micro-batch: they go with the weights'.
+        self._held: dict[tuple[int, int], dict[Unit, dict[str, torch.Tensor]]] = {}
+        self._owner = {id(p): (u, n) for u in plan.units for n, p in u.params.items()}
         for hooked, needs in plan.needs:
             self._hook_forward(hooked, needs)
         self._hook_gradients()
         self._guard_state_dicts(module)
 
-    def open_step(self, micro_batches: int) -> None:
-        self.micro_batches, self.backwards = micro_batches, 0
-        self.begin()
+    def open_step(self, micro_batches: int, segments: Sequence[Segment]) -> None:
+        self.micro_batches, self.backwards = micro_batches, [0] * len(self.parts)
+        self._splits = any(segment.kind == INPUT for segment in segments)
+        self.program.open(segments)
 
     def check_done(self) -> None:
         """Raises RuntimeError unless the open step has had its backwards."""
         if not self.micro_batches:
             raise RuntimeError("step() without begin_step()")
-        if self.backwards != self.micro_batches:
+        if min(self.backwards) != self.micro_batches:
             raise RuntimeError(
-                f"step() after {self.backwards} backwards of {self.micro_batches}: every micro-batch that "
+                f"step() after {min(self.backwards)} backwards of {self.micro_batches}: every micro-batch that "
                 "begin_step() announced needs one backward"
             )
 
     def abort(self) -> None:
         """Forget a forward or backward that was broken off."""
         self._in_backward = False
+        self._held.clear()
+        self.program.open(())
         for unit in self.units:
             unit.active, unit.in_backward = 0, False
 
-    def begin(self) -> None:
-        """A pass begins."""
-        self.gathering.order.begin()
-        self._forward_uses.clear()
+    @contextmanager
+    def segment(self, kind: str, part: int, micro_batch: int) -> Iterator[None]:
+        """A forward, a backward, or a backward of the input alone of one part for one micro-batch."""
+        self._enter(kind, part, micro_batch)
+        yield
+        self.program.leave()
 
-    @property
-    def more(self) -> bool:
-        """Another pass of this step follows the current one."""
-        return self.backwards + int(self._in_backward) < self.micro_batches
+    @torch.no_grad()
+    def weight_gradients(
+        self, part: int, micro_batch: int, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]
+    ) -> None:
+        """Take the gradients that a backward of the input alone put off; with them go those it did not."""
+        self._enter(WEIGHT, part, micro_batch)
+        self._check_announced(part)
+        self.reducing.open(self._reduction_order(part))
+        held = self._held.pop((part, micro_batch), {})
+        for param, grad in pairs:
+            unit, name = self._owner[id(param)]
+            param.grad = grad
+            self._arrived(unit, name, param)
+            if unit.pending and unit.pending == held.get(unit, {}).keys():
+                self._deliver(unit, held.pop(unit))
+        for unit, grads in held.items():
+            self._deliver(unit, grads)
+        self.reducing.close()
+        self.backwards[part] += 1
+        self.program.leave()
+
+    def _deliver(self, unit: Unit, grads: dict[str, torch.Tensor]) -> None:
+        for name, grad in grads.items():
+            param = unit.params[name]
+            param.grad = grad
+            self._arrived(unit, name, param)
+
+    def _enter(self, kind: str, part: int = 0, micro_batch: int = 0) -> None:
+        self.program.enter(Segment(kind, part))
+        self._micro_batch = micro_batch
+        if kind == FORWARD:
+            self._forward_uses[part].clear()
+
+    def _reduction_order(self, part: int) -> list[Unit]:
+        """The reverse of first use in the forward, then what it did not use."""
+        used = self._forward_uses[part]
+        return [*reversed(used), *(u for u in self.parts[part] if u not in used)]
+
+    def _check_announced(self, part: int) -> None:
+        if self.backwards[part] >= self.micro_batches:
+            raise RuntimeError(
+                f"backward number {self.backwards[part] + 1} in a step of {self.micro_batches} micro-batches: "
+                "call begin_step(micro_batches) with the right number before the step's first forward"
+            )
 
     # -- hooks -----------------------------------------------------------------------------------
 
     def _hook_forward(self, module: nn.Module, needs: list[Unit]) -> None:
-        module.register_forward_pre_hook(lambda m, a: self._pre_forward(needs))
+        module.register_forward_pre_hook(lambda m, args: self._pre_forward(needs, args))
         module.register_forward_hook(
             lambda m, a, out: self._post_forward(needs, out),
             always_call=True,  # a forward that raised has stopped using its parameters, too
@@ -96,16 +153,34 @@ class Passes:
                 lambda *_, held=held: _refuse_sharded(held, "load_state_dict", "gathered(write=True)")
             )
 
-    def _pre_forward(self, needs: list[Unit]) -> None:
-        recompute = torch._C._current_graph_task_id() != -1
-        for unit in needs:
-            if recompute:
+    def _pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a recompute
+            for unit in needs:
                 self.gathering.ensure(unit)
-                continue
-            if unit not in self._forward_uses:
-                self._forward_uses.append(unit)
+            return
+        if self.program.current is None:
+            self._enter(FORWARD)
+        assert self.program.current is not None
+        for unit in needs:
+            uses = self._forward_uses[unit.part]
+            if self.program.current.kind == FORWARD and unit not in uses:
+                uses.append(unit)
             unit.active += 1
             self.gathering.use(unit)
+        if self._splits and torch.is_grad_enabled():
+            self._watch_input(needs, args)
+
+    def _watch_input(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
+        """In a backward of the input alone no gradient of a weight says that the unit has done its part."""
+
+        def input_done(_: torch.Tensor) -> None:
+            if self.program.current is not None and self.program.current.kind == INPUT:
+                for unit in needs:
+                    self._end_use(unit)
+
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(input_done)
 
     def _post_forward(self, needs: list[Unit], output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -113,7 +188,7 @@ class Passes:
         for unit in needs:
             unit.active -= 1
             self.gathering.release(unit)
-        self._poll()
+        self.poll()
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(needs, output)
 
@@ -135,10 +210,20 @@ class Passes:
             if not unit.in_backward:
                 unit.in_backward = True
                 self.gathering.use(unit)
-        self._poll()
+        self.poll()
 
     def _grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
         self._open_backward()
+        current = self.program.current
+        if current is not None and current.kind == INPUT:
+            if param.grad is None:  # put off, and autograd says so
+                return
+            held = self._held.setdefault((current.part, self._micro_batch), {}).setdefault(unit, {})
+            held[name], param.grad = param.grad, None
+            return
+        self._arrived(unit, name, param)
+
+    def _arrived(self, unit: Unit, name: str, param: nn.Parameter) -> None:
         if name not in unit.pending:
             raise RuntimeError(
                 f"{name} got a second gradient in one micro-batch: call backward once for each"
@@ -151,35 +236,40 @@ class Passes:
                 # give no such sign: their unit stays gathered to the end of the backward.
                 self._end_use(unit)
             self.reducing.completed(unit)
-        self._poll()
+        self.poll()
 
     def _open_backward(self) -> None:
         if self._in_backward:
             return
-        if self.backwards >= self.micro_batches:
-            raise RuntimeError(
-                f"backward number {self.backwards + 1} in a step of {self.micro_batches} micro-batches: "
-                "call begin_step(micro_batches) with the right number before the step's first forward"
-            )
+        if self.program.current is None or self.program.current.kind == FORWARD:
+            self._enter(BACKWARD)
+        assert self.program.current is not None
+        kind, part = self.program.current
+        self._check_announced(part)
         self._in_backward = True
-        self.reducing.open(self._forward_uses)
+        if kind == BACKWARD:
+            self.reducing.open(self._reduction_order(part))
         torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
 
     def _close_backward(self) -> None:
         """End of one micro-batch's backward: units that still lack gradients contribute zeros."""
-        self.reducing.close()
+        assert self.program.current is not None
+        kind, part = self.program.current
+        if kind == BACKWARD:
+            self.reducing.close()
+            self.backwards[part] += 1
         self._in_backward = False
-        self.backwards += 1
         for unit in self.units:
             self._end_use(unit)
-        self.begin()
+        self.program.leave()
 
     def _end_use(self, unit: Unit) -> None:
         if unit.in_backward:
             unit.in_backward = False
             self.gathering.release(unit)
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Move on what is in flight (on gloo chains advance only when someone looks)."""
         self.gathering.lane.poll()
         self.reducing.lane.poll()
 

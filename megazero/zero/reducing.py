@@ -10,6 +10,7 @@ from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
 from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
+from megazero.zero.ends import ends_plan, sum_ends
 from megazero.zero.reduction import MicroBatch, reduce, reduce_plan
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
@@ -37,10 +38,9 @@ class Reducing:
         self.complete: set[Unit] = set()
         self.pending: deque[Ticket] = deque()
 
-    def open(self, forward_uses: Sequence[Unit]) -> None:
-        """A backward begins: units in the reverse of their first use, then those the forward did not use."""
-        unused = [u for u in self.units if u not in forward_uses]
-        self.queue.extend(u for u in [*reversed(forward_uses), *unused] if u.trainable)
+    def open(self, units: Sequence[Unit]) -> None:
+        """A backward begins whose units are reduced in this order."""
+        self.queue.extend(u for u in units if u.trainable)
 
     def completed(self, unit: Unit) -> None:
         """The unit's last gradient of this micro-batch has arrived."""
@@ -51,6 +51,17 @@ class Reducing:
         """The backward ends: parameters without gradient contribute zeros."""
         self.complete.update(self.queue)
         self._submit()
+
+    def join_ends(self, ends: Axis) -> None:
+        """Add up tied parameters' sums of the pipeline's two ends, behind everything else: the other end may be late."""
+        for unit in self.units:
+            if unit.tied and unit.trainable:
+                for ticket in self.pending:  # a chain may begin before older ones of its unit have ended
+                    if ticket.label == unit.name:
+                        self.lane.wait(ticket)
+                self.issued.add(f"t{self.index[unit]}")
+                chain = sum_ends(unit, ends, self.exact, self.rounding, self.traffic)
+                self.pending.append(self.lane.submit(unit.name, ends_plan(ends), chain))
 
     def wait(self) -> None:
         while self.pending:

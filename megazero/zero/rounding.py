@@ -21,20 +21,20 @@ KINDS = (WEIGHTS, GRADIENTS)
 
 
 class Rounding:
-    """updates: of the master weights so far. divisor: of the open step's gradients. sums: measured since the last
+    """names: of the units of all pipeline stages. updates: of the master weights so far. divisor: of the open step's gradients. sums: measured since the last
     step's end, by kind."""
 
-    def __init__(self, seed: int, rank: int, device: torch.device, units: Sequence[Unit] = ()) -> None:
-        self.seed, self.rank, self.device, self.units = seed, rank, device, units
+    def __init__(self, seed: int, rank: int, device: torch.device, names: Sequence[str] = ()) -> None:
+        self.seed, self.rank, self.device, self.names = seed, rank, device, names
         self.updates = 0
         self.divisor = 1.0
         self.sums: dict[str, torch.Tensor] = {}
 
     @property
-    def sampled(self) -> Unit | None:
-        """The unit whose messages are measured. It changes with the master weights, not when a step begins: an
+    def sampled(self) -> str | None:
+        """Name of the unit whose messages are measured. It changes with the master weights, not when a step begins: an
         evaluation or a save between steps sends the refresh that belongs to the next one."""
-        return self.units[self.updates % len(self.units)] if self.units else None
+        return self.names[self.updates % len(self.names)] if self.names else None
 
     def noise(self, unit: Unit, hop: str, start: int = 0) -> Noise:
         """Of a slice whose first element is ``start`` of the unit. hop: tells hops, and senders, apart."""
@@ -42,7 +42,7 @@ class Rounding:
         return Noise(self.seed, self.updates, stream, start)
 
     def measures(self, unit: Unit, codec: Codec) -> bool:
-        return unit is self.sampled and not isinstance(codec, Identity)
+        return unit.name == self.sampled and not isinstance(codec, Identity)
 
     def add(self, kind: str, exact: torch.Tensor, sent: torch.Tensor) -> None:
         """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums."""

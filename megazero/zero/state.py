@@ -8,6 +8,7 @@ import torch
 
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
+from megazero.mesh.collectives import all_gather_flat
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slot
 from megazero.zero.reduction import residual_sum
@@ -48,7 +49,17 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
 def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
     if not engine.policy.codecs.feedback and unit.carry is None:
         return None
-    return residual_sum(unit, engine.mesh.data_axes, engine.mesh.rank)
+    owed = residual_sum(unit, engine.mesh.data_axes, engine.mesh.rank)
+    if unit.tied and engine.mesh.ends is not None:  # both ends owe, the first one saves
+        both = owed.new_empty(2, owed.numel())
+        all_gather_flat(both.view(-1), owed, group=engine.mesh.ends.reduce_group)
+        owed = both[0] + both[1]
+    return owed
+
+
+def is_second_end(engine: Engine, unit: Unit) -> bool:
+    """The first pipeline stage holds the same parameter, saves it and is owed what its rounding lost."""
+    return unit.tied and engine.mesh.ends is not None and engine.mesh.ends.index > 0
 
 
 def load_records(
@@ -65,12 +76,12 @@ def load_records(
     engine.optimizer.ensure_state()
     records = []
     for unit in engine.units:
-        if residual:
-            unit.carry = torch.zeros_like(unit.master)
+        owed = torch.zeros_like(unit.master) if residual else None
+        unit.carry = None if is_second_end(engine, unit) else owed
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
             tensors = {MASTER: unit.master[at : at + high - low]}
-            if unit.carry is not None:
-                tensors[RESIDUAL] = unit.carry[at : at + high - low]
+            if owed is not None:
+                tensors[RESIDUAL] = owed[at : at + high - low]
             if optimizer:
                 tensors.update(engine.optimizer.elementwise_state(unit, at, at + high - low))
             records.append(_record(engine, placements, unit, slot, (low, high), tensors))
@@ -135,7 +146,7 @@ def _record(
     tensors: dict[str, torch.Tensor],
 ) -> SliceRecord:
     placement = (placements or {}).get(slot.name) or _own_placement(slot)
-    twin = engine.traits[slot.name].replicated and engine.mesh.tp.index > 0
+    twin = engine.traits[slot.name].replicated and engine.mesh.tp.index > 0 or is_second_end(engine, unit)
     return SliceRecord(placement, *bounds, tensors, owner=not (engine.mesh.is_replica or twin))
 
 

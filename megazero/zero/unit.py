@@ -76,6 +76,10 @@ class Unit:
         self.delta = codecs.delta and levels.p < levels.os
         self.slots = {slot.name: slot for slot in layout.slots}
         self.trainable = [n for n, p in self.params.items() if p.requires_grad]
+        self.part = 0  # of the module: a virtual pipeline stage
+        self.tied = (
+            False  # the other end of the pipeline holds the same parameter, in a unit of the same name
+        )
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         self.full_present = self.copy_present = True
         self._plan_wire()
@@ -258,6 +262,15 @@ class Unit:
             numel = self.layout.level_numel(self.crossing)
             self.residual = torch.zeros(numel, dtype=self.sum_dtype, device=self.device)
         return self.residual
+
+    @property
+    def gather_bytes(self) -> int:
+        """What a gather ahead of use adds to the memory held: the full parameters; with P = 1 passing messages."""
+        if self.levels.p:
+            return self.full.nbytes
+        if self.direct and not self.delta:
+            return 0
+        return self.refresh_wire.level_numel(0) * self.refresh_codec.wire_dtype.itemsize
 
     @property
     def ready(self) -> bool:

@@ -16,12 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.config import RunConfig
-from megazero.mesh.mesh import Mesh, create_mesh
+from megazero.config import RunConfig, World
+from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
 from megazero.models.placements import decoder_placements
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import DTYPES, build_decoder, decoder_config, make_policy, shard_decoder
+from megazero.train.parallelize import (
+    DTYPES,
+    MicroBatch,
+    build_decoder,
+    build_pipeline,
+    decoder_config,
+    make_mesh,
+    make_policy,
+    shard_decoder,
+)
 from tests.dist.capture import capture_gradients, local_slices
 from tests.dist.parity_cases import STEPS, Case, Model
 from tests.dist.pool import run_ranks
@@ -129,9 +138,13 @@ def gradients_at(model: Model, weights: Tensors, step: int) -> Tensors:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says of a case. slices: by event; losses: own sums; prints: hash of each gathered parameter."""
+    """What one rank says of a case. slices: by event; losses: own sums; prints: hash of each gathered parameter.
+
+    last: the rank has the last pipeline stage, and losses.
+    """
 
     tp_rank: int
+    last: bool
     losses: list[float]
     norms: list[float]
     slices: dict[str, Slices]
@@ -155,8 +168,7 @@ def run_cases(cases: Sequence[Case]) -> list[list[Outcome]]:
 
 
 def _on_rank(cases: Sequence[Case]) -> list[Outcome]:
-    _, tp, shards, per_node = cases[0].mesh
-    mesh = create_mesh(tp=tp, shards=shards, ranks_per_node=per_node)
+    mesh = make_mesh(cases[0].config(), World(cases[0].world, cases[0].per_node), torch.device("cpu"))
     out = []
     for case in cases:
         try:
@@ -171,6 +183,7 @@ def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
     decoder = build_decoder(config, mesh)
     # small blocks, so that slices cut parameters
     engine = shard_decoder(decoder, config, mesh, policy=replace(make_policy(config, mesh), block=8))
+    pipeline = build_pipeline(decoder, engine, config, mesh)
     store: dict[str, Any] = {}
     capture_gradients(engine, store)
     slices = {"initial": _masters(engine)}
@@ -179,21 +192,20 @@ def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
         if step == STEPS - 1:
             slices["before last"] = _masters(engine)
         batch = samples(config, step)
-        engine.begin_step(case.micro_batches, batch[2].sum().item())
-        total = 0.0
-        for rows in _own_rows(case, config.batch.micro_batch_size or 0, mesh.dp_rank):
-            loss = loss_sum(decoder, [t[rows] for t in batch])
-            loss.backward()
-            total += loss.double().item()
+        divisor = batch[2].sum().item()
+        engine.begin_step(case.micro_batches, divisor, pipeline.program(case.micro_batches))
+        rows_of = _own_rows(case, config.batch.micro_batch_size or 0, mesh.dp_rank)
+        dtype = DTYPES[case.dtype]
+        step_batches = [MicroBatch(batch[0][r], batch[1][r], batch[2][r].to(dtype)) for r in rows_of]
+        losses.append(pipeline.step(step_batches).item())
         info = engine.step()
-        losses.append(total)
         norms.append(info.grad_norm)
         if step in (0, STEPS - 1):
             slices["last" if step else "first"] = _export(store["slices"])
     slices["final"] = _masters(engine)
     with engine.gathered():
         prints = {n: _print(p) for n, p in decoder.named_parameters()}
-    return Outcome(mesh.tp.index, losses, norms, slices, prints)
+    return Outcome(mesh.tp.index, pipeline.loss_rank == pipeline.rank, losses, norms, slices, prints)
 
 
 def _print(p: torch.Tensor) -> str:
@@ -237,6 +249,11 @@ def _placements(model: Model, tp: int, rank: int) -> dict:
     return decoder_placements(decoder_config(model.config()), TensorParallel(None, rank, tp))
 
 
+def model_name(case: Case, name: str) -> str:
+    """The last stage's own copy of tied embeddings must be the first stage's, bit for bit."""
+    return "embedding.tokens.weight" if name == "head.weight" and case.tied else name
+
+
 def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
     """Whole parameters from all ranks' slices. Raises Mismatch."""
     local: dict[tuple[int, str], np.ndarray] = {}
@@ -244,7 +261,8 @@ def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
         for name, placement in _placements(case.model, case.tp, rank).items():
             local[rank, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
     for outcome in outcomes:
-        for name, low, values in outcome.slices[event]:
+        for held, low, values in outcome.slices[event]:
+            name = model_name(case, held)
             part = local[outcome.tp_rank, name][low : low + len(values)]
             _put(part, values, f"{event} {name}, data parallel")
     stored: dict[str, np.ndarray] = {}
@@ -315,7 +333,7 @@ def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> I
     """Losses of all steps. Norms: in fp64 of all; in fp32 of the first, since Adam makes updates of full size
     from rounding noise in gradients that are near zero (the loss hardly sees them, the norm does: 4e-5)."""
     counts = [samples(case.model.config(), step)[2].sum().item() for step in range(STEPS)]
-    own = [o.losses for o in outcomes if o.tp_rank == 0]
+    own = [o.losses for o in outcomes if o.tp_rank == 0 and o.last]
     losses = [sum(column) / count for column, count in zip(zip(*own, strict=True), counts, strict=True)]
     steps = STEPS if case.dtype == "fp64" else 1
     curves = (("loss", losses, want.losses), ("norm", outcomes[0].norms[:steps], want.norms[:steps]))
@@ -332,11 +350,13 @@ def _replica_faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
         for name, p in _placements(case.model, case.tp, 0).items()
         if p.local_shape != _placements(case.model, 1, 0)[name].local_shape
     }
-    for name in outcomes[0].prints:
-        groups: dict[int, set[str]] = {}
-        for o in outcomes:
-            groups.setdefault(o.tp_rank if name in cut else 0, set()).add(o.prints[name])
-        if any(len(prints) > 1 for prints in groups.values()):
+    replicas: dict[tuple[str, int], set[str]] = {}
+    for o in outcomes:
+        for held, fingerprint in o.prints.items():
+            name = model_name(case, held)
+            replicas.setdefault((name, o.tp_rank if name in cut else 0), set()).add(fingerprint)
+    for (name, _), prints in replicas.items():
+        if len(prints) > 1:
             yield f"gathered {name} is not the same bits on all its replicas"
     for rank, outcome in enumerate(outcomes):
         if outcome.norms != outcomes[0].norms:

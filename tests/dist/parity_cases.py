@@ -49,11 +49,13 @@ class Model:
     vocabulary: str
     dtype: str
     batch: int
+    layers: int = 2
 
     def values(self) -> dict[str, Any]:
         size, divisor = VOCABULARIES[self.vocabulary]
         return {
             **SIZES,
+            "num_layers": self.layers,
             "model_family": self.family,
             "num_query_groups": 4 if self.family == "llama" else None,
             "untie_embeddings_and_output_weights": not self.tied,
@@ -84,20 +86,33 @@ class Case:
     recompute: str
     dtype: str
     family: str
+    pp: int = 1
+    dp_outermost: bool = False
+    schedule: str = "1f1b"
+    virtual: int = 1
+    layers: int = 2
 
     @property
     def world(self) -> int:
-        return self.tp * self.dp
+        return self.pp * self.tp * self.dp
 
     @property
-    def mesh(self) -> tuple[int, int, tuple[int, int, int], int]:
-        """(world, tp, (P, G, OS), ranks of a node): cases with equal ones can share a mesh."""
-        h = data_ranks_per_node(self.world, self.per_node, self.tp)
-        return self.world, self.tp, resolve_shards(_factors(self.shards), self.dp, h).factors, self.per_node
+    def h(self) -> int:
+        return data_ranks_per_node(self.world, self.per_node, self.tp, self.pp, self.dp_outermost)
+
+    @property
+    def mesh(self) -> tuple[Any, ...]:
+        """(world, tp, (P, G, OS), ranks of a node, ...): cases with equal ones can share a mesh."""
+        factors = resolve_shards(_factors(self.shards), self.dp, self.h).factors
+        pipeline = (self.pp, self.dp_outermost, self.tied) if self.pp > 1 else ()
+        return self.world, self.tp, factors, self.per_node, *pipeline
 
     @property
     def id(self) -> str:
         words = [f"tp{self.tp}-dp{self.dp}-node{self.per_node}", self.shards, self.lifetime or ""]
+        if self.pp > 1:
+            words[:0] = [f"pp{self.pp}", self.schedule, f"v{self.virtual}" if self.virtual > 1 else ""]
+            words += ["dp-pp-tp" if self.dp_outermost else "", f"layers{self.layers}"]
         words += ["sp" if self.sequence_parallel else "", f"micro{self.micro_batches}"]
         words += ["tied" if self.tied else "untied", self.vocabulary, self.recompute, self.dtype, self.family]
         return "-".join(word for word in words if word)
@@ -105,7 +120,7 @@ class Case:
     @property
     def model(self) -> Model:
         batch = 12 if self.dp <= 4 else 24  # every split into micro-batches is of the same samples
-        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch)
+        return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers)
 
     def config(self) -> RunConfig:
         factors = _factors(self.shards)
@@ -121,6 +136,13 @@ class Case:
             "micro_batch_size": self.model.batch // (self.dp * self.micro_batches),
             "recompute_granularity": self.recompute,
         }
+        if self.pp > 1:
+            values |= {
+                "pipeline_model_parallel_size": self.pp,
+                "use_tp_pp_dp_mapping": self.dp_outermost,
+                "pipeline_schedule": self.schedule,
+                "num_virtual_stages_per_pipeline_rank": self.virtual if self.virtual > 1 else None,
+            }
         return make_config(values, World(self.world, self.per_node))
 
 

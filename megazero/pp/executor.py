@@ -1,0 +1,254 @@
+"""The one executor of pipeline schedules: F, B, I and W of this rank's stages, and the messages between them.
+
+Why not torch.distributed.pipelining's runtime (ARCHITECTURE.md has the measurements): its split backward walks the
+graph twice, which computes a recomputed layer twice and assigns gradients past the engine's hooks; its schedules are
+made for one number of micro-batches, ours follow a ramp-up; and its failures name no action.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megazero.comm.lane import CommunicationError
+from megazero.pp.links import Links
+from megazero.pp.partition import StageSpec
+from megazero.pp.schedules import Action, Kind, Message, make_schedule, sends
+from megazero.pp.timeline import Span
+
+# (stage, what the stage before returned or None, micro-batch) -> activations, or the summed loss of the last stage
+StageForward = Callable[[StageSpec, Tensor | None, Any], Tensor]
+
+
+class Engine(Protocol):
+    """What the executor tells the ZeRO engine."""
+
+    def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]: ...
+    def weight_gradients(self, part: int, micro_batch: int, pairs: Iterable[tuple[Any, Tensor]]) -> None: ...
+    def poll(self) -> None: ...
+
+
+class WeightGradients(Protocol):
+    """Puts the gradients of weights off, and computes them (tp.DeferredGradients)."""
+
+    def recording(self, key: Any) -> AbstractContextManager[None]: ...
+    def compute(self, key: Any) -> Iterable[tuple[Any, Tensor]]: ...
+    def discard(self) -> None: ...
+
+
+class Carrier(Protocol):
+    """What of an activation travels between stages, and how it is put together again."""
+
+    def pack(self, x: Tensor) -> Tensor: ...
+    def unpack(self, x: Tensor) -> Tensor: ...
+
+
+class _Plan(NamedTuple):
+    actions: tuple[Action, ...]
+    incoming: dict[int, tuple[Message, ...]]
+
+
+class Pipeline:
+    """This rank's part of one pipeline.
+
+    stages: all virtual stages. schedule: a name of schedules.py. A pipeline of one stage is a plain loop.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        schedule: str,
+        forward: StageForward,
+        engine: Engine,
+        links: Links,
+        carrier: Carrier,
+        deferred: WeightGradients | None = None,
+    ) -> None:
+        self.stages, self.schedule, self.forward = stages, schedule, forward
+        self.engine, self.links, self.carrier, self.deferred = engine, links, carrier, deferred
+        self.mesh = links.mesh
+        self.rank, self.size = self.mesh.pp.index, self.mesh.pp.size
+        self.own = [stage for stage in stages if stage.rank == self.rank]
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self.spans: list[Span] | None = None  # a list records what every action took
+        self.plan = lru_cache(maxsize=8)(self._plan)
+
+    @property
+    def loss_rank(self) -> int:
+        """The pipeline rank that computes the loss."""
+        return self.stages[-1].rank
+
+    def program(self, micro_batches: int) -> list[tuple[str, int]]:
+        """For ``engine.begin_step``: kind and part of every action of this rank."""
+        return [(a.kind.value, self._part(a)) for a in self.plan(micro_batches).actions]
+
+    def step(self, micro_batches: Sequence[Any]) -> Tensor:
+        """All forwards and backwards of a step. Returns this rank's summed loss, fp64 (0 without the last stage)."""
+        plan = self.plan(len(micro_batches))
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        self.links.open(plan.incoming)
+        try:
+            for action in plan.actions:
+                with self._naming(action):
+                    loss = self._run(action, micro_batches[action.micro_batch])
+                if loss is not None:
+                    total += loss
+            self.links.close()
+        except BaseException:
+            self._abort()
+            raise
+        return total
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> Tensor | None:
+        """Forwards only: losses of the micro-batches [k] on ranks with the last stage, None elsewhere."""
+        plan = self._evaluation(len(micro_batches))
+        self.links.open(plan.incoming)
+        losses: list[Tensor] = []
+        for action in plan.actions:
+            with self._naming(action):
+                stage = self.stages[action.stage]
+                y = self.forward(stage, self._receive_activation(action), micro_batches[action.micro_batch])
+                if stage.head:
+                    losses.append(y.double())
+                else:
+                    self._send("activation", action, y, action.stage + 1)
+        self.links.close()
+        return torch.stack(losses) if losses else None
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def _run(self, action: Action, micro_batch: Any) -> Tensor | None:
+        """The detached loss of a last stage's forward, else None."""
+        if action.kind == Kind.FORWARD:
+            return self._forward(action, micro_batch)
+        if action.kind == Kind.WEIGHT:
+            assert self.deferred is not None
+            with self._measured(action):
+                pairs = self.deferred.compute((action.stage, action.micro_batch))
+                self.engine.weight_gradients(self._part(action), action.micro_batch, pairs)
+        else:
+            self._backward(action)
+        return None
+
+    def _forward(self, action: Action, micro_batch: Any) -> Tensor | None:
+        stage = self.stages[action.stage]
+        x = self._receive_activation(action)
+        if x is not None:
+            x.requires_grad_()
+        with self._measured(action), self._segment(action):
+            y = self.forward(stage, x, micro_batch)
+        key = action.stage, action.micro_batch
+        if stage.head:
+            self.saved[key] = x, y
+            return y.detach()
+        # The backward needs the edge into the graph, not the values: they go when they are sent.
+        self.saved[key] = x, get_gradient_edge(y)
+        self._send("activation", action, y.detach(), action.stage + 1)
+        return None
+
+    def _backward(self, action: Action) -> None:
+        x, root = self.saved.pop((action.stage, action.micro_batch))
+        grad = None
+        if not self.stages[action.stage].head:
+            grad = self._receive("gradient", action, action.stage + 1)
+        with self._measured(action), self._segment(action):
+            if action.kind == Kind.INPUT:
+                assert self.deferred is not None
+                with self.deferred.recording((action.stage, action.micro_batch)):
+                    torch.autograd.backward(root, grad)
+            else:
+                torch.autograd.backward(root, grad)
+        if x is not None:
+            assert x.grad is not None
+            self._send("gradient", action, x.grad, action.stage - 1)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _receive_activation(self, action: Action) -> Tensor | None:
+        return None if action.stage == 0 else self._receive("activation", action, action.stage - 1)
+
+    def _receive(self, kind: str, action: Action, source: int) -> Tensor:
+        message = Message(kind, source, action.stage, action.micro_batch)
+        try:
+            return self.carrier.unpack(self.links.receive(message, self.stages[source].rank))
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.mesh.rank}: the {kind} of micro-batch {action.micro_batch} did not come from stage "
+                f"{source} (rank {self.mesh.pp.ranks[self.stages[source].rank]}): {error}"
+            ) from error
+
+    def _send(self, kind: str, action: Action, tensor: Tensor, target: int) -> None:
+        message = Message(kind, action.stage, target, action.micro_batch)
+        self.links.send(message, self.carrier.pack(tensor).contiguous(), self.stages[target].rank)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _plan(self, micro_batches: int) -> _Plan:
+        schedule = make_schedule(self.schedule, self.size, len(self.own), micro_batches)
+        return self._of_rank(schedule)
+
+    def _evaluation(self, micro_batches: int) -> _Plan:
+        """Stage by stage over groups of as many micro-batches as ranks: all ranks are busy, few messages wait."""
+        groups = [range(i, min(i + self.size, micro_batches)) for i in range(0, micro_batches, self.size)]
+        return self._of_rank(
+            tuple(
+                tuple(
+                    Action(Kind.FORWARD, stage.index, m)
+                    for group in groups
+                    for stage in self.stages
+                    if stage.rank == rank
+                    for m in group
+                )
+                for rank in range(self.size)
+            )
+        )
+
+    def _of_rank(self, schedule: Sequence[Sequence[Action]]) -> _Plan:
+        every = sends(schedule, self.size)
+        incoming = {source: m for (source, target), m in every.items() if target == self.rank and m}
+        return _Plan(tuple(schedule[self.rank]), incoming)
+
+    def _part(self, action: Action) -> int:
+        """The engine's number of a stage: its place among this rank's."""
+        return action.stage // self.size
+
+    def _segment(self, action: Action) -> AbstractContextManager[None]:
+        return self.engine.segment(action.kind.value, self._part(action), action.micro_batch)
+
+    @contextmanager
+    def _measured(self, action: Action) -> Iterator[None]:
+        """Note the action's span, if someone asked (host clock; a CUDA device is waited for)."""
+        if self.spans is None:
+            yield
+            return
+        self._settle()
+        start = time.perf_counter()
+        yield
+        self._settle()
+        self.spans.append(Span(self.rank, action, start, time.perf_counter()))
+
+    def _settle(self) -> None:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+
+    @contextmanager
+    def _naming(self, action: Action) -> Iterator[None]:
+        try:
+            yield
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"pipeline rank {self.rank} of {self.size}, {action}: {error}"
+            ) from error
+
+    def _abort(self) -> None:
+        self.saved.clear()
+        self.links.abort()
+        if self.deferred is not None:
+            self.deferred.discard()
