@@ -63,7 +63,7 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     pp, stages = parallel.pipeline_model_parallel_size, virtual_stages(parallel, num_layers)
     layers = parallel.num_layers_per_virtual_pipeline_stage
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if pp == 1 or (layers and num_layers % (pp * layers)):  # the latter has been said
+    if pp == 1 or (layers is not None and (layers < 1 or num_layers % (pp * layers))):  # said elsewhere
         return
     others = {
         "--pipeline-partition": parallel.pipeline_partition,
@@ -72,14 +72,14 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     }
     if layers and (clash := [flag for flag, value in others.items() if value is not None]):
         yield (
-            f"{' and '.join(clash)} contradict --num-layers-per-virtual-pipeline-stage {layers}, which gives every "
-            f"stage {layers} layers; nearest: --num-virtual-stages-per-pipeline-rank {stages} instead of the latter"
+            f"--num-layers-per-virtual-pipeline-stage {layers} gives every stage {layers} layers, which excludes "
+            f"{' and '.join(clash)}; nearest: --num-virtual-stages-per-pipeline-rank {stages} instead"
         )
         return
     if stages > 1 and (outer := [f"{f} {v}" for f, v in list(others.items())[1:] if v is not None]):
         yield (
-            f"{' and '.join(outer)} names one stage per rank, but each has {stages}; nearest: --pipeline-partition "
-            f"with the layers of all {pp * stages} stages"
+            f"{' and '.join(outer)}: not with {stages} stages per rank; nearest: --pipeline-partition with the layers "
+            f"of all {pp * stages} stages"
         )
         return
     method = partition_method(parallel, pp * stages)

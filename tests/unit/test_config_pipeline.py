@@ -130,11 +130,11 @@ def test_stage_costs_are_the_flops_of_the_model():
         ({"pipeline_partition": "3,3,2"}, "3 numbers for 2 stages"),
         (
             {"num_layers_per_virtual_pipeline_stage": 4, "pipeline_partition": "uniform"},
-            "--pipeline-partition contradict --num-layers-per-virtual-pipeline-stage 4",
+            "gives every stage 4 layers, which excludes --pipeline-partition; nearest: --num-virtual",
         ),
         (
             {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 1},
-            "--decoder-first-pipeline-num-layers 1 names one stage per rank, but each has 2",
+            "--decoder-first-pipeline-num-layers 1: not with 2 stages per rank; nearest: --pipeline-partition",
         ),
         ({"decoder_first_pipeline_num_layers": 8}, "8 layers for the first stage leave 0 of 8"),
         ({"global_batch_size": 12}, "not a multiple of micro-batch size 2 x data-parallel size 4 = 8"),
