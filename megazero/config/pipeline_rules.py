@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megazero.config.nearest import around, common_divisors, did_you_mean
 from megazero.config.pipeline import partition_method, schedule_name, virtual_stages
 from megazero.config.run import RunConfig
+from megazero.config.sections import ParallelConfig
 from megazero.pp.partition import METHODS, partition_problems
 from megazero.pp.schedules import SCHEDULES, schedule_problem
 
@@ -60,27 +61,12 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
     """A partition that does not fit the layers and stages."""
     parallel, num_layers = config.parallel, config.model.num_layers
     assert num_layers
-    pp, stages = parallel.pipeline_model_parallel_size, virtual_stages(parallel, num_layers)
-    layers = parallel.num_layers_per_virtual_pipeline_stage
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if pp == 1 or (layers is not None and (layers < 1 or num_layers % (pp * layers))):  # said elsewhere
         return
-    others = {
-        "--pipeline-partition": parallel.pipeline_partition,
-        "--decoder-first-pipeline-num-layers": first,
-        "--decoder-last-pipeline-num-layers": last,
-    }
-    if layers and (clash := [flag for flag, value in others.items() if value is not None]):
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {layers} gives every stage {layers} layers, which excludes "
-            f"{' and '.join(clash)}; nearest: --num-virtual-stages-per-pipeline-rank {stages} instead"
-        )
-        return
-    if stages > 1 and (outer := [f"{f} {v}" for f, v in list(others.items())[1:] if v is not None]):
-        yield (
-            f"{' and '.join(outer)}: not with {stages} stages per rank; nearest: --pipeline-partition with the layers "
-            f"of all {pp * stages} stages"
-        )
+    stages = virtual_stages(parallel, num_layers)
+    if clash := _clash(parallel, stages):
+        yield clash
         return
     method = partition_method(parallel, pp * stages)
     if isinstance(method, str) and method not in METHODS:
@@ -89,8 +75,33 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
             f"{did_you_mean(method, METHODS) or '; nearest: balanced'}"
         )
         return
-    outer_layers = (count if count and count > 0 else None for count in (first, last))  # others are reported
+    outer = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
+    first, last = (count if count and count > 0 else None for count in outer)  # others are reported
     yield from (
         f"--pipeline-model-parallel-size {pp}: {problem}"
-        for problem in partition_problems(num_layers, pp, stages, method, *outer_layers)
+        for problem in partition_problems(num_layers, pp, stages, method, first, last)
     )
+
+
+def _clash(parallel: ParallelConfig, stages: int) -> str:
+    """Two options that both say the layers of a stage, '' if there are none. stages: per rank."""
+    layers = parallel.num_layers_per_virtual_pipeline_stage
+    outer = {
+        "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
+    }
+    said = {flag: value for flag, value in outer.items() if value is not None}
+    if layers and (said or parallel.pipeline_partition is not None):
+        flags = " and ".join([*["--pipeline-partition"] * (parallel.pipeline_partition is not None), *said])
+        return (
+            f"--num-layers-per-virtual-pipeline-stage {layers} gives every stage {layers} layers, which excludes "
+            f"{flags}; nearest: --num-virtual-stages-per-pipeline-rank {stages} instead"
+        )
+    if stages > 1 and said:
+        flags = " and ".join(f"{flag} {value}" for flag, value in said.items())
+        every = parallel.pipeline_model_parallel_size * stages
+        return (
+            f"{flags}: not with {stages} stages per rank; nearest: --pipeline-partition with the layers of all "
+            f"{every} stages"
+        )
+    return ""
