@@ -3,12 +3,14 @@
 from megazero.tp.collectives import reduce_output, sequence_slice, start_all_gather
 from megazero.tp.context import TensorParallel
 from megazero.tp.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
+from megazero.tp.deferred import DeferredGradients
 from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megazero.tp.vocabulary import VocabParallelEmbedding, VocabShard, padded_vocab_size
 
 __all__ = [
     "IGNORED_LABEL",
     "ColumnParallelLinear",
+    "DeferredGradients",
     "RowParallelLinear",
     "TensorParallel",
     "VocabParallelEmbedding",

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from megazero.comm.traffic import Traffic
 from megazero.mesh.grid import INTRA
+from megazero.tp.deferred import DeferredGradients
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class TensorParallel:
     sequence_parallel: between the parallel linears, activations are cut along the sequence (dim 0)
         over the axis (Korthikanti et al. 2022, section 4.2.2).
     traffic: counts the bytes this rank sends, if given. The axis never leaves a node.
+    deferred: lets backwards put weight gradients off, if given; for every size, 1 included.
     """
 
     group: ProcessGroup | None = None
@@ -28,6 +30,7 @@ class TensorParallel:
     size: int = 1
     sequence_parallel: bool = False
     traffic: Traffic | None = field(default=None, compare=False, repr=False)
+    deferred: DeferredGradients | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -3,47 +3,92 @@ Korthikanti et al. 2022, section 4.2.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megazero.tp.collectives import reduce_output, start_all_gather, start_all_reduce, start_reduce_scatter
 from megazero.tp.context import TensorParallel
+from megazero.tp.deferred import DeferredGradients
 
 
-class _ColumnParallel(torch.autograd.Function):
+class _Linears(torch.autograd.Function):
     """Several linears on one input: one gather forward, one reduction backward for all of them.
 
     Under sequence parallel only the input's own slice is kept; the backward gathers it again while the
-    gradient of the input is computed, and reduces that gradient while those of the weights are.
+    gradient of the input is computed, and reduces that gradient while those of the weights are. A backward
+    that puts these off leaves the gather to them.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, count: int, *parameters: Tensor | None) -> Any:
         weights, biases = parameters[:count], parameters[count:]
-        ctx.tp, ctx.count = tp, count
-        ctx.save_for_backward(x, *weights)
-        full = start_all_gather(x, tp).wait() if tp.sequence_parallel else x
+        ctx.tp, ctx.parameters = tp, parameters  # themselves: a saved tensor may come back as another object
+        needs_weights = any(ctx.needs_input_grad[3 : 3 + count])
+        ctx.save_for_backward(x if needs_weights else None, *(weights if ctx.needs_input_grad[0] else ()))
+        full = start_all_gather(x, tp).wait() if tp.sharded_sequence else x
         return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tp, (x, *weights) = ctx.tp, ctx.saved_tensors
-        gather = start_all_gather(x, tp) if tp.sequence_parallel else None
+        tp, (x, *weights), needs = ctx.tp, ctx.saved_tensors, ctx.needs_input_grad[3:]
         rows = [g.reshape(-1, g.shape[-1]) for g in grads]
-        grad_x = rows[0] @ weights[0]
-        for g, w in zip(rows[1:], weights[1:], strict=True):
-            grad_x.addmm_(g, w)
-        grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        reduce = (start_reduce_scatter if tp.sequence_parallel else start_all_reduce)(grad_x, tp)
-        full = (gather.wait() if gather else x).reshape(-1, x.shape[-1])
-        grad_weights = [g.t() @ full for g in rows]
-        needs_bias = ctx.needs_input_grad[3 + ctx.count :]
-        grad_biases = [g.sum(0) if needed else None for g, needed in zip(rows, needs_bias, strict=True)]
-        return reduce.wait(), None, None, *grad_weights, *grad_biases
+        # Detached: an entry must not keep the graph that made x.
+        start = partial(_start_gradients, None if x is None else x.detach(), rows, needs, tp)
+        gradients = None
+        if tp.deferred is None or not tp.deferred.is_recording:
+            gradients = start()
+        elif any(needs):
+            tp.deferred.put_off((p for p, needed in zip(ctx.parameters, needs, strict=True) if needed), start)
+        wait = _start_input_gradient(rows, weights, grads[0].shape[:-1], tp) if weights else None
+        parts = gradients() if gradients else None
+        owed = [next(parts) if parts and needed else None for needed in needs]
+        return wait() if wait else None, None, None, *owed
+
+
+def _start_input_gradient(
+    rows: list[Tensor], weights: list[Tensor], shape: torch.Size, tp: TensorParallel
+) -> Callable[[], Tensor]:
+    """Compute the ranks' partial gradient of the input and start to reduce it; the result waits for that."""
+    grad_x = rows[0] @ weights[0]
+    for g, w in zip(rows[1:], weights[1:], strict=True):
+        grad_x.addmm_(g, w)
+    grad_x = grad_x.view(*shape, -1)
+    if tp.size == 1:
+        return lambda: grad_x
+    return (start_reduce_scatter if tp.sequence_parallel else start_all_reduce)(grad_x, tp).wait
+
+
+def _start_gradients(
+    x: Tensor | None, rows: list[Tensor], needs: Sequence[bool], tp: TensorParallel
+) -> Callable[[], Iterator[Tensor]]:
+    """Start to gather the input; the result yields the gradients that ``needs`` marks, one at a time.
+
+    x: [s, b, in], its slice under sequence parallel, or None where no weight needs a gradient. rows: one
+    [s * b, out_i] for each linear. needs: for the weights, then for the biases.
+    """
+    gather = start_all_gather(x, tp) if x is not None and tp.sharded_sequence else None
+
+    def gradients() -> Iterator[Tensor]:
+        if x is not None:
+            full = (gather.wait() if gather else x).reshape(-1, x.shape[-1])
+            yield from (g.t() @ full for g, needed in zip(rows, needs, strict=False) if needed)
+        yield from (g.sum(0) for g, needed in zip(rows, needs[len(rows) :], strict=True) if needed)
+
+    return gradients
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
+    """F.linear on this rank alone, whose weight's and bias's gradients can be put off."""
+    if deferred is None:
+        return F.linear(x, weight, bias)
+    return _Linears.apply(x, TensorParallel(deferred=deferred), 1, weight, bias)[0]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -81,9 +126,10 @@ def column_parallel(
     x: [s, b, in], or [s / size, b, in] under sequence parallel. Returns one [s, b, out_i / size] each.
     """
     if tp.size == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in linears)
+        # One by one, so that autograd sums the gradients of x in the same order with and without deferral.
+        return tuple(_linear(x, weight, bias, tp.deferred) for weight, bias in linears)
     weights, biases = zip(*linears, strict=True)
-    return _ColumnParallel.apply(x, tp, len(weights), *weights, *biases)
+    return _Linears.apply(x, tp, len(weights), *weights, *biases)
 
 
 class RowParallelLinear(nn.Module):
@@ -111,6 +157,6 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_output(F.linear(x, self.weight), self.tp)
+            return _linear(x, self.weight, self.bias, self.tp.deferred)
+        y = reduce_output(_linear(x, self.weight, None, self.tp.deferred), self.tp)
         return y if self.bias is None else y + self.bias

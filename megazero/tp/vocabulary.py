@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megazero.tp.collectives import reduce_output
 from megazero.tp.context import TensorParallel
+from megazero.tp.deferred import DeferredGradients
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
@@ -45,6 +49,35 @@ class VocabShard:
         return local.masked_fill(elsewhere, 0), elsewhere
 
 
+class _Embedding(torch.autograd.Function):
+    """F.embedding, whose weight's gradient can be put off."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, deferred: DeferredGradients) -> Tensor:
+        ctx.weight, ctx.deferred = weight, deferred
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (tokens,), rows = ctx.saved_tensors, ctx.weight.shape[0]
+
+        def gradients() -> Iterator[Tensor]:
+            yield torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
+
+        if ctx.deferred.is_recording:
+            ctx.deferred.put_off((ctx.weight,), lambda: gradients)
+            return None, None, None
+        return next(gradients()), None, None
+
+
+def _embedding(tokens: Tensor, weight: Tensor, deferred: DeferredGradients | None) -> Tensor:
+    if deferred is None:
+        return F.embedding(tokens, weight)
+    return _Embedding.apply(weight, tokens, deferred)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embedding whose rows are split over the axis. weight: [shard.rows, h]."""
 
@@ -64,7 +97,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: int [s, b]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
         if self.tp.size == 1:
-            return F.embedding(tokens, self.weight)
+            return _embedding(tokens, self.weight, self.tp.deferred)
         local, elsewhere = self.shard.localise(tokens)
-        partial = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        partial = _embedding(local, self.weight, self.tp.deferred).masked_fill(elsewhere.unsqueeze(-1), 0)
         return reduce_output(partial, self.tp)

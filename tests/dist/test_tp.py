@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.comm.traffic import Traffic
+from megazero.mesh.grid import INTRA
 from megazero.models import Decoder, DecoderConfig
 from megazero.models.families import bloom, gpt2, llama
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.tp import (
     ColumnParallelLinear,
+    DeferredGradients,
     RowParallelLinear,
     TensorParallel,
     VocabShard,
@@ -163,6 +168,52 @@ def test_linears_equal_one_rank(sequence_parallel):
     run_ranks(2, linear_gradients, sequence_parallel)
 
 
+def gradients_put_off(sequence_parallel: bool, dtype: torch.dtype) -> dict[str, list[str]]:
+    """Checks I and W against the direct backward, to the bit and byte; the order of W, by case."""
+    order = {}
+    for case, config in CASES.items():
+        deferred, traffic = DeferredGradients(), Traffic()
+        plain = replace(context(sequence_parallel), traffic=traffic)
+        decoders, sent = [], []
+        for tp in (plain, replace(plain, deferred=deferred)):
+            decoder = Decoder(config, tp, dtype=dtype)
+            decoder.initialize(3)
+            loss = decoder(*batch(config)).sum()
+            traffic.bytes.clear()
+            with deferred.recording(0):  # without it in the context it changes nothing
+                loss.backward()
+            decoders.append(decoder)
+            sent.append(traffic.total(INTRA))
+        reference, decoder = decoders
+        expected = {name: p.grad for name, p in reference.named_parameters()}
+        names = {p: name for name, p in decoder.named_parameters()}
+        traffic.bytes.clear()
+        pairs = list(deferred.compute(0))
+        order[case] = [names[p] for p, _ in pairs]
+        got = {names[p]: g for p, g in pairs}
+        assert len(got) == len(pairs)
+        for name, p in decoder.named_parameters():
+            matrix = p.ndim == 2 and name != "embedding.positions"
+            assert (p.grad is None) == (name in got), (case, name)
+            assert matrix <= (name in got), (case, name)
+            assert torch.equal(p.grad if p.grad is not None else got[name], expected[name]), (case, name)
+        # Under sequence parallel W has the gathers of the columns' inputs, each once; otherwise no traffic.
+        assert traffic.total(INTRA) + sent[1] == sent[0], case
+        assert (traffic.total(INTRA) > 0) == sequence_parallel, case
+    return order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_gradients_put_off_equal_the_direct_backward(sequence_parallel, dtype):
+    first, second = run_ranks(2, gradients_put_off, sequence_parallel, dtype)
+    assert first == second
+    assert "layers.0.attention.q_proj.bias" in first["gpt2"]  # columns' biases wait with their weights;
+    assert "layers.0.attention.o_proj.bias" not in first["gpt2"]  # rows' are added after the reduction
+    assert first["gpt2"][-1] == "embedding.tokens.weight"  # tied: at the place of its last use
+    assert first["gpt2-untied"][0] == "head.weight"
+
+
 def cross_entropy_of_a_shard(dtype: torch.dtype):
     tp = context(False)
     shard = VocabShard.of(10, 4, tp)  # 12 rows over 2 or 4 ranks, 2 of padding
@@ -213,7 +264,7 @@ def dropout_masks(sequence_parallel: bool):
             if name in partial:
                 dist.all_reduce(p.grad)
         norms = {n: p.grad for n, p in decoder.named_parameters() if n in decoder.replicated_parameters()}
-        out.append((loss.detach(), norms, decoder.layers[0].mlp.up_proj.weight.grad))
+        out.append((loss.detach(), norms, decoder.get_submodule("layers.0.mlp.up_proj").weight.grad))
     return out
 
 

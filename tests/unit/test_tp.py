@@ -38,7 +38,8 @@ def test_cross_entropy_equals_torch(dtype, padding, chunk, monkeypatch):
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     assert loss[2, 1] == 0
     (loss * scale).sum().backward()
-    bound = 4 * torch.finfo(dtype).eps
+    # exp's argument, of less than 32, is rounded to 8 eps in what computes, here and (fp64) in the reference.
+    bound = 4 * torch.finfo(dtype).eps + 16 * torch.finfo(loss.dtype).eps
     assert torch.allclose(loss.double(), expected, rtol=16 * torch.finfo(loss.dtype).eps, atol=0)
     assert torch.allclose(logits.grad.double(), exact.grad, rtol=bound, atol=bound * 0.1)
     assert torch.all(logits.grad[..., 101:] == 0)

@@ -1,0 +1,299 @@
+"""Weight gradients that are put off equal those of the direct backward, to the bit."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from megazero.models import Decoder, DecoderConfig
+from megazero.models.families import bloom, gpt2, llama
+from megazero.tp import (
+    ColumnParallelLinear,
+    DeferredGradients,
+    RowParallelLinear,
+    TensorParallel,
+    column_parallel,
+)
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 101,
+    "max_position_embeddings": 16,
+    "make_vocab_size_divisible_by": 1,
+}
+MHA = {**SIZES, "num_kv_heads": 8}
+CASES: dict[str, DecoderConfig] = {
+    "llama": llama(**SIZES),
+    "llama-tied-selective": llama(**SIZES, tied_embeddings=True, recompute="selective"),
+    "llama-tied-full": llama(**SIZES, tied_embeddings=True, recompute="full"),
+    "llama-biases": llama(**SIZES, qkv_bias=True, linear_bias=True, normalization="layernorm"),
+    "gpt2": gpt2(**MHA),
+    "gpt2-full": gpt2(**MHA, recompute="full"),
+    "bloom": bloom(**MHA),
+}
+
+
+def decoder_loss(
+    config: DecoderConfig, dtype: torch.dtype, deferred: DeferredGradients | None, seed: int = 0
+) -> tuple[Decoder, torch.Tensor]:
+    decoder = Decoder(config, TensorParallel(deferred=deferred), dtype=dtype)
+    decoder.initialize(3)
+    tokens = torch.randint(0, 101, (3, 12), generator=torch.Generator().manual_seed(seed))
+    return decoder, decoder(tokens, tokens.roll(-1, 1)).sum()
+
+
+def deferrable(decoder: Decoder) -> set[nn.Parameter]:
+    """What W owes on one rank: everything but norms and learned positions."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    linears = {p for m in decoder.modules() if isinstance(m, kinds) for p in m.parameters()}
+    return {*linears, decoder.embedding.tokens.weight, decoder.head.weight}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_decoder_equals_the_direct_backward(case, dtype):
+    reference, loss = decoder_loss(CASES[case], dtype, None)
+    loss.backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+
+    deferred = DeferredGradients()
+    decoder, again = decoder_loss(CASES[case], dtype, deferred)
+    assert torch.equal(loss, again)
+    with deferred.recording(0):
+        again.backward()
+    owed = deferrable(decoder)
+    assert {p for p in decoder.parameters() if p.grad is None} == owed
+    pairs = list(deferred.compute(0))
+    assert len(pairs) == len(owed) and {p for p, _ in pairs} == owed
+    got = {p: p.grad for p in decoder.parameters() if p.grad is not None} | dict(pairs)
+    for name, parameter in decoder.named_parameters():
+        assert got[parameter].dtype == dtype
+        assert torch.equal(got[parameter], expected[name]), name
+    assert pairs[-1][0] is decoder.embedding.tokens.weight  # a tied head's too: at the place of its last use
+
+    plain, once_more = decoder_loss(CASES[case], dtype, deferred)  # the same object, outside of a recording
+    once_more.backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in plain.named_parameters())
+
+
+def test_micro_batches_are_kept_apart_and_one_key_adds_up():
+    deferred = DeferredGradients()
+    decoder = Decoder(CASES["llama-biases"], TensorParallel(deferred=deferred), dtype=torch.float64)
+    decoder.initialize(3)
+    batches = torch.randint(0, 101, (2, 3, 12), generator=torch.Generator().manual_seed(0))
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        return decoder(tokens, tokens.roll(-1, 1)).sum()
+
+    expected = [torch.autograd.grad(loss(tokens), list(decoder.parameters())) for tokens in batches]
+    for key, tokens in zip(("a", "b", "both", "both"), (*batches, *batches), strict=True):
+        with deferred.recording(key):
+            loss(tokens).backward()
+    got = {key: dict(deferred.compute(key)) for key in ("b", "both", "a")}
+    for parameter, first, second in zip(decoder.parameters(), *expected, strict=True):
+        if parameter in deferrable(decoder):
+            assert torch.equal(got["a"][parameter], first)
+            assert torch.equal(got["b"][parameter], second)
+            assert torch.equal(got["both"][parameter], first + second)
+
+
+def small(deferred: DeferredGradients, bias: bool = True) -> nn.Sequential:
+    tp = TensorParallel(deferred=deferred)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        ColumnParallelLinear(4, 6, tp, bias=bias), nn.Tanh(), RowParallelLinear(6, 4, tp, bias=bias)
+    )
+    for p in model.parameters():
+        nn.init.normal_(p)
+    return model
+
+
+def test_the_order_is_that_of_the_backward_and_hooks_find_no_gradient():
+    deferred = DeferredGradients()
+    model = small(deferred)
+    norm = nn.LayerNorm(4)
+    arrived = []
+    for name, p in [*model.named_parameters(), *norm.named_parameters(prefix="norm")]:
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: arrived.append(name) if p.grad is not None else None
+        )
+    with deferred.recording("key"):
+        model(norm(torch.randn(3, 2, 4))).sum().backward()
+    assert sorted(arrived) == ["norm.bias", "norm.weight"]
+    names = {p: name for name, p in model.named_parameters()}
+    assert [names[p] for p, _ in deferred.compute("key")] == ["2.weight", "2.bias", "0.weight", "0.bias"]
+
+
+def test_compute_reads_no_weights():
+    deferred = DeferredGradients()
+    model = small(deferred)
+    x = torch.randn(3, 2, 4)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with deferred.recording(0):
+        model(x).sum().backward()
+    for p in model.parameters():
+        p.untyped_storage().resize_(0)
+    got = dict(deferred.compute(0))
+    assert all(torch.equal(got[p], g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+def test_entries_hold_no_graph_and_go_as_they_are_drawn():
+    deferred = DeferredGradients()
+    model = small(deferred, bias=False)
+
+    class Watched(torch.autograd.Function):
+        contexts: list[weakref.ref] = []
+
+        @staticmethod
+        def forward(ctx, x):
+            Watched.contexts.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    inputs = []
+    for m in (model[0], model[2]):
+        m.register_forward_pre_hook(lambda _, args: inputs.append(args[0].untyped_storage()._weak_ref()))
+    with deferred.recording(0):
+        model(Watched.apply(torch.randn(3, 2, 4, requires_grad=True))).sum().backward()
+
+    def alive() -> list[bool]:
+        return [not torch.UntypedStorage._expired(ref) for ref in inputs]
+
+    assert Watched.contexts[0]() is None
+    assert alive() == [True, True]
+    pairs = deferred.compute(0)
+    next(pairs)
+    assert alive()[0]
+    next(pairs)
+    assert alive() == [True, False]
+    assert next(pairs, None) is None
+    assert alive() == [False, False]
+    for ref in inputs:
+        torch.UntypedStorage._free_weak_ref(ref)
+
+
+def test_one_entry_is_started_ahead_and_the_one_before_is_gone_by_then():
+    deferred, events, held = DeferredGradients(), [], weakref.WeakSet()
+
+    class Input:
+        pass
+
+    def entry(index: int):
+        def start():
+            kept = Input()
+            held.add(kept)
+            events.append(("start", index, len(held)))
+
+            def gradients():
+                assert kept
+                events.append(("compute", index, len(held)))
+                yield torch.ones(1)
+
+            return gradients
+
+        return start
+
+    with deferred.recording(0):
+        for index in range(3):
+            deferred.put_off([nn.Parameter(torch.zeros(1))], entry(index))
+    assert len(list(deferred.compute(0))) == 3
+    assert events == [
+        ("start", 0, 1),
+        ("start", 1, 2),
+        ("compute", 0, 2),
+        ("start", 2, 2),
+        ("compute", 1, 2),
+        ("compute", 2, 1),
+    ]
+    assert not held
+
+
+@pytest.mark.parametrize("frozen", [{"0.weight"}, {"0.bias"}, {"0.weight", "0.bias"}, {"2.weight"}])
+@pytest.mark.parametrize("record", [False, True])
+def test_frozen_parameters_are_left_out(frozen, record):
+    deferred = DeferredGradients()
+    model = small(deferred)
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    expected = dict(
+        zip(
+            [n for n, _ in model.named_parameters()],
+            torch.autograd.grad(model(x).sum(), list(model.parameters())),
+            strict=True,
+        )
+    )
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen)
+    if record:
+        with deferred.recording(0):
+            model(x).sum().backward()
+        gradients = dict(deferred.compute(0))
+    else:
+        model(x).sum().backward()
+        gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+    got = {name: gradients[p] for name, p in model.named_parameters() if p in gradients}
+    assert got.keys() == expected.keys() - frozen
+    assert all(torch.equal(g, expected[name]) for name, g in got.items())
+    assert x.grad is not None
+
+
+def test_what_the_backward_does_not_need_is_not_saved():
+    deferred = DeferredGradients()
+    model = small(deferred)
+    x = torch.randn(3, 2, 4)
+
+    def saved(x: torch.Tensor) -> list[torch.Size]:
+        shapes: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+            model[0](x)
+        return shapes
+
+    assert saved(x) == [(3, 2, 4)]  # an input without gradient: no weight
+    assert saved(x.requires_grad_()) == [(3, 2, 4), (6, 4)]
+    model[0].weight.requires_grad_(False)
+    assert saved(x) == [(6, 4)]  # a frozen weight: no input
+
+
+def test_discard_and_errors():
+    deferred = DeferredGradients()
+    model = small(deferred)
+    x = torch.randn(3, 2, 4)
+    with deferred.recording("a"):
+        model(x).sum().backward()
+        with (
+            pytest.raises(RuntimeError, match=r"recording\('b'\) inside recording\('a'\)"),
+            deferred.recording("b"),
+        ):
+            pass
+        with pytest.raises(RuntimeError, match=r"compute\('a'\) inside"):
+            deferred.compute("a")
+    deferred.discard()
+    with pytest.raises(KeyError, match="under 'a'"):
+        deferred.compute("a")
+    with deferred.recording("a"):
+        pass
+    assert list(deferred.compute("a")) == []
+    with pytest.raises(KeyError):  # computed already
+        deferred.compute("a")
+    with pytest.raises(ZeroDivisionError), deferred.recording("a"):
+        raise ZeroDivisionError
+    assert not deferred.is_recording
+
+
+def test_second_derivatives_are_refused():
+    deferred = DeferredGradients()
+    weight = nn.Parameter(torch.randn(5, 4))
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    (y,) = column_parallel(x, [(weight, None)], TensorParallel(deferred=deferred))
+    (grad,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
