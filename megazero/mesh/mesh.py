@@ -116,7 +116,7 @@ class Mesh:
         return rows
 
     def stage_rows(self, rows: torch.Tensor, stage: int) -> torch.Tensor:
-        """Of all ranks' rows [world, k], those of one pipeline rank's data-parallel group [d, k], first tp rank each."""
+        """Of all rows [world, k], those of a pipeline rank's data-parallel group [d, k], first tp rank each."""
         return rows[[self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]]
 
     def device_mesh(self) -> DeviceMesh:

@@ -1,11 +1,12 @@
 """Point-to-point messages between the stages of one pipeline.
 
-Sends do not block. Receives are posted in the order in which the sender computes (schedules.py: sends), some ahead of
-use. So the messages from one rank to another match by their order alone, as NCCL needs it, and a message is there when
-a stage asks for it if the link was fast enough.
+Sends do not block. Receives are posted in the order in which the sender computes (schedules.py: sends), some ahead
+of use. So the messages from one rank to another match by their order alone, as NCCL needs it, and a message is there
+when a stage asks for it if the link was fast enough.
 
-On gloo a send or receive cannot be asked whether it is done: a thread for each peer and direction waits for it, and the
-stage waits for the thread, letting the engine's chains move on meanwhile. On CUDA waiting is the stream's business.
+On gloo a send or receive cannot be asked whether it is done: a thread for each peer and direction waits for it, and
+the stage waits for the thread, letting the engine's chains move on meanwhile. On CUDA waiting is the stream's
+business.
 """
 
 from __future__ import annotations

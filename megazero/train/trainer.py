@@ -29,7 +29,7 @@ from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]  # of tensors
 _TRIM_INTERVAL = 10  # iterations
 
 
@@ -232,7 +232,7 @@ class Trainer:
         return max(1.0, self._reduce_sum(own))
 
     def _reduce_sum(self, value: torch.Tensor) -> float:
-        """Sum over the data-parallel ranks of the last stage, in rank order (tensor-parallel ranks hold equal values)."""
+        """Sum over the last stage's data-parallel ranks, in order (tensor-parallel ranks hold equal values)."""
         rows = self.mesh.gather_rows(value.double().reshape(1))
         return self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item()
 

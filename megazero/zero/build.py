@@ -80,7 +80,7 @@ def build_units(
     rest = _unique(owner[id(p)] for p in outside)
     if rest:
         needs.append((module, rest))
-    for m, used in needs:
+    for _, used in needs:
         if len({unit.part for unit in used}) > 1:
             raise ValueError(f"unit {used[0].name!r} holds parameters of several parts: a part has its own")
     return Plan(units, needs, max(len(parts), 1))

@@ -98,8 +98,8 @@ class SliceOptimizer:
         _refuse_unless_elementwise(self.torch)
 
     def squared_norm(self, count_replicated: bool, count_tied: bool = True) -> torch.Tensor:
-        """Sum of squares of this rank's gradient slices, fp64 scalar; those that tensor-parallel ranks replicate, or the
-        pipeline's two ends share, if this rank counts them."""
+        """Sum of squares of this rank's gradient slices, fp64 scalar; those that tensor-parallel ranks replicate, or
+        that the pipeline's two ends share, if this rank counts them."""
         runs = [r for r in self.runs if count_replicated or not r.traits.replicated]
         runs = [r for r in runs if count_tied or not r.unit.tied]
         if not runs:

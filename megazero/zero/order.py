@@ -1,9 +1,9 @@
 """Order of use: recorded once per kind of segment, checked ever after, hashed so that ranks can compare.
 
-A step is a program: a sequence of segments, each the forward (F), the backward (B, or I for the input's gradient alone)
-or the weights' gradients (W) of one part of the module for one micro-batch. The program says which segments come,
-the record of a segment's kind says in which order it uses units: together they predict every gather of a step, whatever
-the number of micro-batches.
+A step is a program: a sequence of segments, each the forward (F), the backward (B, or I for the input's gradient
+alone) or the weights' gradients (W) of one part of the module for one micro-batch. The program says which segments
+come, the record of a segment's kind says in which order it uses units: together they predict every gather of a step,
+whatever the number of micro-batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The passes of a step: hooks on the module that say "this unit is needed now" and "this gradient is there".
 
-One Passes per engine. A pass is one segment of the step's program (order.py). A pipeline enters and leaves its segments;
-in a loop of plain forwards and backwards they begin with the first hook. Nothing is inferred from the hooks' order but
-the order of use.
+One Passes per engine. A pass is one segment of the step's program (order.py). A pipeline enters and leaves its
+segments; in a loop of plain forwards and backwards they begin with the first hook. Nothing is inferred from the
+hooks' order but the order of use.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from megazero.comm.lane import Lane, Ticket
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
+from megazero.zero.ends import ends_plan, sum_ends
 from megazero.zero.order import OrderHash
 from megazero.zero.policy import Policy
-from megazero.zero.ends import ends_plan, sum_ends
 from megazero.zero.reduction import MicroBatch, reduce, reduce_plan
 from megazero.zero.rounding import Rounding
 from megazero.zero.unit import Unit
@@ -53,7 +53,7 @@ class Reducing:
         self._submit()
 
     def join_ends(self, ends: Axis) -> None:
-        """Add up tied parameters' sums of the pipeline's two ends, behind everything else: the other end may be late."""
+        """Add up tied parameters' sums of the pipeline's two ends; done last, since the other end may be late."""
         for unit in self.units:
             if unit.tied and unit.trainable:
                 for ticket in self.pending:  # a chain may begin before older ones of its unit have ended

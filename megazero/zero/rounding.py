@@ -21,8 +21,8 @@ KINDS = (WEIGHTS, GRADIENTS)
 
 
 class Rounding:
-    """names: of the units of all pipeline stages. updates: of the master weights so far. divisor: of the open step's gradients. sums: measured since the last
-    step's end, by kind."""
+    """names: of the units of all pipeline stages. updates: of the master weights so far. divisor: of the open step's
+    gradients. sums: measured since the last step's end, by kind."""
 
     def __init__(self, seed: int, rank: int, device: torch.device, names: Sequence[str] = ()) -> None:
         self.seed, self.rank, self.device, self.names = seed, rank, device, names
@@ -32,8 +32,8 @@ class Rounding:
 
     @property
     def sampled(self) -> str | None:
-        """Name of the unit whose messages are measured. It changes with the master weights, not when a step begins: an
-        evaluation or a save between steps sends the refresh that belongs to the next one."""
+        """Name of the unit whose messages are measured. It changes with the master weights, not when a step begins:
+        an evaluation or a save between steps sends the refresh that belongs to the next one."""
         return self.names[self.updates % len(self.names)] if self.names else None
 
     def noise(self, unit: Unit, hop: str, start: int = 0) -> Noise:
