@@ -45,26 +45,32 @@ MODEL = """
     --lr 1.2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
     --split 98,2,0 --eval-iters 8 --eval-at-start
 """
-ITERATIONS = {"cuda": 600, "bf16": 320, "fp32": 160}  # sized for 5 minutes on 2 cores, everything included
+ITERATIONS = {"cuda": 600, "bf16": 324, "fp32": 168}  # sized for 5 minutes on 2 cores, everything included
 
 
 @dataclass(frozen=True)
 class Layout:
     """How one leg of the training lays out its ranks; node: ranks that are to count as one node."""
 
-    tp: int
     preset: str
+    tp: int = 1
+    pp: int = 1
     node: int | None = None
+    micro_batches: int = 1
+
+    def data_parallel(self, ranks: int) -> int:
+        return ranks // (self.tp * self.pp)
 
     def describe(self, ranks: int) -> str:
         nodes = f", as {ranks // self.node} nodes of {self.node}" if self.node else ""
-        return f"{ranks} ranks{nodes}: TP {self.tp} x DP {ranks // self.tp}, {self.preset}"
+        sizes = [f"{name} {size} x " for name, size in (("PP", self.pp), ("TP", self.tp)) if size > 1]
+        return f"{ranks} ranks{nodes}: {''.join(sizes)}DP {self.data_parallel(ranks)}, {self.preset}"
 
 
-LAYOUTS = {  # by ranks: before and after the resume
-    4: (Layout(2, "zero3"), Layout(1, "hpz", 2)),
-    2: (Layout(2, "zero1"), Layout(1, "zero3")),
-    1: (Layout(1, "ddp"), Layout(1, "ddp")),
+LAYOUTS = {  # by ranks: one leg each; every leg but the first resumes from the checkpoint of the one before
+    4: (Layout("zero3", tp=2), Layout("hpz", node=2), Layout("zero2", pp=2, micro_batches=4)),
+    2: (Layout("zero1", tp=2), Layout("zero3"), Layout("zero1", pp=2, micro_batches=4)),
+    1: (Layout("ddp"), Layout("ddp")),
 }
 
 
@@ -79,8 +85,10 @@ class Plan:
     iterations: int
 
     @property
-    def first_leg(self) -> int:
-        return self.iterations // 2
+    def leg_ends(self) -> list[int]:
+        """Iterations at which a leg ends."""
+        legs = len(LAYOUTS[self.ranks])
+        return [self.iterations * leg // legs for leg in range(1, legs + 1)]
 
 
 @dataclass(frozen=True)
@@ -108,27 +116,24 @@ class Quickstart:
 
     @cached_property
     def steps(self) -> list[Step]:
-        before, after = LAYOUTS[self.plan.ranks]
-        half, whole, ranks = self.plan.first_leg, self.plan.iterations, self.plan.ranks
-        first = ["--exit-interval", str(half)]
-        resume = ["--load", str(self.checkpoint)]
         return [
             Step("corpus: the standard library's sources", self.corpus, self._write_corpus),
             Step(f"tokenizer: {VOCABULARY} SentencePiece pieces", self.tokenizer, self._train_tokenizer),
             Step("tokens: corpus to .bin and .idx", Path(f"{self.data}.idx"), self._preprocess),
-            Step(
-                f"train to iteration {half} on {before.describe(ranks)}",
-                self._saved(half),
-                lambda log: self._train(before, first, log),
-            ),
-            Step(
-                f"resume to iteration {whole} on {after.describe(ranks)}",
-                self._saved(whole),
-                lambda log: self._train(after, resume, log),
-            ),
+            *(self._leg(*leg) for leg in enumerate(LAYOUTS[self.plan.ranks])),
             Step("sample: what the model writes", self.out / "sample.txt", self._sample),
             Step("loss curve", self.curve, self._plot),
         ]
+
+    def _leg(self, number: int, layout: Layout) -> Step:
+        end = self.plan.leg_ends[number]
+        more = ["--load", self.checkpoint] if number else []
+        more += ["--exit-interval", end] if end < self.plan.iterations else []
+        return Step(
+            f"{'resume' if number else 'train'} to iteration {end} on {layout.describe(self.plan.ranks)}",
+            self._saved(end),
+            lambda log: self._train(layout, more, log),
+        )
 
     def run(self) -> None:
         """Do what is missing. Raises StepFailed naming the step and its log."""
@@ -182,7 +187,7 @@ class Quickstart:
         workers = ["--append-eod", "--workers", min(4, cores())]
         self._python([*command, *self._tokenizer_flags(), *workers], log)
 
-    def _train(self, layout: Layout, more: Sequence[str], log: Path) -> None:
+    def _train(self, layout: Layout, more: Sequence[object], log: Path) -> None:
         ranks, whole = self.plan.ranks, self.plan.iterations
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         flags = [
@@ -195,7 +200,8 @@ class Quickstart:
             "--train-iters",
             whole,
         ]
-        flags += ["--micro-batch-size", GLOBAL_BATCH * layout.tp // ranks, "--zero-preset", layout.preset]
+        samples = GLOBAL_BATCH // (layout.data_parallel(ranks) * layout.micro_batches)
+        flags += ["--micro-batch-size", samples, "--zero-preset", layout.preset]
         flags += [
             "--tensor-model-parallel-size",
             layout.tp,
@@ -204,8 +210,9 @@ class Quickstart:
             self.plan.device,
         ]
         flags += ["--sequence-parallel"] if layout.tp > 1 else []
+        flags += ["--pipeline-model-parallel-size", layout.pp] if layout.pp > 1 else []
         flags += ["--ranks-per-node", layout.node] if layout.node else []
-        flags += ["--eval-interval", max(1, whole // 8), "--log-interval", max(1, whole // 32)]
+        flags += ["--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)]
         flags += ["--save", self.checkpoint, "--log-dir", self.logs, *more]
         self._python([*launch, PRETRAIN / "pretrain_gpt.py", *flags], log)
 
@@ -237,7 +244,7 @@ class Quickstart:
         print(
             f"\nuntrained: loss {first:.3f} on the first batch (ln {VOCABULARY} = {math.log(VOCABULARY):.3f})\n"
             f"evaluation loss: {', '.join(f'{loss:.3f} at {at}' for at, loss in evaluations)}\n"
-            f"  (resumed on the other layout after iteration {self.plan.first_leg})\n\n"
+            f"  (resumed on another layout after {' and '.join(map(str, self.plan.leg_ends[:-1]))})\n\n"
             f"loss curve  {self.curve}\nmetrics     {self.logs / METRICS_FILE}\n"
             f"checkpoint  {self.checkpoint}\n"
             f"more text   {sys.executable} pretrain/generate.py --load {self.checkpoint} --prompt 'class '\n"
@@ -316,7 +323,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=4,
         help="processes; with GPUs one on each, at most",
     )
-    add("--iterations", type=int, help=f"optimizer steps in all, an even number (default: {ITERATIONS})")
+    add("--iterations", type=int, help=f"optimizer steps, a multiple of the legs (default: {ITERATIONS})")
     add(
         "--fresh", action="store_true", help="remove what an earlier quickstart left in --out, and begin anew"
     )
@@ -325,12 +332,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def make_plan(ranks: int, iterations: int | None, gpus: int) -> Plan:
     """As many ranks as asked for, or as there are GPUs to hold them."""
-    if iterations is not None and (iterations < 2 or iterations % 2):
-        raise ValueError(
-            f"--iterations {iterations} is not an even number from 2; nearest: {max(2, iterations // 2 * 2)}"
-        )
     if gpus:
         ranks = max(known for known in LAYOUTS if known <= min(ranks, gpus))
+    legs = len(LAYOUTS[ranks])
+    if iterations is not None and (iterations < legs or iterations % legs):
+        raise ValueError(
+            f"--iterations {iterations} is not a multiple of the {legs} legs of {ranks} ranks; nearest: "
+            f"{max(1, iterations // legs) * legs}"
+        )
     dtype = "bf16" if gpus else cpu_dtype()
     default = ITERATIONS["cuda" if gpus else dtype]
     return Plan(platform.python_version(), "cuda" if gpus else "cpu", dtype, ranks, iterations or default)

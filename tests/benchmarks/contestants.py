@@ -122,7 +122,7 @@ def fsdp2(shape: Shape, device: torch.device, replicas: int = 1) -> Step:
     names = ("replicate", "shard")[-len(dims) :]
     mesh = init_device_mesh(device.type, dims, mesh_dim_names=names)
     model = decoder(shape).to(device)
-    for layer in model.layers:
+    for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return _torch_step(model, shape, device)

@@ -168,7 +168,7 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
         mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
         precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
         model = decoder(replace(shape, dtype=torch.float32))
-        for module in (*model.layers, model):
+        for module in (*model.layers.values(), model):
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if keep else None)
         assert isinstance(model, FSDPModule)
 

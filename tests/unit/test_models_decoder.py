@@ -160,7 +160,7 @@ def test_names_units_and_sets(family, tied):
     in_units = itertools.chain(*(m.parameters() for unit in decoder.units() for m in unit))
     assert {id(p) for p in in_units} == {id(p) for p in parameters.values()}
     assert (decoder.head.weight is decoder.embedding.tokens.weight) == tied
-    assert [u[0] for u in decoder.units()] == [decoder.embedding, *decoder.layers, decoder.head]
+    assert [u[0] for u in decoder.units()] == [decoder.embedding, *decoder.layers.values(), decoder.head]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,11 +24,11 @@ def quickstart():
 
 
 def training_flags(quickstart, monkeypatch, out, ranks, gpus):
-    """The flags of both legs, as the commands are given them."""
+    """The flags of every leg, as the commands are given them."""
     seen = []
     monkeypatch.setattr(quickstart, "run_shown", lambda command, log, env: seen.append(command))
     run = quickstart.Quickstart(out, quickstart.make_plan(ranks, None, gpus))
-    for step in run.steps[3:5]:
+    for step in run.steps[3:-2]:
         step.act(out / "log")
     return [command[command.index("--num-layers") :] for command in seen]
 
@@ -41,18 +41,19 @@ def test_every_layout_is_legal(quickstart, monkeypatch, tmp_path, ranks, gpus, e
     assert (plan.ranks, plan.device) == (expected, "cuda" if gpus else "cpu")
     legs = [parse(flags, World(expected, expected)) for flags in
             training_flags(quickstart, monkeypatch, tmp_path, ranks, gpus)]  # fmt: skip
-    assert [leg.optimizer for leg in legs] == [legs[0].optimizer] * 2
-    assert [leg.training.train_iters for leg in legs] == [plan.iterations] * 2
-    assert plan.iterations % legs[0].training.exit_interval == 0
-    assert plan.first_leg % legs[0].training.eval_interval == 0  # both legs evaluate at their ends
-    assert legs[1].checkpoint.load == legs[0].checkpoint.save
+    assert len(legs) == len(plan.leg_ends) == (3 if expected > 1 else 2)
+    assert all(leg.optimizer == legs[0].optimizer for leg in legs)
+    assert {leg.training.train_iters for leg in legs} == {plan.iterations}
+    assert [leg.training.exit_interval or plan.iterations for leg in legs] == plan.leg_ends
+    assert not any(end % legs[0].training.eval_interval for end in plan.leg_ends)  # every leg evaluates at its end
+    assert {leg.checkpoint.load for leg in legs[1:]} == {legs[0].checkpoint.save}
     if expected > 1:
-        layouts = [(leg.parallel.tensor_model_parallel_size, leg.zero.zero_preset) for leg in legs]
-        assert layouts[0] != layouts[1]
+        assert len({(leg.parallel, leg.zero.zero_preset) for leg in legs}) == 3
+        assert legs[2].parallel.pipeline_model_parallel_size == 2
 
 
 def test_out_folder_belongs_to_one_plan(quickstart, tmp_path):
-    plan, other = (quickstart.make_plan(4, n, 0) for n in (10, 20))
+    plan, other = (quickstart.make_plan(4, n, 0) for n in (12, 21))
     out = tmp_path / "out"
     quickstart.claim(out, plan, fresh=False)
     (out / "corpus.jsonl").write_text("x")
@@ -74,7 +75,7 @@ def test_out_folder_belongs_to_one_plan(quickstart, tmp_path):
 
 
 def test_failed_step_is_named_with_its_log(quickstart, tmp_path, capfd):
-    run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 10, 0))
+    run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 12, 0))
     code = "import sys; print('the cause'); sys.exit(3)"
     run.steps = [
         quickstart.Step("tokens: a test", tmp_path / "absent", lambda log: run._python(["-c", code], log))
@@ -88,7 +89,7 @@ def test_failed_step_is_named_with_its_log(quickstart, tmp_path, capfd):
 
 
 def test_steps_that_are_done_are_left_alone(quickstart, tmp_path, monkeypatch, capsys):
-    run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 10, 0))
+    run = quickstart.Quickstart(tmp_path, quickstart.make_plan(4, 12, 0))
     monkeypatch.setattr(run, "_summary", lambda: None)
     done, acted = tmp_path / "done", []
     done.touch()
