@@ -79,6 +79,11 @@ class Lane:
             self.poll()
         return ticket
 
+    @property
+    def busy(self) -> bool:
+        """Chains are in flight that move on when polled."""
+        return bool(self.tickets) and not self.streams
+
     def poll(self) -> None:
         """Advance every chain as far as finished collectives and the order of axes allow."""
         if not self.tickets:

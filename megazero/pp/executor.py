@@ -32,7 +32,7 @@ class Engine(Protocol):
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]: ...
     def weight_gradients(self, part: int, micro_batch: int, pairs: Iterable[tuple[Any, Tensor]]) -> None: ...
-    def poll(self) -> None: ...
+    def poll(self) -> bool: ...
 
 
 class WeightGradients(Protocol):
@@ -176,17 +176,20 @@ class Pipeline:
 
     def _receive(self, kind: str, action: Action, source: int) -> Tensor:
         message = Message(kind, source, action.stage, action.micro_batch)
-        try:
+        with self._blaming(f"the {kind} did not come from", source):
             return self.carrier.unpack(self.links.receive(message, self.stages[source].rank))
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.mesh.rank}: the {kind} of micro-batch {action.micro_batch} did not come from stage "
-                f"{source} (rank {self.mesh.pp.ranks[self.stages[source].rank]}): {error}"
-            ) from error
 
     def _send(self, kind: str, action: Action, tensor: Tensor, target: int) -> None:
-        message = Message(kind, action.stage, target, action.micro_batch)
-        self.links.send(message, self.carrier.pack(tensor).contiguous(), self.stages[target].rank)
+        with self._blaming(f"the {kind} did not go to", target):
+            self.links.send(self.carrier.pack(tensor).contiguous(), self.stages[target].rank)
+
+    @contextmanager
+    def _blaming(self, what: str, stage: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            peer = self.mesh.pp.ranks[self.stages[stage].rank]
+            raise CommunicationError(f"{what} stage {stage} (rank {peer}): {error}") from error
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -244,7 +247,7 @@ class Pipeline:
             yield
         except CommunicationError as error:
             raise CommunicationError(
-                f"pipeline rank {self.rank} of {self.size}, {action}: {error}"
+                f"rank {self.mesh.rank}, pipeline rank {self.rank} of {self.size}, {action}: {error}"
             ) from error
 
     def _abort(self) -> None:

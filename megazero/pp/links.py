@@ -32,7 +32,8 @@ POLL_S = 0.0005  # how often the engine's chains are looked at while a stage wai
 class Links:
     """This rank's messages with the other pipeline ranks. All have one shape and dtype.
 
-    shape, dtype: of a message as it travels. wait: context manager factory around host waits.
+    shape, dtype: of a message as it travels. poll: called while the host waits; True if there is more for it to do.
+    timed: context manager factory for these waits.
     """
 
     def __init__(
@@ -41,45 +42,45 @@ class Links:
         shape: Sequence[int],
         dtype: torch.dtype,
         traffic: Traffic,
-        poll: Callable[[], None],
+        poll: Callable[[], bool],
         timed: Callable[[str], Any],
     ) -> None:
         self.mesh, self.shape, self.dtype, self.traffic = mesh, tuple(shape), dtype, traffic
         self.poll, self.timed = poll, timed
         self.threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
         self.expected: dict[int, deque[Message]] = {}  # by source, not posted yet
-        self.posted: dict[Message, tuple[Tensor, Any]] = {}
-        self.sent: deque[tuple[Tensor, Any]] = deque()
+        self.posted: dict[int, dict[Message, tuple[Tensor, Any]]] = {}  # by source, not asked for yet
+        self.sent: deque[tuple[Tensor, int, Any]] = deque()  # with the target
 
     def open(self, expected: Mapping[int, Sequence[Message]]) -> None:
         """Begin a step or an evaluation that receives these messages, by source rank, in the order of sending."""
         self.expected = {source: deque(messages) for source, messages in expected.items()}
+        self.posted = {source: {} for source in expected}
         for source in self.expected:
-            self._post(source, AHEAD)
+            self._post(source)
 
-    def send(self, message: Message, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int) -> None:
         """tensor: contiguous, of the links' shape. target: pipeline rank."""
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (tensor.shape, self.shape)
         peer = self.mesh.pp.ranks[target]
         self.traffic.add("pp", self.mesh.grid.link(self.mesh.rank, peer), tensor.nbytes)
         work = dist.isend(tensor, peer, group=self._group(self.mesh.pp.index, target))
-        self._reap()
-        self.sent.append((tensor, self._watched("send", target, work)))
+        self.sent.append((tensor, target, self._watched("send", target, work)))
+        while self.sent and _is_done(self.sent[0][2]):
+            self._finish_oldest()
 
     def receive(self, message: Message, source: int) -> Tensor:
         """The message's tensor, when it may be used on the current stream."""
-        while message not in self.posted:
-            self._post(source, 1)
-        tensor, work = self.posted.pop(message)
-        self._post(source, AHEAD - sum(1 for m in self.posted if m.source_stage == message.source_stage))
-        self._wait(work, f"exposed_pipeline_{self._link(source)}")
+        self._post(source, message)
+        tensor, work = self.posted[source].pop(message)
+        self._post(source)
+        self._wait(work, source)
         return tensor
 
     def close(self) -> None:
         """Wait until what was sent has left."""
         while self.sent:
-            self._wait(self.sent[0][1], "exposed_pipeline_intra")
-            self.sent.popleft()
+            self._finish_oldest()
 
     def abort(self) -> None:
         """Forget a step that was broken off. What is on its way is not waited for."""
@@ -89,21 +90,19 @@ class Links:
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _link(self, other: int) -> str:
-        return self.mesh.grid.link(self.mesh.rank, self.mesh.pp.ranks[other]).removesuffix("_node")
-
     def _group(self, source: int, target: int) -> Any:
         pp = self.mesh.pp
         return pp.gather_group if target > source else pp.reduce_group
 
-    def _post(self, source: int, count: int) -> None:
-        waiting = self.expected[source]
-        for _ in range(min(max(count, 0), len(waiting))):
-            message = waiting.popleft()
+    def _post(self, source: int, wanted: Message | None = None) -> None:
+        """Post receives until ``wanted`` is among them and AHEAD are."""
+        expected, posted = self.expected[source], self.posted[source]
+        while expected and (len(posted) < AHEAD or wanted is not None and wanted not in posted):
+            message = expected.popleft()
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
             peer = self.mesh.pp.ranks[source]
             work = dist.irecv(tensor, peer, group=self._group(source, self.mesh.pp.index))
-            self.posted[message] = tensor, self._watched("receive", source, work)
+            posted[message] = tensor, self._watched("receive", source, work)
 
     def _watched(self, direction: str, other: int, work: Any) -> Any:
         """Something to wait for: on gloo a future whose thread waits for the work."""
@@ -114,29 +113,29 @@ class Links:
             self.threads[key] = ThreadPoolExecutor(1, thread_name_prefix=f"pipeline {direction} {other}")
         return self.threads[key].submit(work.wait)
 
-    def _wait(self, work: Any, item: str) -> None:
+    def _finish_oldest(self) -> None:
+        _, target, work = self.sent[0]
+        self._wait(work, target)
+        self.sent.popleft()
+
+    def _wait(self, work: Any, other: int) -> None:
         if not isinstance(work, Future):
             work.wait()
             return
         if work.done():
             work.result()
             return
-        with self.timed(item):
-            while True:
-                self.poll()
+        link = self.mesh.grid.link(self.mesh.rank, self.mesh.pp.ranks[other]).removesuffix("_node")
+        with self.timed(f"exposed_pipeline_{link}"):
+            while self.poll():
                 try:
                     work.result(timeout=POLL_S)
                     return
                 except NotYet:
                     if work.done():  # the work's own time-out, not this look at it
                         raise
+            work.result()
 
-    def _reap(self) -> None:
-        """Let go of what has left."""
 
-        def gone(work: Any) -> bool:
-            return work.done() if isinstance(work, Future) else work.is_completed()
-
-        while self.sent and gone(self.sent[0][1]):
-            tensor, work = self.sent.popleft()
-            self._wait(work, "exposed_pipeline_intra")
+def _is_done(work: Any) -> bool:
+    return work.done() if isinstance(work, Future) else work.is_completed()

@@ -132,9 +132,10 @@ class Engine:
         """W of the program: what the backward of the input alone put off, as (parameter, its whole gradient)."""
         self.passes.weight_gradients(part, micro_batch, pairs)
 
-    def poll(self) -> None:
-        """Let what is in flight move on, while the caller waits for something else."""
+    def poll(self) -> bool:
+        """Let what is in flight move on, while the caller waits for something else; True if there is more to come."""
         self.passes.poll()
+        return self.gathers.busy or self.reductions.busy
 
     def step(self) -> StepInfo:
         """Finish the reductions, take the global norm, clip, update the master weights.
