@@ -33,7 +33,7 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, rounding: Rounding, traffic: T
     if rounding.measures(unit, codec):
         sent = [torch.empty_like(r) for r in rows]
         codec.decode(own, *sent)
-        rounding.add(GRADIENTS, rows[0], sent[0])
+        rounding.add(unit, codec, GRADIENTS, rows[0], sent[0])
     both = own.new_empty(2, own.shape[1])
     yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", traffic)
     first, *rest = (r.view(-1) for r in rows)

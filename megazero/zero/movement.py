@@ -64,7 +64,8 @@ def _refresh(unit: Unit, axes: Sequence[Axis], rounding: Rounding, traffic: Traf
     unit.receive(messages)
     unit.copy_version = unit.master_version
     if rounding.measures(unit, unit.refresh_codec):
-        rounding.add(WEIGHTS, unit.master, unit.used().to(unit.sum_dtype))
+        sent = unit.used().to(unit.sum_dtype)
+        rounding.add(unit, unit.refresh_codec, WEIGHTS, unit.master, sent)
 
 
 def _gather(axis, outs, owns, target, source, kind, traffic) -> dist.Work:

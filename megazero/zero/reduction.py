@@ -236,7 +236,7 @@ class _Reduction:
         if self.rounding.measures(self.unit, hop.codec):
             sent = [torch.empty_like(r, dtype=self.unit.sum_dtype) for r in rows]
             hop.codec.decode(messages, *sent)
-            self.rounding.add(GRADIENTS, rows[0], sent[0])
+            self.rounding.add(self.unit, hop.codec, GRADIENTS, rows[0], sent[0])
 
     def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
         """Sum into ``sums`` at the hop's level: the own row as it is (in place it is there), then the others by
@@ -281,7 +281,7 @@ class _Reduction:
             sent = [torch.empty_like(r) for r in rows]
             hop.codec.decode(messages[to], *sent)
             if self.rounding.measures(self.unit, hop.codec):
-                self.rounding.add(GRADIENTS, rows[0], sent[0])
+                self.rounding.add(self.unit, hop.codec, GRADIENTS, rows[0], sent[0])
             for row, gone, lost in zip(rows, sent, kept, strict=True):
                 torch.sub(row, gone, out=lost[at])
 

@@ -7,7 +7,7 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import torch
@@ -19,16 +19,22 @@ from megazero.zero.unit import Unit
 WEIGHTS, GRADIENTS = "weights", "gradients"
 KINDS = (WEIGHTS, GRADIENTS)
 
+# (unit, codec, kind, exact, sent): what messages were made of and what they decode to. Weights: the compact OS slice;
+# gradients: rows [k, n] of the coded region.
+Observer = Callable[[Unit, Codec, str, torch.Tensor, torch.Tensor], None]
+
 
 class Rounding:
     """names: of the units of all pipeline stages. updates: of the master weights so far. divisor: of the open step's
-    gradients. sums: measured since the last step's end, by kind."""
+    gradients. sums: measured since the last step's end, by kind. observer: sees every unit's messages, not only the
+    sample's."""
 
     def __init__(self, seed: int, rank: int, device: torch.device, names: Sequence[str] = ()) -> None:
         self.seed, self.rank, self.device, self.names = seed, rank, device, names
         self.updates = 0
         self.divisor = 1.0
         self.sums: dict[str, torch.Tensor] = {}
+        self.observer: Observer | None = None
 
     @property
     def sampled(self) -> str | None:
@@ -42,10 +48,15 @@ class Rounding:
         return Noise(self.seed, self.updates, stream, start)
 
     def measures(self, unit: Unit, codec: Codec) -> bool:
-        return unit.name == self.sampled and not isinstance(codec, Identity)
+        watched = self.observer is not None or unit.name == self.sampled
+        return watched and not isinstance(codec, Identity)
 
-    def add(self, kind: str, exact: torch.Tensor, sent: torch.Tensor) -> None:
-        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums."""
+    def add(self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor) -> None:
+        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the sample."""
+        if self.observer is not None:
+            self.observer(unit, codec, kind, exact, sent)
+        if unit.name != self.sampled:
+            return
         squares = torch.stack([(sent - exact).double().square().sum(), exact.double().square().sum()])
         if kind in self.sums:
             # In place: on CUDA a unit's chains take turns on streams, and memory freed here would be the first one's.
