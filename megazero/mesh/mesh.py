@@ -68,6 +68,10 @@ class Mesh:
             raise RuntimeError("this mesh already serves an engine: call create_mesh() again for another one")
         self._claims.append("engine")
 
+    def release(self) -> None:
+        """The engine that holds the mesh is at its end: another one may have it. On every rank alike."""
+        self._claims.clear()
+
     @property
     def world_size(self) -> int:
         return self.grid.world_size
