@@ -116,7 +116,8 @@ def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple
     if preset in IN_NODE and room == 1:
         nearest = "preset: zero3"
         if preset == "zeropp":
-            nearest = "preset: zero1 (the same factors)" if h == 1 else f"factors: --zero-shard 1,{h},{d}"
+            same = "preset: zero1, with --zero-quantized-weights-delta --zero-quantized-gradients the same messages"
+            nearest = same if h == 1 else f"factors: --zero-shard 1,{h},{d}"
         raise ValueError(
             f"preset {preset} shards parameters over ranks of one node, but only {room} data-parallel rank shares a "
             f"node here; nearest legal {nearest}"
