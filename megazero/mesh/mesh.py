@@ -167,6 +167,8 @@ def _join_ends(grid: Grid, rank: int, timeout: timedelta | None) -> Axis | None:
     pp = grid.axis("pp")
     line = pp.ranks(rank)
     if pp.index(rank) not in (0, pp.size - 1):
+        # torch names a group by its ranks and by how many groups the process has: every rank must make as many.
+        dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
         return None
     first, last = line[0], line[-1]
     spec = AxisSpec("ends", "ends", 2, last - first, grid.link(first, last))
