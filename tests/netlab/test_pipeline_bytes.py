@@ -1,0 +1,44 @@
+"""What a pipelined step sends between nodes: megazero's counters, the interfaces and the formulas agree, in both
+orders of the mesh. Bytes only, never times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megazero.config import ConfigError
+from tests.benchmarks.pipeline_bytes import measure
+from tests.benchmarks.pipeline_bytes_rank import CASES, HIDDEN, SEQUENCE
+
+COUNTS = [2, 4, 8]
+SLOW = {"inside, TP 2", "across", "across, TP 2", "across, TP 2, SP"}
+STATE = {"refresh", "reduce"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
+)
+def test_bytes_between_nodes(netlab, name):
+    case, results = CASES[name], measure(netlab(2), name, COUNTS)
+    assert [result["micro_batches"] for result in results] == COUNTS
+    for result in results:
+        for counted, formula, sent in zip(*(result[k] for k in ("counted", "formula", "sent")), strict=True):
+            assert {kind: n for kind, n in counted.items() if kind != "scalar"} == formula
+            if case.inside:  # model state, once per step: whatever the number of micro-batches
+                assert set(formula) == STATE and formula == results[0]["formula"][0]
+            else:
+                dp = case.ranks_per_node // case.tp
+                assert formula["pp"] == result["micro_batches"] * dp * SEQUENCE * HIDDEN * 2
+                assert set(formula) - {"pp"} == ({"reduce"} if "tied" in name else set())
+            total = sum(counted.values())
+            assert (
+                total <= sent <= 1.02 * total + 30_000
+            )  # headers; and two barriers and what they acknowledge
+
+
+def test_zeropp_with_one_data_parallel_rank_on_a_node_is_refused_naming_its_equal():
+    zeropp = replace(CASES["inside"], values={"zero_preset": "zeropp"})
+    flags = "--zero-quantized-weights-delta --zero-quantized-gradients"
+    with pytest.raises(ConfigError, match=f"nearest legal preset: zero1, with {flags} the same messages"):
+        zeropp.config(2)
