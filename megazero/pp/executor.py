@@ -1,8 +1,9 @@
 """The one executor of pipeline schedules: F, B, I and W of this rank's stages, and the messages between them.
 
-Why not torch.distributed.pipelining's runtime (ARCHITECTURE.md has the measurements): its split backward walks the
-graph twice, which computes a recomputed layer twice and assigns gradients past the engine's hooks; its schedules are
-made for one number of micro-batches, ours follow a ramp-up; and its failures name no action.
+Why not torch.distributed.pipelining's runtime (docs/pipeline.md has the measurements): the W of its split backward
+walks the graph again for every group of parameters, which computes a recomputed Llama layer nine more times, and
+assigns gradients past the engine's hooks; its schedules are made for one number of micro-batches, ours follow a
+ramp-up; and its failures name no action.
 """
 
 from __future__ import annotations
