@@ -19,8 +19,9 @@ FLOORS = (
     {"comm", "checkpoint"},
     {"tp", "zero", "pp"},
     {"models", "data", "planner"},
-    {"train", "cli"},
-    {"pretrain", "tools"},
+    {"train"},
+    {"cli"},
+    {"pretrain", "tools", "__main__"},
 )
 # Modules that need neither torch nor anything below them, so that a floor's neighbour may use them.
 SHARED = {("config", "megazero.mesh.grid"), ("config", "megazero.mesh.launch")}

@@ -1,0 +1,125 @@
+"""Whole parameters from all ranks' slices, through the decoder's checkpoint placements: shards, padding, replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from megazero.checkpoint.placement import Placement
+from megazero.cli.reference import Tensors
+from megazero.cli.task import Outcome
+from megazero.cli.watch import UnitSlice
+from megazero.config import RunConfig
+from megazero.models.placements import decoder_placements
+from megazero.tp import TensorParallel
+from megazero.train.parallelize import decoder_config
+
+_END = {"head.weight": "embedding.tokens.weight"}  # the last stage's own copy of a tied embedding
+
+
+@dataclass
+class Assembled:
+    """whole: one rank's shapes, the first that was seen of what replicas hold. differing: parameters whose replicas
+    are not the same bits, and over which ranks. faults: elements that nobody has, padding that is not zero."""
+
+    whole: Tensors = field(default_factory=dict)
+    local: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
+    differing: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+class Placed:
+    """Placements of a configuration's parameters over its tensor-parallel ranks."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.tp = config, config.parallel.tensor_model_parallel_size
+        self.tied = not config.model.untie_embeddings_and_output_weights
+        self.of_rank = lru_cache(maxsize=None)(self._of_rank)
+
+    def _of_rank(self, size: int, rank: int) -> Mapping[str, Placement]:
+        return decoder_placements(decoder_config(self.config), TensorParallel(None, rank, size))
+
+    def name(self, held: str) -> str:
+        """In the whole model, of a parameter as a stage names it."""
+        return _END.get(held, held) if self.tied else held
+
+    @property
+    def replicated(self) -> set[str]:
+        """Parameters that every tensor-parallel rank holds whole."""
+        whole, part = self.of_rank(1, 0), self.of_rank(self.tp, 0)
+        return {name for name, p in part.items() if p.local_shape == whole[name].local_shape}
+
+    def assemble(self, outcomes: Sequence[Outcome], held: Sequence[Sequence[UnitSlice]]) -> Assembled:
+        """held: by outcome, its slices."""
+        out = Assembled()
+        for rank in range(self.tp):
+            for name, placement in self.of_rank(self.tp, rank).items():
+                out.local[rank, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
+        for outcome, units in zip(outcomes, held, strict=True):
+            for unit in units:
+                for own, low, high, at in unit.ranges:
+                    name = self.name(own)
+                    ends = own != name or self.tied and own in _END.values()
+                    what = "the pipeline's two ends" if ends else "data-parallel replicas"
+                    _put(
+                        out,
+                        out.local[outcome.tp, name][low:high],
+                        unit.values[at : at + high - low],
+                        name,
+                        what,
+                    )
+        self._join(out)
+        return out
+
+    def split(self, whole: Tensors, tp_rank: int) -> Tensors:
+        """Flat local tensors of a tensor-parallel rank; padding is zero."""
+        out = {}
+        for name, placement in self.of_rank(self.tp, tp_rank).items():
+            stored = np.zeros(placement.shape)
+            for rows, view in _boxes(self.of_rank(1, 0)[name], stored):
+                view[...] = whole[name][rows]
+            local = np.zeros(placement.local_shape)
+            for rows, view in _boxes(placement, stored):
+                local[rows] = view
+            out[name] = local.reshape(-1)
+        return out
+
+    def _join(self, out: Assembled) -> None:
+        stored: dict[str, np.ndarray] = {}
+        for (rank, name), flat in out.local.items():
+            placement = self.of_rank(self.tp, rank)[name]
+            values = flat.reshape(placement.local_shape)
+            if np.isnan(values).any():
+                out.faults.append(f"{name}: {np.isnan(values).sum()} elements are missing or not finite")
+            whole = stored.setdefault(placement.name, np.full(placement.shape, np.nan))
+            covered = np.zeros(len(values), dtype=bool)
+            for rows, view in _boxes(placement, whole):
+                _put(out, view, values[rows], name, "tensor-parallel ranks")
+                covered[rows] = True
+            if values[~covered].any():
+                out.faults.append(f"{name}: padding is not zero")
+        for name, placement in self.of_rank(1, 0).items():
+            joined = np.zeros(placement.local_shape)
+            for rows, view in _boxes(placement, stored[placement.name]):
+                joined[rows] = view
+            out.whole[name] = joined
+
+
+def _put(out: Assembled, view: np.ndarray, values: np.ndarray, name: str, over: str) -> None:
+    """Fill what is nobody's yet (NaN); where it is filled, the values must be the same bits."""
+    fresh = np.isnan(view)
+    if not (fresh | (view == values)).all():
+        out.differing.setdefault(name, over)
+    view[...] = np.where(fresh, values, view)
+
+
+def _boxes(placement: Placement, stored: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """(local rows, view of the stored tensor) of each segment."""
+    whole = stored.T if placement.transposed else stored
+    if whole.ndim == 2:
+        whole = whole[:, placement.offset1 : placement.offset1 + placement.local_shape[1]]
+    for s in placement.segments:
+        yield slice(s.local, s.local + s.length), whole[s.stored : s.stored + s.length]

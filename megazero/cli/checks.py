@@ -1,0 +1,276 @@
+"""The checks of a certificate: figures of the ranks' outcomes against one rank, limits, verdicts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megazero.cli.assembling import Assembled, Placed
+from megazero.cli.layouts import Expected, mismatches
+from megazero.cli.reference import Curve, Reference, Tensors, global_norm, relative_errors
+from megazero.cli.task import Outcome, schedule
+from megazero.cli.watch import Rounded
+from megazero.config import RunConfig
+
+GRADIENT = {"fp32": 1e-6, "fp64": 1e-10}
+LOSS = {"fp32": 1e-5, "fp64": 1e-10}  # and of the gradients' global norm
+CLOSE = 0.05  # of a loss with quantised messages and 16-bit parameters to the exact one
+RESHARDED = 1e-6
+
+
+@dataclass(frozen=True)
+class Check:
+    """figure, limit: in words. good: the figure is within the limit. where: the worst place, or why it failed."""
+
+    name: str
+    figure: str
+    limit: str
+    good: bool
+    where: str = ""
+
+
+@dataclass
+class Evidence:
+    """What the exact run showed, for checks and diagnosis; lists are by step. Gradients are divided, not clipped.
+
+    masters, got: assembled. want: one rank's gradients at these masters. errors: by parameter. norms: relative
+    error. losses: of all ranks together. stale: parameters of which some forward read something else than the
+    masters. crossed: (what, stage, micro-batch) that a stage got and no stage sent to it, with what it was instead.
+    """
+
+    outcomes: Sequence[Outcome]
+    placed: Placed
+    reference: Reference
+    curve: Curve
+    masters: list[Assembled] = field(default_factory=list)
+    got: list[Assembled] = field(default_factory=list)
+    want: list[Tensors] = field(default_factory=list)
+    errors: list[dict[str, float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    stale: list[list[str]] = field(default_factory=list)
+    crossed: list[list[str]] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> str:
+        return self.placed.config.precision.params_dtype
+
+    @property
+    def noisy(self) -> list[str]:
+        rotary = self.placed.config.model.position_embedding_type == "rope"
+        names = self.placed.of_rank(1, 0)
+        return [] if rotary or self.dtype == "fp64" else [n for n in names if n.endswith("k_proj.bias")]
+
+
+def gather_evidence(placed: Placed, outcomes: Sequence[Outcome], data_parallel: int) -> Evidence:
+    """Assemble the exact run and compute one rank's gradients at its masters, step by step."""
+    reference = Reference(placed.config, data_parallel)
+    steps = len(outcomes[0].steps)
+    seen = Evidence(outcomes, placed, reference, reference.train(steps))
+    for step in range(steps):
+        own = [outcome.steps[step] for outcome in outcomes]
+        masters = placed.assemble(outcomes, [s.masters for s in own])
+        got = placed.assemble(outcomes, [s.gradients for s in own])
+        want = reference.gradients(masters.whole, step)
+        seen.masters.append(masters)
+        seen.got.append(got)
+        seen.want.append(want)
+        seen.errors.append(relative_errors(got.whole, want, seen.noisy))
+        norm = global_norm(want)
+        seen.norms.append(max(abs(s.norm - norm) / norm for s in own))
+        seen.losses.append(step_loss(outcomes, step))
+        seen.stale.append(sorted(set(_stale(placed, outcomes, masters, step))))
+        seen.crossed.append(list(_crossed(outcomes, step)))
+    return seen
+
+
+def step_loss(outcomes: Sequence[Outcome], step: int) -> float:
+    """Mean loss of the step's global batch; tensor-parallel ranks hold the same."""
+    return sum(o.steps[step].loss for o in outcomes if o.tp == 0 and o.last)
+
+
+def exact_checks(seen: Evidence) -> list[Check]:
+    """Pass 1: identity codecs end to end."""
+    gradient, curve = GRADIENT[seen.dtype], LOSS[seen.dtype]
+    initial = [n for n, w in seen.curve.initial.items() if not np.array_equal(seen.masters[0].whole[n], w)]
+    worst, where = max(
+        (error if error == error else math.inf, f"{name}, step {step + 1}")
+        for step, errors in enumerate(seen.errors)
+        for name, error in errors.items()
+    )
+    losses = [_relative(a, b) for a, b in zip(seen.losses, seen.curve.losses, strict=True)]
+    held = [f"{name} over {over}" for step in seen.masters for name, over in step.differing.items()]
+    summed = [f"{name} over {over}" for step in seen.got for name, over in step.differing.items()]
+    faults = [fault for step in (*seen.masters, *seen.got) for fault in step.faults]
+    stale = [f"{names[0]}, step {step + 1}" for step, names in enumerate(seen.stale) if names]
+    crossed = [line for lines in seen.crossed for line in lines]
+    return [
+        _none("initial weights", initial, "parameters differ from one rank's"),
+        Check("gradients", f"{worst:.2e}", f"{gradient:g}", worst <= gradient, where),
+        _worst("gradient norm", seen.norms, curve),
+        _worst("loss curve", losses, curve),
+        _none("weights in use", stale, "steps whose forwards read other weights than the masters"),
+        _none("activations", crossed, "messages between stages that are not what was sent"),
+        _none("master replicas", held, "replicas differ in a bit"),
+        _none("gradient replicas", summed, "replicas differ in a bit"),
+        _none("padding", faults, "elements missing, not finite or not zero in the padding"),
+    ]
+
+
+def _relative(got: float, want: float) -> float:
+    error = abs(got - want) / abs(want)
+    return error if error == error else math.inf
+
+
+def _worst(name: str, errors: Sequence[float], limit: float) -> Check:
+    clean = [error if error == error else math.inf for error in errors]
+    worst = max(clean)
+    return Check(name, f"{worst:.2e}", f"{limit:g}", worst <= limit, f"step {clean.index(worst) + 1}")
+
+
+def _none(name: str, found: Sequence[str], what: str) -> Check:
+    return Check(name, f"{len(found)} {what}", "0", not found, found[0] if found else "")
+
+
+def _stale(placed: Placed, outcomes: Sequence[Outcome], masters: Assembled, step: int) -> Iterator[str]:
+    """Parameters of which a rank read something else than the assembled masters."""
+    dtype = np.float64 if placed.config.precision.params_dtype == "fp64" else np.float32
+    for tp in range(placed.tp):
+        local = placed.split(masters.whole, tp)
+        bits = {name: _hash(values.astype(dtype)) for name, values in local.items()}
+        for outcome in outcomes:
+            if outcome.tp == tp:
+                read = outcome.steps[step].read
+                yield from (
+                    placed.name(name) for name, seen in read.items() if seen != bits[placed.name(name)]
+                )
+
+
+def _hash(values: np.ndarray) -> str:
+    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
+
+
+def _crossed(outcomes: Sequence[Outcome], step: int) -> Iterator[str]:
+    """What a stage got and its neighbour did not send as this micro-batch's."""
+    sent: dict[tuple[int, int, str, int, int], str] = {}
+    for o in outcomes:
+        for (way, kind, stage, m), bits in o.steps[step].passed.items():
+            if way == "sent":
+                sent[o.dp, o.tp, kind, stage, m] = bits
+    for o in outcomes:
+        for (way, kind, stage, m), bits in o.steps[step].passed.items():
+            source = stage - 1 if kind == "activation" else stage + 1
+            if way == "got" and sent.get((o.dp, o.tp, kind, source, m)) != bits:
+                others = [
+                    k[-1] for k, b in sent.items() if b == bits and k[:-1] == (o.dp, o.tp, kind, source)
+                ]
+                instead = f"that of micro-batch {others[0]}" if others else "something else"
+                yield f"stage {stage} got, as the {kind} of micro-batch {m}, {instead} (step {step + 1})"
+
+
+# -- pass 2: as configured -----------------------------------------------------------------------------
+
+
+def configured_checks(placed: Placed, outcomes: Sequence[Outcome], exact: Sequence[float]) -> list[Check]:
+    """exact: losses of pass 1. Losses, replicas' bits, rounding of every quantised hop."""
+    steps = range(len(outcomes[0].steps))
+    losses = [step_loss(outcomes, step) for step in steps]
+    apart = [_relative(a, b) for a, b in zip(losses, exact, strict=True)]
+    dropout = max(placed.config.model.attention_dropout, placed.config.model.hidden_dropout)
+    reads = [line for step in steps for line in _differing_reads(placed, outcomes, step)]
+    masters = [placed.assemble(outcomes, [o.steps[step].masters for o in outcomes]) for step in steps]
+    masters.append(placed.assemble(outcomes, [o.final for o in outcomes]))
+    held = [f"{name} over {over}" for each in masters for name, over in each.differing.items()]
+    limit = CLOSE + dropout  # masks move a loss by about as much as they drop
+    return [
+        _worst("loss beside the exact one", apart, limit),
+        _none("replicas in use", reads, "parameters that forwards read are not the same bits everywhere"),
+        _none("master replicas", held, "replicas differ in a bit"),
+        *_rounding_checks(outcomes),
+    ]
+
+
+def _differing_reads(placed: Placed, outcomes: Sequence[Outcome], step: int) -> Iterator[str]:
+    bits: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    replicated = placed.replicated
+    for o in outcomes:
+        for held, seen in o.steps[step].read.items():
+            name = placed.name(held)
+            bits[name, -1 if name in replicated else o.tp].add(seen)
+    yield from (f"{name}, step {step + 1}" for (name, _), seen in bits.items() if len(seen) > 1)
+
+
+def _rounding_checks(outcomes: Sequence[Outcome]) -> Iterator[Check]:
+    merged: dict[tuple[str, str], Rounded] = {}
+    for o in outcomes:
+        for key, part in o.rounded.items():
+            held = merged.setdefault(key, Rounded())
+            held.elements += part.elements
+            held.worst = max(held.worst, part.worst)
+            held.error += part.error
+            held.norm += part.norm
+    for (kind, form), r in sorted(merged.items()):
+        relative = math.sqrt(r.error / r.norm) if r.norm else 0.0
+        yield Check(
+            f"rounding of {kind}, {form}",
+            f"{r.worst:.3f} of the bound ({relative:.1%} of the norm)",
+            "1",
+            r.worst <= 1 and r.elements > 0,
+            f"{r.elements} elements; bound of an element: scale / 2 to nearest, scale at random, scale = largest of "
+            f"its block / {2 ** (int(form[3]) - 1) - 1}",
+        )
+
+
+def quantises(config: RunConfig, world: object) -> bool:
+    return bool(config.wire(world).codings)  # type: ignore[arg-type]
+
+
+# -- bytes, resume, reshard ------------------------------------------------------------------------------
+
+
+def bytes_check(name: str, expected: Expected, outcomes: Sequence[Outcome], first: int = 1) -> Check:
+    """Counters of every hop kind and link against the formula, on every rank, from step ``first`` on (a first step
+    records the order of use, and gathers more)."""
+    config, wrong, counted = expected.config, list[str](), 0
+    sizes = schedule(config, expected.grid.dp)
+    for rank, outcome in enumerate(outcomes):
+        for step in range(first, len(outcome.steps)):
+            end = config.quantized_gradients_end
+            count = sizes.micro_batches(sizes.consumed_after(step))
+            want = expected.step(rank, count, end is not None and step >= end)
+            counted += sum(want.values())
+            for key, (formula, counter) in mismatches(want, outcome.steps[step].traffic).items():
+                wrong.append(
+                    f"rank {rank}, step {step + 1}: {key.removesuffix('_bytes')} counted {counter}, formula {formula}"
+                )
+    return Check(
+        name,
+        f"{len(wrong)} of all counters differ; {counted} bytes in all",
+        "0",
+        not wrong,
+        "; ".join(wrong[:3]),
+    )
+
+
+def resume_check(name: str, straight: Sequence[Outcome], resumed: Sequence[Outcome], after: int) -> Check:
+    """The resumed run's losses, norms and final masters against the uninterrupted run's, bit for bit."""
+    wrong = []
+    for rank, (whole, rest) in enumerate(zip(straight, resumed, strict=True)):
+        pairs = zip(whole.steps[after:], rest.steps, strict=True)
+        if any((a.loss, a.norm) != (b.loss, b.norm) for a, b in pairs):
+            wrong.append(f"rank {rank}: losses or norms differ")
+        same = zip(whole.final, rest.final, strict=True)
+        wrong += [f"rank {rank}: {a.unit}" for a, b in same if not np.array_equal(a.values, b.values)]
+    return _none(name, wrong, "losses, norms or master weights differ in a bit")
+
+
+def reshard_check(name: str, loss: float, stayed: float) -> Check:
+    error = _relative(loss, stayed)
+    return Check(
+        name, f"{error:.2e}", f"{RESHARDED:g}", error <= RESHARDED, f"loss {loss:.6f}, stayed {stayed:.6f}"
+    )

@@ -1,0 +1,149 @@
+"""The units and programs of a rank from its configuration alone, for volume.py: the decoder on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from torch import nn
+
+from megazero.cli import volume
+from megazero.cli.volume import Activation, Bytes, Copies, Formats, UnitShape
+from megazero.config import RunConfig, World
+from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
+from megazero.models import Decoder
+from megazero.pp.schedules import make_schedule
+from megazero.tp import TensorParallel
+from megazero.train.parallelize import DTYPES, decoder_config
+from megazero.zero.layout import make_layout
+from megazero.zero.optimizer import Traits
+
+
+class Expected:
+    """Bytes per step of every rank of a configuration. block: elements that slices are whole multiples of."""
+
+    def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
+        self.config, self.exact, self.block = config, exact, block
+        parallel = config.parallel
+        self.shards, self.wire = config.shards(world), config.wire(world)
+        self.grid: Grid = make_grid(
+            world.world_size,
+            world.ranks_per_node,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            self.shards.factors,
+            parallel.use_tp_pp_dp_mapping,
+        )
+        self.step = lru_cache(maxsize=None)(self._step)
+
+    def _step(self, rank: int, micro_batches: int, exact_gradients: bool) -> dict[str, int]:
+        """'kind_link_bytes' of a step; zeros are left out."""
+        config, grid = self.config, self.grid
+        pp, tp = grid.axis("pp").index(rank), grid.axis("tp").index(rank)
+        decoder = self._decoder(pp, tp)
+        schedule = make_schedule(config.pipeline_schedule, grid.pp, config.virtual_stages, micro_batches)
+        program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
+        units, copies = self._units(decoder, rank)
+        formats, activation = self._formats(exact_gradients), self._activation()
+        model = config.model
+        line = grid.axis("pp").ranks(rank)
+        ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
+        total: Bytes = volume.model_state(units, grid, formats, copies, program, micro_batches, ends)
+        total += volume.pipeline(schedule, grid, rank, activation)
+        again = volume.recomputed(
+            config.training.recompute_granularity, activation.sequence_parallel, model.hidden_dropout > 0
+        )
+        wide = max(activation.width, 4)
+        total += volume.tensor_parallel(decoder.stages, schedule[pp], activation, again, wide)
+        return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
+
+    def _decoder(self, pp: int, tp: int) -> Decoder:
+        context = TensorParallel(None, tp, self.grid.tp, self.config.parallel.sequence_parallel)
+        own = [stage for stage in self.config.stages() if stage.rank == pp]
+        return Decoder(decoder_config(self.config), context, stages=own, device="meta")
+
+    def _formats(self, exact_gradients: bool) -> Formats:
+        width = DTYPES[self.config.precision.params_dtype].itemsize
+        if self.exact:
+            return Formats(width, max(width, 4))
+        wire = self.wire
+        gradients = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
+        return Formats(width, max(width, 4), wire.weights, None if exact_gradients else gradients, wire.delta)
+
+    def _activation(self) -> Activation:
+        model, size = self.config.model, self.config.batch.micro_batch_size
+        assert model.seq_length and model.hidden_size and size
+        width = DTYPES[self.config.precision.params_dtype].itemsize
+        sharded = self.config.parallel.sequence_parallel and self.grid.tp > 1
+        return Activation(model.seq_length, size, model.hidden_size, width, self.grid.tp, sharded)
+
+    def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies]:
+        """Units in the order of use, each module's own parameters cut into chunks; which modules need which."""
+        tied, owner = decoder.tied_ends(), dict[int, int]()
+        units: list[UnitShape] = []
+        names = {id(p): name for name, p in decoder.named_parameters()}
+        uses: list[list[list[int]]] = []
+        for part in decoder.parts():
+            uses.append([])
+            for module in part:
+                fresh = {names[id(p)]: p for p in module.parameters() if id(p) not in owner}
+                for group, is_tied in self._groups(fresh, tied):
+                    owner.update({id(fresh[name]): len(units) for name in group})
+                    units.append(self._shape(decoder, {n: fresh[n] for n in group}, rank, is_tied))
+                uses[-1].append(list(dict.fromkeys(owner[id(p)] for p in module.parameters())))
+        return units, Copies(uses, self.shards.keep_gathered)
+
+    def _groups(
+        self, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]
+    ) -> list[tuple[list[str], bool]]:
+        out: list[tuple[list[str], bool]] = [([name], True) for name in fresh if name in tied]
+        limit, room = self.config.zero.zero_chunk_numel, 0
+        chunks: list[list[str]] = []
+        for name, p in fresh.items():
+            if name in tied:
+                continue
+            if not chunks or p.numel() > room:
+                chunks.append([])
+                room = limit
+            chunks[-1].append(name)
+            room -= p.numel()
+        return out + [(chunk, False) for chunk in chunks]
+
+    def _shape(
+        self, decoder: Decoder, params: Mapping[str, nn.Parameter], rank: int, tied: bool
+    ) -> UnitShape:
+        partial, replicated = decoder.partial_gradients(), decoder.replicated_parameters()
+        plain, limit = decoder.no_weight_decay(), self.wire.exact_numel
+        quantises = not self.exact and bool(self.wire.codings)
+        exact = {n for n, p in params.items() if p.numel() <= limit or quantises and n in replicated}
+        if len(exact) == len(params):
+            quantises, exact = False, set()
+        # Parameters of like traits lie together: padding between them goes with the one before it.
+        traits = {
+            n: Traits((("weight_decay", 0.0),) if n in plain else (), n in replicated, n in partial)
+            for n in params
+        }
+        ordered = sorted(params, key=lambda n: repr(traits[n]))
+        axes = self.grid.data_axes
+        layout = make_layout(
+            {n: params[n].shape for n in ordered},
+            block=self.block,
+            sizes=[a.size for a in axes],
+            indices=[a.index(rank) for a in axes],
+            exact=frozenset(exact),
+        )
+        numels = [n for _, n in layout.regions]
+        level = sum(axis.role in ("p", "g", "os") for axis in axes)
+        summed = 0
+        for piece in layout.pieces(level):
+            starts = [(at, traits[slot.name]) for slot, _, _, at in layout.ranges_of(piece)]
+            ends = [*(at for at, _ in starts[1:]), piece.compact + piece.numel]
+            summed += sum(stop - at for (at, mine), stop in zip(starts, ends, strict=True) if mine.partial)
+        return UnitShape(numels[0], sum(numels[1:]), quantises, summed, tied)
+
+
+def mismatches(want: Mapping[str, int], got: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """'kind_link_bytes' -> (expected, counted) where they differ; sums over kinds are left out."""
+    sums = (f"{INTRA}_bytes", f"{INTER}_bytes")
+    keys = sorted({*want, *(key for key, sent in got.items() if sent and key not in sums)})
+    return {k: (want.get(k, 0), got.get(k, 0)) for k in keys if want.get(k, 0) != got.get(k, 0)}

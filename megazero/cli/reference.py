@@ -1,0 +1,108 @@
+"""One rank, plain torch: a whole decoder, autograd, torch.optim, clip_grad_norm_. In fp64, so that a difference is
+the ranks' own rounding and not a sum of two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megazero.cli.task import schedule, tokens_of
+from megazero.config import RunConfig
+from megazero.models import Decoder
+from megazero.train.parallelize import decoder_config
+
+Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
+
+
+@dataclass(frozen=True)
+class Curve:
+    """losses: of each step of a run of its own. initial: its first weights."""
+
+    losses: list[float]
+    initial: Tensors
+
+
+class Reference:
+    """The configuration's model and optimizer on one rank. data_parallel: that the batch is dealt over."""
+
+    def __init__(self, config: RunConfig, data_parallel: int) -> None:
+        self.config, self.data_parallel = config, data_parallel
+        whole = replace(decoder_config(config), recompute="none", attention_dropout=0.0, hidden_dropout=0.0)
+        self.decoder = Decoder(whole, dtype=torch.float64)
+        self.decoder.initialize(config.training.seed)
+        sizes = schedule(config, data_parallel)
+        self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]
+
+    def train(self, steps: int) -> Curve:
+        """A run from the initial weights."""
+        o, plain = self.config.optimizer, self.decoder.no_weight_decay()
+        named = dict(self.decoder.named_parameters())
+        groups = [
+            {
+                "params": [p for n, p in named.items() if (n in plain) == is_plain],
+                "weight_decay": 0.0 if is_plain else o.weight_decay,
+            }
+            for is_plain in (False, True)
+        ]
+        optimizer: torch.optim.Optimizer
+        if o.optimizer == "sgd":
+            optimizer = torch.optim.SGD(groups, lr=o.lr or 0.0, momentum=o.sgd_momentum)
+        else:
+            betas = (o.adam_beta1, o.adam_beta2)
+            optimizer = torch.optim.AdamW(groups, lr=o.lr or 0.0, betas=betas, eps=o.adam_eps)
+        initial, losses = _arrays(named), list[float]()
+        for step in range(steps):
+            optimizer.zero_grad()
+            losses.append(self._backward(step))
+            if o.clip_grad:
+                torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), o.clip_grad)
+            optimizer.step()
+        return Curve(losses, initial)
+
+    def gradients(self, weights: Mapping[str, np.ndarray], step: int, without_last: bool = False) -> Tensors:
+        """Of a step's mean loss at these weights. without_last: of all micro-batches but each rank's last."""
+        with torch.no_grad():
+            for name, p in self.decoder.named_parameters():
+                p.copy_(torch.from_numpy(weights[name]))
+        self.decoder.zero_grad()
+        self._backward(step, without_last)
+        return _arrays({n: p.grad for n, p in self.decoder.named_parameters() if p.grad is not None})
+
+    def micro_batches(self, step: int) -> int:
+        return self._sizes[step] // (self.data_parallel * (self.config.batch.micro_batch_size or 1))
+
+    def _backward(self, step: int, without_last: bool = False) -> float:
+        tokens, labels, mask = tokens_of(self.config, step, self._sizes[step])
+        losses = self.decoder(tokens, labels) * mask
+        if without_last:
+            losses = losses[: -self.data_parallel * (self.config.batch.micro_batch_size or 1)]
+        total = losses.sum() / mask.sum()
+        total.backward()
+        return total.item()
+
+
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: t.detach().double().numpy().copy() for name, t in tensors.items()}
+
+
+def global_norm(gradients: Mapping[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.sum(g**2) for g in gradients.values())))
+
+
+def relative_errors(got: Tensors, want: Tensors, noisy: Sequence[str]) -> dict[str, float]:
+    """||difference|| / max(||g||, floor x global norm), by parameter. noisy: whose gradient is zero in exact
+    arithmetic, so that what is computed is rounding noise."""
+    total = global_norm(want)
+    return {
+        name: float(np.linalg.norm(got[name] - g))
+        / max(float(np.linalg.norm(g)), (FLOOR_OF_NOISE if name in noisy else FLOOR) * total)
+        for name, g in want.items()
+    }
+
+
+# Smallest norm that counts, as a share of the global norm. A key bias without rotary positions shifts all scores of a
+# query alike: its gradient is noise of 1e-10 to 1e-9 of the global norm in fp32, on one rank as on many.
+FLOOR, FLOOR_OF_NOISE = 1e-6, 1e-2

@@ -1,0 +1,224 @@
+"""A configuration with its sizes shrunk and its structure kept. Pure; no torch.
+
+Kept: family and every choice of the model, layout, schedule, uneven stages, preset or factors, lifetimes, codecs and
+their rounding, recompute, ramp-up, optimizer, dtype; of sizes whether they are odd, divide, pad or repeat. Replaced:
+data by made-up tokens, the learning-rate schedule by a constant, what is saved and logged by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from megazero.cli.sublayout import SubLayout, sub_layout
+from megazero.config import RunConfig, World, make_config
+from megazero.config.run import all_options
+
+HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
+INIT_STD, RATES = 0.1, {"adamw": 3e-3, "sgd": 5e-2}  # well-conditioned in fp32 at these sizes
+CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
+# Of no meaning in a run of a few steps of made-up tokens.
+RESET = (
+    "train_samples",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "min_lr",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "exit_signal_handler",
+    "eval_interval",
+    "eval_at_start",
+    "distributed_timeout_minutes",
+    "zero_weight_error_bound",
+    "zero_gradient_error_bound",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """config: what is run, on ``layout.world``. changes: option -> (before, after). notes: in words."""
+
+    config: RunConfig
+    layout: SubLayout
+    changes: Mapping[str, tuple[Any, Any]]
+    notes: tuple[str, ...]
+
+
+def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
+    """Sizes for a run of ``steps`` steps on at most ``most`` ranks. Raises ValueError as sub_layout does."""
+    layout = sub_layout(config, world, most)
+    values = {
+        name: config.get(name) if name not in RESET else option.default
+        for name, option in all_options().items()
+        if option.section in CARRIED
+    }
+    kept = dict(values)
+    values |= {**_parallel(config, layout), **_model(config, layout.tp), **_batch(config, world, layout)}
+    values |= _zero(config, world, layout, values)
+    values |= {"train_iters": steps, "lr": RATES[config.optimizer.optimizer], "lr_decay_style": "constant"}
+    values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
+    if config.quantized_gradients_end is not None:
+        values["zero_quantized_gradients_until"] = (steps // 2) / steps
+    run = make_config(values, layout.world)
+    changes = {name: (config.get(name), run.get(name)) for name in kept if config.get(name) != run.get(name)}
+    return Shrunk(run, layout, changes, (*layout.notes, *_notes(config, world)))
+
+
+def like(size: int, most: int) -> int:
+    """``size`` if it is at most ``most``, else the largest number up to that which is odd or even as it is."""
+    return size if size <= most else most - (most - size) % 2
+
+
+def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "ranks_per_node": layout.world.ranks_per_node,
+    }
+    layers = stage_layers(config, layout.pp)
+    values["num_layers"] = sum(layers)
+    if layout.pp > 1:
+        virtual = config.virtual_stages
+        values["num_virtual_stages_per_pipeline_rank"] = virtual if virtual > 1 else None
+        values["pipeline_partition"] = ",".join(map(str, layers))
+    return values
+
+
+def stage_layers(config: RunConfig, pp: int) -> list[int]:
+    """Layers of the stages of a pipeline of ``pp`` ranks: 1 or 2 each, and more where the configuration has more."""
+    counts = [len(stage.layers) for stage in _stages(config)]
+    wanted = pp * config.virtual_stages
+    if wanted < len(counts):  # first and last stage, and as many in between as there is room for
+        last = len(counts) - 1
+        counts = [counts[round(i * last / max(wanted - 1, 1))] for i in range(wanted)]
+    low, high = min(counts), max(counts)
+    if low == high:
+        return [2 if low > 1 and wanted <= 4 else 1] * wanted
+    return [1 if count == low else 2 for count in counts]
+
+
+def _stages(config: RunConfig) -> Any:
+    """The configuration's stages; a vocabulary that only the tokenizer knows counts as one of 32 000."""
+    if config.model.vocab_size is not None:
+        return config.stages()
+    return replace(config, model=replace(config.model, vocab_size=32000)).stages()
+
+
+def _model(config: RunConfig, tp: int) -> dict[str, Any]:
+    m = config.model
+    assert m.num_attention_heads and m.num_query_groups and m.hidden_size and m.ffn_hidden_size
+    assert m.kv_channels and m.seq_length and m.max_position_embeddings
+    full_tp = config.parallel.tensor_model_parallel_size
+    groups = tp * like(m.num_query_groups // full_tp, max(2, 4 // tp))
+    heads = groups * like(m.num_attention_heads // m.num_query_groups, max(3, 8 // groups))
+    # Rotary positions turn pairs; elsewhere a head may be odd.
+    width = HEAD + (m.kv_channels % 2)
+    hidden = heads * width
+    if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
+        hidden = 2 * heads * width if m.hidden_size > m.kv_channels * m.num_attention_heads else hidden // 2
+    length = like(m.seq_length, SEQUENCE + m.seq_length % 2)
+    if m.seq_length % full_tp == 0:
+        length = tp * like(m.seq_length // full_tp, max(2, SEQUENCE // tp))
+    return {
+        "num_query_groups": groups,
+        "num_attention_heads": heads,
+        "kv_channels": width,
+        "hidden_size": hidden,
+        "ffn_hidden_size": tp * like(m.ffn_hidden_size // full_tp, -(-5 * hidden // (2 * tp))),
+        "seq_length": length,
+        "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
+        **_vocabulary(config, tp),
+    }
+
+
+def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
+    """About 60 words; padding where the vocabulary has it. One that only the tokenizer knows is taken to have it."""
+    m = config.model
+    divisible = min(m.make_vocab_size_divisible_by, 8)
+    unit = lcm(divisible, tp)
+    full = lcm(m.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
+    padded = m.vocab_size is None or m.vocab_size % full != 0
+    whole = unit * max(2, 64 // unit)
+    return {
+        "vocab_size": whole - unit + 1 if padded else whole,
+        "make_vocab_size_divisible_by": divisible,
+    }
+
+
+def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]:
+    batch = config.batch
+    assert batch.micro_batch_size
+    micro = like(batch.micro_batch_size, 2)
+    d = layout.world.world_size // (layout.tp * layout.pp)
+    group = layout.pp if config.micro_batch_multiple > 1 else 1
+    have = config.num_micro_batches(world)
+    if group > 1:
+        count = 2 * group if have >= 2 * config.micro_batch_multiple else group
+    else:
+        count = min(have, max(2, layout.pp + 1))
+    quantum = micro * d * group
+    values: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": micro * d * count}
+    if batch.rampup_batch_size is not None:
+        values["global_batch_size"] = max(2 * quantum, micro * d * count)
+        # two sizes, the second from the middle of the run on
+        increment = values["global_batch_size"] - quantum
+        values["rampup_batch_size"] = (quantum, increment, 2 * quantum)
+    return values
+
+
+def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[str, Any]) -> dict[str, Any]:
+    zero, out = config.zero, dict[str, Any]()
+    if zero.zero_shard is not None:
+        out["zero_shard"] = layout.shards
+    if zero.zero_hpz_partition_size is not None:
+        out["zero_hpz_partition_size"] = layout.shards[0]
+    full = _layer_numel(vars(config.model)) // config.parallel.tensor_model_parallel_size
+    small = _layer_numel(values) // layout.tp
+    if full > zero.zero_chunk_numel:  # as many chunks as there are
+        out["zero_chunk_numel"] = max(1, small * zero.zero_chunk_numel // full)
+    wire = config.wire(world)
+    if wire.codings:  # what was exact as a vector still is, and matrices still are not
+        out["zero_block_size"] = BLOCK
+        exact = [size for before, size in _vectors(config, layout.tp, values) if before <= wire.exact_numel]
+        out["zero_exact_numel"] = max(exact, default=0)
+    return out
+
+
+def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(elements on a rank, shrunk) of norms, and of the biases of the MLP where there are some."""
+    m, full_tp = config.model, config.parallel.tensor_model_parallel_size
+    assert m.hidden_size and m.ffn_hidden_size
+    biases = [(m.ffn_hidden_size // full_tp, values["ffn_hidden_size"] // tp)] if m.add_bias_linear else []
+    return [(m.hidden_size, values["hidden_size"]), *biases]
+
+
+def _layer_numel(model: Mapping[str, Any]) -> int:
+    """Elements of a layer's matrices."""
+    hidden, width = model["hidden_size"], model["kv_channels"]
+    attention = 2 * hidden * width * (model["num_attention_heads"] + model["num_query_groups"])
+    return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] else 2)
+
+
+def _notes(config: RunConfig, world: World) -> list[str]:
+    notes = [
+        "data are made-up tokens, a fifth of which do not count in the loss; the learning rate is constant; initial "
+        f"weights have a standard deviation of {INIT_STD}"
+    ]
+    if config.model.vocab_size is None:
+        notes.append("the vocabulary is the tokenizer's, which is not read: one that needs padding is run")
+    if config.zero.zero_weight_error_bound or config.zero.zero_gradient_error_bound:
+        notes.append("the bounds on rounding errors are left out: nothing falls back to exact messages")
+    if config.wire(world).codings:
+        notes.append(f"quantised blocks have {BLOCK} elements, so that slices of small matrices hold several")
+    return notes

@@ -1,0 +1,95 @@
+"""A world too large for this machine -> the largest layout within it that has the same structure. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config import RunConfig, World
+from megazero.mesh.grid import data_cuts
+
+
+@dataclass(frozen=True)
+class SubLayout:
+    """What is run. shards: P, G, OS. notes: what differs from the configuration, in words; empty: nothing does."""
+
+    tp: int
+    pp: int
+    world: World
+    shards: tuple[int, int, int]
+    notes: tuple[str, ...] = ()
+
+
+def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
+    """The world as it is with at most ``most`` ranks; otherwise one whose data-parallel cuts (at P, G, OS, the node
+    boundary) are as many and in the same order, each the smallest factor apart, and whose tensor and pipeline sizes
+    are as large as ``most`` allows.
+
+    Raises ValueError naming the smallest number of ranks that has the structure.
+    """
+    parallel = config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    shards = config.shards(world).factors
+    if world.world_size <= most:
+        return SubLayout(tp, pp, world, shards)
+    smaller = _smaller_cuts(config, world)
+    d, h = smaller[config.data_parallel_size(world)], smaller[config.data_ranks_per_node(world)]
+    pairs = [(t, p) for t in range(1, tp + 1) if tp % t == 0 for p in range(1, pp + 1)]
+    pairs = [(t, p) for t, p in pairs if (t > 1) == (tp > 1) and (p > 1) == (pp > 1)]
+    fitting = [(t, p) for t, p in pairs if t * p * d <= most]
+    if not fitting:
+        least = min(t * p for t, p in pairs) * d
+        raise ValueError(
+            f"--verify-ranks {most}: the structure of this layout (tensor, pipeline and {len(smaller) - 1} "
+            f"data-parallel cuts) takes at least {least} ranks; nearest: {least}"
+        )
+    # A pipeline of 3 and more has stages in the middle, with neither embedding nor head: rather those than tensors.
+    t, p = max(fitting, key=lambda pair: (min(pair[1], 3), pair[0] * pair[1], pair[1]))
+    small = World(t * p * d, _node(config, world, t, p, d, h))
+    p_, g, os = (smaller[factor] for factor in shards)
+    return SubLayout(t, p, small, (p_, g, os), tuple(_notes(config, world, small, (t, p, d, h))))
+
+
+def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
+    """Cut of the configuration's data-parallel ranks -> cut of the smaller layout's."""
+    d, h = config.data_parallel_size(world), config.data_ranks_per_node(world)
+    cuts = data_cuts(d, h, config.shards(world).factors)
+    out = {1: 1}
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        ratio = high // low
+        out[high] = out[low] * next(k for k in range(2, ratio + 1) if ratio % k == 0)
+    return out
+
+
+def _node(config: RunConfig, world: World, tp: int, pp: int, d: int, h: int) -> int:
+    """Ranks of a node: as many data-parallel ranks as h says, and several nodes where there were several."""
+    parallel, nodes = config.parallel, world.world_size // world.ranks_per_node
+    if nodes == 1:
+        return tp * pp * d
+    full_tp, full_pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.use_tp_pp_dp_mapping:
+        inside = world.ranks_per_node >= full_tp * full_pp  # whole pipelines on a node
+        return tp * pp * h if inside else tp * max(k for k in range(1, pp) if pp % k == 0)
+    # Stages lie outside of the data-parallel ranks: on one node together only where these fill none.
+    stages = max(1, world.ranks_per_node // (full_tp * config.data_parallel_size(world)))
+    together = max(k for k in range(1, pp + 1) if pp % k == 0 and k <= stages and (k < pp or d > h))
+    return tp * h * together
+
+
+def _notes(config: RunConfig, world: World, small: World, sizes: tuple[int, int, int, int]) -> list[str]:
+    parallel = config.parallel
+    nodes = world.world_size // world.ranks_per_node
+    rows = [
+        ("tensor-parallel", parallel.tensor_model_parallel_size, sizes[0]),
+        ("pipeline", parallel.pipeline_model_parallel_size, sizes[1]),
+        ("data-parallel", config.data_parallel_size(world), sizes[2]),
+        ("data-parallel ranks per node", config.data_ranks_per_node(world), sizes[3]),
+        ("nodes", nodes, small.world_size // small.ranks_per_node),
+    ]
+    changed = [f"{name} {before} -> {after}" for name, before, after in rows if before != after]
+    notes = [
+        f"sub-layout of {small.world_size} ranks for {world.world_size}: {', '.join(changed)}; every cut of the "
+        "data-parallel ranks (P, G, OS, node) is kept"
+    ]
+    if parallel.pipeline_model_parallel_size > 2 == sizes[1]:
+        notes.append("the sub-layout's pipeline has no rank between the first and the last")
+    return notes

@@ -1,0 +1,233 @@
+"""``megazero verify``: run a configuration, shrunk, on local ranks; compare with one rank; certify."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+
+import torch
+
+from megazero.cli import checks, faults
+from megazero.cli.assembling import Placed
+from megazero.cli.certificate import Certificate, Section
+from megazero.cli.checks import Evidence
+from megazero.cli.diagnosis import diagnose
+from megazero.cli.layouts import Expected
+from megazero.cli.options import Request, read_request
+from megazero.cli.ranks import Ranks, RanksFailed
+from megazero.cli.shrink import Shrunk, shrink
+from megazero.cli.task import LEAST_BLOCK, Outcome, Task, fresh_folder, run_tasks
+from megazero.config import ConfigError, RunConfig, World, make_config
+
+TIMEOUT_S = 900.0  # of all passes on the configured layout; a rank that hangs would otherwise hold everything
+
+
+def command(argv: Sequence[str]) -> int:
+    """The exit status: 0 every check holds, 1 one does not or the ranks failed, 2 the configuration is wrong."""
+    try:
+        request = read_request(argv)
+        fault = faults.asked_for()
+        with Ranks(min(request.ranks, request.world.world_size)) as ranks:
+            certificate = verify(request, ranks, fault)
+    except ConfigError as error:
+        print(f"{error}\n--help lists the flags of verify", file=sys.stderr)
+        return 2
+    except RanksFailed as error:
+        print(f"the ranks failed, so nothing is certified:\n{error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    path = certificate.save(request.output)
+    certificate.print()
+    print(f"certificate: {path}")
+    return 0 if certificate.good else 1
+
+
+def verify(request: Request, ranks: Ranks, fault: str | None = None) -> Certificate:
+    """Everything, on ``ranks`` (as many as the shrunk world has, or more). Raises ValueError for a configuration that
+    cannot be run, RanksFailed when a rank raises, dies or hangs."""
+    began = time.monotonic()
+    small = shrink(request.config, request.world, request.ranks, request.steps)
+    with tempfile.TemporaryDirectory(prefix="megazero-certificate-") as folder:
+        passes = _Passes(small, request.steps, fault, folder, ranks)
+        sections = passes.run()
+    made = {
+        "megazero": _version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": "cpu, gloo",
+        "seed": small.config.training.seed,
+        "steps": request.steps,
+        "wall time": f"{time.monotonic() - began:.0f} s",
+    }
+    run = small.config.describe(small.layout.world)
+    layout = [line.strip() for line in run if not line.startswith("note")][_layout_start(run) :]
+    notes = list(small.notes)
+    if fault:
+        put = (
+            "put into the run"
+            if passes.fault_applied
+            else "not applicable to this layout: nothing was changed"
+        )
+        notes.append(f"seeded fault {fault}: {put}")
+    return Certificate(
+        asked=tuple(_asked(request)),
+        run=tuple(layout),
+        changes=small.changes,
+        notes=tuple(notes),
+        sections=tuple(sections),
+        diagnosis=tuple(passes.diagnosis),
+        facts=made,
+        fault=fault,
+        configuration=small.config.to_dict(),
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("megazero")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _asked(request: Request) -> list[str]:
+    return [line for line in request.config.describe(request.world) if not line.startswith("note")]
+
+
+def _layout_start(lines: Sequence[str]) -> int:
+    return next(i for i, line in enumerate(lines) if line.startswith("layout"))
+
+
+class _Passes:
+    """The runs of one verification, and what they show."""
+
+    def __init__(self, small: Shrunk, steps: int, fault: str | None, folder: str, ranks: Ranks) -> None:
+        self.small, self.steps, self.fault, self.folder, self.ranks = small, steps, fault, folder, ranks
+        self.world, self.config = small.layout.world, small.config
+        self.exact_config = _exactly(small.config)
+        self.saved = steps // 2 - 1  # the step after which both runs save
+        self.diagnosis: list[str] = []
+        self.fault_applied = False
+
+    def run(self) -> list[Section]:
+        exact, configured, resumed, weights = self._run_layout()
+        self.fault_applied = any(o.fault_applied for o in (*exact, *configured))
+        d = self.config.data_parallel_size(self.world)
+        seen = checks.gather_evidence(Placed(self.exact_config), exact, d)
+        first = self._exact_section(seen, exact)
+        second = self._configured_section(seen, configured)
+        third = self._checkpoint_section(seen, configured, resumed, weights)
+        self.diagnosis = diagnose(seen, first.checks, second.checks)
+        return [first, second, third]
+
+    def _run_layout(self) -> tuple[list[Outcome], list[Outcome], list[Outcome], str]:
+        """Of every rank: the exact run, the configured one, its resumption; and where the exact one saved."""
+        weights, state = fresh_folder(self.folder, "exact"), fresh_folder(self.folder, "configured")
+        at = self.saved + 1
+        tasks = [
+            Task(self.exact_config, True, 0, self.steps, save=(self.saved, weights), fault=self.fault),
+            Task(self.config, False, 0, self.steps, save=(self.saved, state), fault=self.fault),
+            Task(self.config, False, at, self.steps, load=state, fault=self.fault),
+        ]
+        size = self.world.world_size
+        every = self.ranks.call(run_tasks, tasks, self.world, world=size, timeout=TIMEOUT_S)
+        exact, configured, resumed = map(list, zip(*every, strict=True))
+        return exact, configured, resumed, weights
+
+    def _exact_section(self, seen: Evidence, exact: Sequence[Outcome]) -> Section:
+        found = checks.exact_checks(seen)
+        expected = Expected(self.exact_config, self.world, True, self._block)
+        found.append(checks.bytes_check("bytes sent", expected, exact))
+        dtype = self.exact_config.precision.params_dtype
+        title = (
+            f"{dtype}, every message exact, {self.steps} steps, against one rank of plain torch in fp64. Gradients: "
+            "worst ||difference|| / max(||g||, 1e-6 of the global norm) of a parameter"
+        )
+        return Section("Pass 1, exact", title, tuple(found))
+
+    def _configured_section(self, seen: Evidence, configured: Sequence[Outcome]) -> Section:
+        placed = Placed(self.config)
+        found = checks.configured_checks(placed, configured, seen.losses)
+        expected = Expected(self.config, self.world, False, self._block)
+        found.append(checks.bytes_check("bytes sent", expected, configured))
+        codings = self.config.wire(self.world).codings
+        what = "messages quantised as configured" if codings else "no hop is quantised on this layout"
+        dtype = self.config.precision.params_dtype
+        return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
+
+    def _checkpoint_section(
+        self, seen: Evidence, straight: Sequence[Outcome], resumed: Sequence[Outcome], weights: str
+    ) -> Section:
+        at = self.saved + 1
+        found = [checks.resume_check("resume, same layout", straight, resumed, at)]
+        stayed = seen.losses[at]
+        moved = other_layouts(self.exact_config, self.world, seen.reference.data_parallel)
+        for name, config, world in moved:
+            task = Task(config, True, at, at + 1, load=weights)
+            if world.world_size == 1:
+                outcomes = [run_tasks([task], world)]
+            else:
+                outcomes = self.ranks.call(
+                    run_tasks, [task], world, world=world.world_size, timeout=TIMEOUT_S
+                )
+            loss = checks.step_loss([each[0] for each in outcomes], 0)
+            found.append(checks.reshard_check(f"reshard, {name}", loss, stayed))
+        title = f"saved after step {at} of {self.steps}; loaded on the same layout (as configured) and others (exact)"
+        return Section("Checkpoints", title, tuple(found))
+
+    @property
+    def _block(self) -> int:
+        return max([LEAST_BLOCK, *(coding.block for coding in self.config.wire(self.world).codings)])
+
+
+def _exactly(config: RunConfig) -> RunConfig:
+    """In fp32 (fp64 stays), without dropout: its masks go by the layout where tensor parallelism cuts activations."""
+    dtype = "fp64" if config.precision.params_dtype == "fp64" else "fp32"
+    model = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
+    return replace(config, model=model, precision=replace(config.precision, params_dtype=dtype))
+
+
+def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[tuple[str, RunConfig, World]]:
+    """One rank; and the first legal layout of other tensor and pipeline sizes on no more ranks."""
+    parallel = config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    found = [("one rank", _on(config, 1, 1, 1, data_parallel), World(1, 1))]
+    for t, p in ((pp, tp), (1, pp), (tp, 1), (1, 2), (2, 1), (1, 1)):
+        size = t * p * (2 if data_parallel % 2 == 0 and t * p * 2 <= world.world_size else 1)
+        if (t, p) == (tp, pp) or not 1 < size <= world.world_size:
+            continue
+        try:
+            other = _on(config, t, p, size // (t * p), data_parallel)
+        except ConfigError:
+            continue
+        name = f"tensor {t} x pipeline {p} x data {size // (t * p)}, zero2"
+        return [*found, (name, other, World(size, size))]
+    return found
+
+
+def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunConfig:
+    """The same training on another layout: same global batches. Raises ConfigError."""
+    values = {
+        name: value
+        for section in (config.model, config.batch, config.optimizer, config.precision)
+        for name, value in vars(section).items()
+    }
+    micro = config.batch.micro_batch_size or 1
+    values |= {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "micro_batch_size": micro * (data_parallel // d if pp == 1 and data_parallel % d == 0 else 1),
+        "zero_preset": "zero2",
+        "train_iters": config.training.train_iters,
+        "eval_iters": 0,
+        "seed": config.training.seed,
+        "mock_data": True,
+        "device": "cpu",
+    }
+    return make_config(values, World(tp * pp * d, tp * pp * d))

@@ -1,0 +1,255 @@
+"""Bytes that one rank sends in a step, from sizes alone: no counter, codec or chain of the engine is asked. Pure.
+
+Of axis j (innermost first) of size a_j, a gather of a slice of m bytes per rank sends (a_j - 1) m; an all-to-all of
+rows of m bytes as much. Level l is the slice left after axes 1..l. ``formats`` are bits and block of a hop, or None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megazero.config.wire import Coding
+from megazero.mesh.grid import INTRA, AxisSpec, Grid
+from megazero.pp.partition import StageSpec
+from megazero.pp.schedules import Action, Kind, Schedule, sends
+
+Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
+ALIGNED = 16  # bytes that parts of a quantised message are filled up to
+SCALARS = 6 * 8  # squared norm, order hash, two sums of squares for weights and for gradients; fp64
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """coded, exact: elements of the whole unit's regions, padding included; exact is 0 where nothing is quantised.
+
+    partial: elements of this rank's OS slice whose gradients tensor-parallel ranks sum. tied: the pipeline's other
+    end holds it too.
+    """
+
+    coded: int
+    exact: int
+    quantised: bool
+    partial: int = 0
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What is sent, by hop; None is exact. width, sums: bytes of a parameter, of a sum of gradients."""
+
+    width: int
+    sums: int
+    weights: Coding | None = None
+    gradients: Mapping[str, Coding | None] | None = None  # by link
+    delta: bool = False
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How long copies live. uses: of each part, the units that its modules need, in order of the forward."""
+
+    uses: Sequence[Sequence[Sequence[int]]]
+    keep_gathered: bool = False
+
+
+def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
+    """Bytes of a slice; exact elements have ``exact_width`` bytes beside quantised ones, else all have ``width``."""
+    if coding is None:
+        return (coded + exact) * width
+    return _fill(coded * coding.bits // 8 + 2 * coded // coding.block) + _fill(exact * exact_width)
+
+
+def _fill(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def model_state(
+    units: Sequence[UnitShape],
+    grid: Grid,
+    formats: Formats,
+    copies: Copies,
+    program: Sequence[tuple[str, int]],
+    micro_batches: int,
+    ends_link: str | None = None,
+) -> Bytes:
+    """Refreshes, gathers and reductions of a step in which every unit is updated. ends_link: this rank holds one end
+    of tied embeddings."""
+    axes, levels = grid.data_axes, _levels(grid.data_axes)
+    out: Bytes = Counter()
+    gathered = gathers(copies, program)
+    for index, unit in enumerate(units):
+        out += _weights(unit, axes, levels, formats, gathered[index])
+        out += _gradients(unit, axes, levels, formats, micro_batches)
+        if unit.tied and ends_link is not None:
+            coding = _coding(unit, formats, ends_link)
+            parts = prod(a.size for a in axes[: levels[2]])
+            out["reduce", ends_link] += message(
+                coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums
+            )
+    partial = sum(unit.partial for unit in units)
+    out["tp", INTRA] += (grid.tp - 1) * partial * formats.sums
+    link = INTRA if grid.ranks_per_node >= grid.world_size else "inter_node"
+    out["scalar", link] += (grid.world_size - 1) * SCALARS
+    return +out
+
+
+def _levels(axes: Sequence[AxisSpec]) -> tuple[int, int, int, int]:
+    """How many axes cut parameters, gradients, optimizer states; all of them."""
+    roles = [axis.role for axis in axes]
+    p = roles.count("p")
+    g = p + roles.count("g")
+    return p, g, g + roles.count("os"), len(roles)
+
+
+def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
+    return (formats.gradients or {}).get(link) if unit.quantised else None
+
+
+def _weights(
+    unit: UnitShape, axes: Sequence[AxisSpec], levels: tuple[int, ...], formats: Formats, gathered: int
+) -> Bytes:
+    out: Bytes = Counter()
+    p, _, os, _ = levels
+    coding, width = (formats.weights if unit.quantised else None), formats.width
+    parts = prod(a.size for a in axes[:os])
+    own = message(coding, unit.coded // parts, unit.exact // parts, width, width)
+    for level in range(p + 1, os + 1):  # what an OS slice became, of all that lie in the level's slice
+        held = prod(a.size for a in axes[level:os])
+        out["refresh", axes[level - 1].link] += (axes[level - 1].size - 1) * held * own
+    if formats.delta and unit.quantised and p < os:
+        parts = prod(a.size for a in axes[:p])
+        own, inner = (unit.coded + unit.exact) // parts * width, p
+    else:
+        inner = os
+    for level in range(1, p + 1):
+        held = prod(a.size for a in axes[level:inner])
+        out["gather", axes[level - 1].link] += gathered * (axes[level - 1].size - 1) * held * own
+    return out
+
+
+def _gradients(
+    unit: UnitShape, axes: Sequence[AxisSpec], levels: tuple[int, ...], formats: Formats, micro_batches: int
+) -> Bytes:
+    out: Bytes = Counter()
+    _, g, os, every = levels
+    for level in range(1, every + 1):
+        axis = axes[level - 1]
+        coding = _coding(unit, formats, axis.link)
+        raw = level == 1 and (g > 0 or micro_batches == 1)  # one micro-batch's gradients, not a sum
+        parts = prod(a.size for a in axes[:level])
+        width = formats.width if raw else formats.sums
+        row = message(coding, unit.coded // parts, unit.exact // parts, width, formats.sums)
+        times = micro_batches if level <= g else 1
+        out["reduce", axis.link] += times * (axis.size - 1) * row
+        if level > os:  # replicas: the owner's share goes back
+            back = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
+            out["reduce", axis.link] += (axis.size - 1) * back
+    return out
+
+
+def gathers(copies: Copies, program: Sequence[tuple[str, int]]) -> Counter[int]:
+    """How often each unit is gathered over P in a step: once per use, less where it is still there.
+
+    After a use it stays only if it is what is used next; with ``keep_gathered`` as long as its part comes again.
+    """
+    visits = [(i, list(visit)) for i, segment in enumerate(program) for visit in _visits(copies, *segment)]
+    out: Counter[int] = Counter()
+    held: set[int] = set()
+    for at, (segment, units) in enumerate(visits):
+        kind, part = program[segment]
+        out.update(unit for unit in units if unit not in held)
+        held.update(units)
+        again = {u for i, later in visits[at + 1 :] if i == segment and kind != "F" for u in later}
+        following = visits[at + 1][1][0] if at + 1 < len(visits) else None
+        returns = any(later == part and k != "W" for k, later in program[segment + 1 :])
+        for unit in units:
+            keep = copies.keep_gathered and returns
+            if not (keep or unit == following or unit in again):
+                held.discard(unit)
+    return out
+
+
+def _visits(copies: Copies, kind: str, part: int) -> Iterator[Sequence[int]]:
+    if kind == "W":
+        return iter(())
+    modules = copies.uses[part]
+    return iter(modules if kind == "F" else list(reversed(modules)))
+
+
+# -- activations ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Of a micro-batch between layers: [length, samples, hidden]. width: bytes of an element."""
+
+    length: int
+    samples: int
+    hidden: int
+    width: int
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def whole(self) -> int:
+        return self.length * self.samples * self.hidden * self.width
+
+    @property
+    def sent(self) -> int:
+        """Bytes of a message between stages: a tensor-parallel rank's part, where it can be cut."""
+        elements = self.whole // self.width
+        return elements // self.tp * self.width if elements % self.tp == 0 else self.whole
+
+
+def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) -> Bytes:
+    """Messages between stages; where they are cut, the receivers gather them inside their tensor-parallel group."""
+    out: Bytes = Counter()
+    own, line = grid.axis("pp").index(rank), grid.axis("pp").ranks(rank)
+    for (source, target), messages in sends(schedule, grid.pp).items():
+        if source == own:
+            out["pp", grid.link(rank, line[target])] += len(messages) * activation.sent
+        elif target == own and not activation.sequence_parallel and activation.sent < activation.whole:
+            out["tp", INTRA] += len(messages) * (grid.tp - 1) * activation.sent
+    return out
+
+
+def tensor_parallel(
+    stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation, again: int, wide: int
+) -> Bytes:
+    """Collectives inside layers. again: of a layer's forward, how many run again in its backward (see
+    ``recomputed``). wide: bytes of an element of the loss.
+
+    A layer has two pairs of linears: column, then row. Forward: sum the row's output, under sequence parallel
+    gather the column's input first and scatter the sum. Backward: the same of the gradients, and under sequence
+    parallel the column's input once more.
+    """
+    tp = activation.tp
+    share = (tp - 1) * activation.whole // tp
+    # a sum is a ring's all-reduce, or with sequence parallel one half of it
+    unit = share if activation.sequence_parallel else 2 * share
+    wire = 1 if activation.sequence_parallel else 0
+    loss = (tp - 1) * 2 * activation.length * activation.samples * wide
+    by_index = {stage.index: stage for stage in stages}
+    total = 0
+    for action in actions:
+        stage = by_index[action.stage]
+        layers = len(stage.layers)
+        if action.kind == Kind.FORWARD:
+            total += (
+                unit * (stage.embedding + layers * 2 * (1 + wire) + stage.head * wire) + loss * stage.head
+            )
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+            total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
+            total += unit * stage.head * (1 + wire)
+    return Counter({("tp", INTRA): total} if tp > 1 else {})
+
+
+def recomputed(granularity: str, sequence_parallel: bool, dropout: bool) -> int:
+    """Collectives of a layer's forward that a recompute repeats: all but the last sum, after which nothing more is
+    needed unless dropout follows it; none where attention alone is recomputed."""
+    if granularity != "full":
+        return 0
+    return (4 if sequence_parallel else 2) - (0 if dropout else 1)

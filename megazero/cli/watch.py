@@ -1,0 +1,177 @@
+"""What a rank notes while a step runs: hashes of what forwards read and of what stages pass on, slices, rounding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.comm.codec import Blockwise, Codec
+from megazero.models import Decoder
+from megazero.pp.executor import Pipeline
+from megazero.zero import Engine
+from megazero.zero.optimizer import clip_factor
+from megazero.zero.rounding import WEIGHTS
+from megazero.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class UnitSlice:
+    """A rank's compact OS slice of one unit [n/OS]. ranges: (parameter, first, last + 1 flat element of the rank's
+    own tensor, where in ``values``); the rest is padding."""
+
+    unit: str
+    part: int
+    ranges: tuple[tuple[str, int, int, int], ...]
+    values: np.ndarray
+
+
+@dataclass
+class Step:
+    """What one rank saw of a step. Gradients are divided and not clipped.
+
+    read: parameter -> hash of what the step's first forward read. passed: (what, stage, micro-batch) -> hash, of what
+    a stage 'sent' or 'got', 'activation' or 'gradient'. traffic: 'kind_link_bytes' -> sent since the step before.
+    """
+
+    loss: float = 0.0
+    norm: float = 0.0
+    masters: list[UnitSlice] = field(default_factory=list)
+    gradients: list[UnitSlice] = field(default_factory=list)
+    read: dict[str, str] = field(default_factory=dict)
+    passed: dict[tuple[str, str, int, int], str] = field(default_factory=dict)
+    traffic: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Rounded:
+    """Messages of one kind and format: elements, the largest |error| / bound of an element, sums of squares."""
+
+    elements: int = 0
+    worst: float = 0.0
+    error: float = 0.0
+    norm: float = 0.0
+
+
+class Watch:
+    """Hooks on one decoder, engine and pipeline; ``step`` is the one that is filled."""
+
+    def __init__(self, decoder: Decoder, engine: Engine, pipeline: Pipeline) -> None:
+        self.engine, self.step = engine, Step()
+        self.rounded: dict[tuple[str, str], Rounded] = {}
+        self._held: dict[str, Tensor] = {}  # R of units whose refreshes send differences
+        self._batches: list[int] = []
+        self._raw: list[UnitSlice] = []
+        self._factor = 1.0
+        names = {id(p): name for name, p in decoder.named_parameters()}
+        for module in (m for part in decoder.parts() for m in part):
+            module.register_forward_pre_hook(lambda m, _: self._note_read(m, names))  # after the engine's own
+        self._watch_stages(pipeline)
+        self._watch_optimizer()
+        for unit in engine.units:
+            if unit.delta:
+                self._held[unit.name] = unit.used().to(unit.sum_dtype)
+        engine.rounding.observer = self._note_rounding
+
+    def open(self, batches: Sequence[Any]) -> None:
+        """Before a step of these micro-batches."""
+        self.step, self._batches = Step(), [id(batch) for batch in batches]
+        self.step.masters = slices(self.engine, lambda unit: unit.master)
+
+    def close(self, loss: float, norm: float) -> Step:
+        """After it."""
+        step, engine = self.step, self.engine
+        clip = clip_factor(norm, engine.clip_norm, 1.0)
+        scale = self._factor / clip
+        step.gradients = [
+            UnitSlice(s.unit, s.part, s.ranges, s.values.astype(np.float64) * scale) for s in self._raw
+        ]
+        step.loss, step.norm, step.traffic = loss, norm, engine.traffic.take()
+        self._raw = []
+        return step
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _note_read(self, module: torch.nn.Module, names: dict[int, str]) -> None:
+        for p in module.parameters():
+            name = names[id(p)]
+            if name not in self.step.read:
+                self.step.read[name] = fingerprint(p)
+
+    def _watch_stages(self, pipeline: Pipeline) -> None:
+        forward = pipeline.forward
+
+        def watched(stage: Any, x: Tensor | None, batch: Any) -> Tensor:
+            if id(batch) not in self._batches:
+                return forward(stage, x, batch)
+            m, passed = self._batches.index(id(batch)), self.step.passed
+            if x is not None:
+                passed["got", "activation", stage.index, m] = fingerprint(x)
+                x.register_hook(
+                    lambda g: passed.update({("sent", "gradient", stage.index, m): fingerprint(g)})
+                )
+            y = forward(stage, x, batch)
+            if not stage.head:
+                passed["sent", "activation", stage.index, m] = fingerprint(y)
+                y.register_hook(
+                    lambda g: passed.update({("got", "gradient", stage.index, m): fingerprint(g)})
+                )
+            return y
+
+        pipeline.forward = watched
+
+    def _watch_optimizer(self) -> None:
+        scale = self.engine.optimizer.scale
+
+        def watched(factor: float) -> None:
+            self._raw, self._factor = slices(self.engine, _gradient), factor
+            scale(factor)
+
+        self.engine.optimizer.scale = watched  # type: ignore[method-assign]
+
+    def _note_rounding(self, unit: Unit, codec: Codec, kind: str, exact: Tensor, sent: Tensor) -> None:
+        assert isinstance(codec, Blockwise)
+        coded = exact
+        if kind == WEIGHTS:  # of the coded region alone; differences to R are what was rounded
+            n = unit.layout.pieces(unit.levels.os)[0].numel
+            held, coded, sent = self._held.get(unit.name), exact[:n].view(1, -1), sent[:n].view(1, -1)
+            if held is not None:
+                self._held[unit.name] = unit.used().to(unit.sum_dtype)
+                coded = coded.to(unit.dtype).to(unit.sum_dtype) - held[:n].view(1, -1)
+                sent = sent - held[:n].view(1, -1)
+        block = codec.form.block
+        bound = codec.error_bound(coded).double().unsqueeze(-1)
+        error = (sent.double() - coded.double()).unflatten(1, (-1, block))
+        # What is decoded into a 16-bit parameter is rounded once more, by half a unit of its last place.
+        value = unit.used()[: error.numel()].view(error.shape) if kind == WEIGHTS else error
+        place = 0.51 * torch.finfo(unit.dtype).eps * value.abs().double() if kind == WEIGHTS else 0.0
+        note = self.rounded.setdefault((kind, f"INT{codec.form.bits}, blocks of {block}"), Rounded())
+        note.elements += error.numel()
+        note.worst = max(note.worst, float((error.abs() / (bound + place).clamp(min=1e-300)).max()))
+        note.error += float(error.square().sum())
+        note.norm += float(coded.double().square().sum())
+
+
+def slices(engine: Engine, values: Any) -> list[UnitSlice]:
+    """This rank's compact OS slice of every unit; ``values(unit)`` a tensor [n/OS]."""
+    out = []
+    for unit in engine.units:
+        ranges = tuple((s.name, low, high, at) for s, low, high, at in unit.layout.ranges(unit.levels.os))
+        out.append(UnitSlice(unit.name, unit.part, ranges, values(unit).detach().clone().numpy()))
+    return out
+
+
+def _gradient(unit: Unit) -> Tensor:
+    assert unit.grad is not None
+    return torch.cat([r.view(-1) for r in unit.regions_of(unit.grad, unit.levels.os, unit.levels.g, 1)])
+
+
+def fingerprint(x: Tensor) -> str:
+    """Of the bits. A copy is hashed: a storage that numpy has seen cannot be resized again."""
+    bits = x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
