@@ -70,12 +70,15 @@ class Checkpointing:
 
     @property
     def _layout(self) -> dict[str, Any]:
+        """All that a rank's own tensors depend on: equal layouts take them over as they are."""
         grid, policy = self.mesh.grid, self.engine.policy
         return {
             "world_size": grid.world_size,
             "tp": grid.tp,
             "pp": grid.pp,
             "dp": grid.dp,
+            "dp_outermost": grid.dp_outermost,
+            "stages": [[stage.rank, stage.layers.start, stage.layers.stop] for stage in self.config.stages()],
             "shards": list(grid.shards),
             "ranks_per_node": grid.ranks_per_node,
             "block": policy.block,

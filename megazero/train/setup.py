@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import socket
 import sys
 import time
 import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,8 @@ import yaml
 
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
+from megazero.config.fields import show
+from megazero.config.run import all_options
 from megazero.data import build_datasets, load_tokenizer
 from megazero.data.build import Dataset
 from megazero.data.files import replacing
@@ -45,6 +51,9 @@ from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Outputs, Schedules, Trainer
 
 RESOLVED_FILE = "config.yaml"
+# Options that may differ between ranks: what only the first one uses, and where files lie on a node.
+OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
+OWN_SECTIONS = {"logging"}
 
 
 def main(config: RunConfig, launch: Launch) -> int:
@@ -121,6 +130,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
         init_distributed(launch, device, timeout)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
+    refuse_different_options(config, launch.world_size)  # before ranks form groups, each by its own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     mesh = make_mesh(config, world, device, timeout)
     schedules = make_schedules(config, mesh)
@@ -170,6 +180,44 @@ def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
         )
     size = max(wanted or 0, tokenizer.vocab_size)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def refuse_different_options(config: RunConfig, world_size: int) -> None:
+    """Collective. ValueError, the same on all ranks, if they were started with different options."""
+    if world_size == 1:
+        return
+    own = {
+        name: config.get(name)
+        for name, option in all_options().items()
+        if name not in OWN_OPTIONS and option.section not in OWN_SECTIONS
+    }
+    digests: list[Any] = [None] * world_size
+    dist.all_gather_object(digests, hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    if len(set(digests)) > 1:  # only now the values: they are large, the digests are not
+        every: list[Any] = [None] * world_size
+        dist.all_gather_object(every, own)
+        raise ValueError(odd_ranks(every, digests))
+
+
+def odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str:
+    """Which ranks differ from most others (from the first rank where there is no most), and in which options."""
+    usual = digests.index(Counter(digests).most_common(1)[0][0])
+    groups: dict[str, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        if digest != digests[usual]:
+            groups.setdefault(digest, []).append(rank)
+    parts = []
+    for ranks in groups.values():
+        wrong = {name: value for name, value in every[ranks[0]].items() if value != every[usual][name]}
+        said = (
+            f"{all_options()[name].flag} {show(value)} (rank {usual}: {show(every[usual][name])})"
+            for name, value in wrong.items()
+        )
+        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+        parts.append(f"{who} {', '.join(said)}")
+    return (
+        f"ranks were started with different options: {'; '.join(parts)}. Start every rank with the same ones"
+    )
 
 
 def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:

@@ -25,7 +25,7 @@ from megazero.config import World, make_config
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
 from megazero.train import setup, trainer
-from tests.dist.pool import RankError
+from tests.dist.pool import RankError, run_ranks
 
 Values = Mapping[str, Any]
 
@@ -54,7 +54,7 @@ TINY = {
 class Seen:
     """What one rank saw of a run. losses: (iteration, loss), ids: samples of each iteration by micro-batch.
 
-    texts: a checksum of the tokens of each sample, in the order of ids.
+    texts: a checksum of the tokens of each sample, in the order of ids. sent: bytes by hop and link of iterations.
     """
 
     start: int
@@ -64,6 +64,7 @@ class Seen:
     dp_rank: int
     notes: tuple[str, ...]
     evaluations: tuple[float, ...] = ()
+    sent: tuple[Mapping[str, int], ...] = ()
 
 
 class _Recorder:
@@ -97,24 +98,41 @@ def train(values: Values) -> Seen:
     config = make_config({**TINY, **values}, World(launch.world_size, launch.world_size))
     losses: list = []
     evaluations: list = []
+    sent: list = []
     original = trainer.Batches
     trainer.Batches = recorder = _Recorder(original)
     try:
         with ExitStack() as stack, redirect_stdout(io.StringIO()):
             run = setup.prepare(config, launch, stack, time.monotonic())
             start, notes, log = run.progress.iteration, run.progress.notes, run._log
-            run._log = lambda loss, *rest: (losses.append((run.progress.iteration, loss)), log(loss, *rest))
+
+            def note(loss: float, *rest: Any) -> None:
+                losses.append((run.progress.iteration, loss))
+                sent.append({f"{kind}_{link}": n for (kind, link), n in run.engine.traffic.bytes.items()})
+                log(loss, *rest)
+
+            run._log = note
             run.outputs.console.evaluation = lambda _, loss: evaluations.append(loss)
             run.run()
     finally:
         trainer.Batches = original
     ids, texts = tuple(recorder.ids), tuple(recorder.texts)
-    return Seen(start, tuple(losses), ids, texts, run.mesh.dp_rank, notes, tuple(evaluations))
+    return Seen(start, tuple(losses), ids, texts, run.mesh.dp_rank, notes, tuple(evaluations), tuple(sent))
 
 
 def train_all(jobs: list[Values]) -> list[Seen]:
     """Runs one after the other, in one process group."""
     return [train(job) for job in jobs]
+
+
+def train_each(jobs: Mapping[Any, tuple[int, Values]], timeout: float = 300) -> dict[Any, list[Seen]]:
+    """jobs: key -> (ranks, values). What every rank of each saw; one call of the pool for each number of ranks."""
+    out: dict[Any, list[Seen]] = {}
+    for world in sorted({ranks for ranks, _ in jobs.values()}):
+        keys = [key for key, (ranks, _) in jobs.items() if ranks == world]
+        every = run_ranks(world, train_all, [jobs[key][1] for key in keys], timeout=timeout)
+        out.update({key: [rank[place] for rank in every] for place, key in enumerate(keys)})
+    return out
 
 
 def refusal(values: Values) -> str | None:
@@ -152,7 +170,7 @@ def differences(one: Any, two: Any) -> list[str]:
 def samples(seen: list[Seen]) -> list[tuple[int, int]]:
     """(id, checksum) of a whole run in the order of the stream: step, micro-batch, data-parallel rank.
 
-    Tensor-parallel ranks must have seen the same.
+    Tensor-parallel and pipeline ranks must have seen the same.
     """
     ranks: dict[int, Seen] = {}
     for each in seen:
