@@ -80,8 +80,9 @@ def build_units(
     rest = _unique(owner[id(p)] for p in outside)
     if rest:
         needs.append((module, rest))
-    for _, used in needs:
-        if len({unit.part for unit in used}) > 1:
+    for m, used in needs:
+        held = {unit.part for unit in used}
+        if len(held | {part_of.get(id(m), part) for part in held}) > 1:
             raise ValueError(f"unit {used[0].name!r} holds parameters of several parts: a part has its own")
     return Plan(units, needs, max(len(parts), 1))
 

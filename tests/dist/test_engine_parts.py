@@ -1,0 +1,283 @@
+"""An engine over a module that runs part by part: programs, weight gradients on their own, misuse, broken steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from megazero import zero
+from megazero.mesh.mesh import create_mesh
+from tests.dist.capture import assemble, capture_gradients, weights
+from tests.dist.pool import run_ranks
+from tests.dist.quantised import bits_of
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+PARTS, MICRO_BATCHES = 2, 3
+SHARDS = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)]
+Plan = list[tuple[str, int, int]]  # kind, part, micro-batch
+
+
+class Product(torch.autograd.Function):
+    """x @ layer.weight; while a recording is open the weight's gradient goes there."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        own = x.T @ grad
+        if ctx.layer.owed is None:
+            return grad @ weight.T, own, None
+        ctx.layer.owed.append((ctx.layer.weight, own))
+        return grad @ weight.T, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.float64) / 2)
+        self.bias = nn.Parameter(torch.randn(width, dtype=torch.float64))  # never put off
+        self.owed: list | None = None
+
+    def forward(self, x):
+        return (Product.apply(x, self.weight, self) + self.bias).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(Layer() for _ in range(2 * PARTS))
+
+    def part(self, index: int) -> list[nn.Module]:
+        return list(self.layers[2 * index : 2 * index + 2])
+
+    @contextmanager
+    def recording(self, owed: list | None):
+        for layer in self.layers:
+            layer.owed = owed
+        yield
+        for layer in self.layers:
+            layer.owed = None
+
+
+class Runner:
+    """Runs plans on one engine, as a pipeline's executor does."""
+
+    def __init__(self, shards, **policy):
+        mesh = create_mesh(shards=shards)
+        self.net, self.store = Net(), {}
+        self.engine = zero.shard(
+            self.net,
+            mesh=mesh,
+            policy=zero.Policy(block=4, **policy),
+            units=self.net.layers,
+            parts=[self.net.part(i) for i in range(PARTS)],
+            optimizer=ADAMW,
+            clip_norm=1.0,
+        )
+        capture_gradients(self.engine, self.store)
+
+    def begin(self, plan: Plan, micro_batches: int = MICRO_BATCHES) -> None:
+        self.saved, self.grads, self.owed = {}, {}, defaultdict(list)
+        self.engine.begin_step(micro_batches, 2.0, [(kind, part) for kind, part, _ in plan])
+
+    def run(self, plan: Plan, step: int = 0) -> None:
+        for kind, part, m in plan:
+            getattr(self, {"F": "forward", "W": "weights"}.get(kind, "backward"))(kind, part, m, step)
+
+    def forward(self, kind, part, m, step):
+        x = data(self.engine.mesh.rank, m, step) if part == 0 else self.saved[part - 1, m][1].detach()
+        x.requires_grad_(part > 0)
+        y = x
+        with self.engine.segment(kind, part, m):
+            for layer in self.net.part(part):
+                y = layer(y)
+        self.saved[part, m] = x, y
+
+    def backward(self, kind, part, m, step):
+        x, y = self.saved[part, m]
+        root, grad = (y, self.grads[m]) if part < PARTS - 1 else (y.square().sum(), None)
+        with (
+            self.engine.segment(kind, part, m),
+            self.net.recording(self.owed[part, m] if kind == "I" else None),
+        ):
+            torch.autograd.backward(root, grad, retain_graph=True)
+        self.grads[m] = x.grad
+
+    def weights(self, kind, part, m, step):
+        self.engine.weight_gradients(part, m, self.owed.pop((part, m)))
+
+    def step(self, plan: Plan, step: int = 0) -> zero.StepInfo:
+        self.begin(plan)
+        self.run(plan, step)
+        return self.engine.step()
+
+
+def data(rank: int, m: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + m)
+    return torch.randn(5, 6, generator=generator, dtype=torch.float64)
+
+
+def one_rank(steps: int) -> tuple[list[float], dict, dict]:
+    """Norms, the last step's gradients, weights: plain torch over both ranks' micro-batches."""
+    net, norms = Net(), []
+    decay = [p for p in net.parameters() if p.ndim > 1]
+    rest = [p for p in net.parameters() if p.ndim == 1]
+    adamw = ADAMW([{"params": decay}, {"params": rest, "weight_decay": 0.0}])
+    for step in range(steps):
+        adamw.zero_grad()
+        for rank, m in product(range(2), range(MICRO_BATCHES)):
+            x = data(rank, m, step)
+            for layer in net.layers:
+                x = layer(x)
+            (x.square().sum() / 2).backward()
+        grads = {n: p.grad.clone() for n, p in net.named_parameters()}
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 1.0)))
+        adamw.step()
+    return norms, grads, {n: p.detach() for n, p in net.named_parameters()}
+
+
+EVERY = range(MICRO_BATCHES)
+FORWARDS: Plan = [("F", part, m) for part in range(PARTS) for m in EVERY]
+INPUTS: Plan = [("I", part, m) for m in EVERY for part in (1, 0)]
+PLANS: dict[str, Plan] = {
+    "whole backwards": [*FORWARDS, *(("B", part, m) for m in EVERY for part in (1, 0))],
+    "one at a time": [
+        action
+        for m in EVERY
+        for action in [("F", 0, m), ("F", 1, m), ("I", 1, m), ("W", 1, m), ("I", 0, m), ("W", 0, m)]
+    ],
+    "weights last": [*FORWARDS, *INPUTS, *(("W", part, m) for part in (0, 1) for m in EVERY)],
+    "weights last, backwards": [
+        *FORWARDS,
+        *INPUTS,
+        *(("W", part, m) for m in reversed(EVERY) for part in (0, 1)),
+    ],
+    "weights of another micro-batch first": [
+        *FORWARDS,
+        *INPUTS[:4],
+        ("W", 0, 1),
+        ("W", 1, 0),
+        *INPUTS[4:],
+        *(("W", part, m) for part, m in ((1, 2), (0, 0), (1, 1), (0, 2))),
+    ],
+    "one part split": [*FORWARDS, *(a for m in EVERY for a in (("I", 1, m), ("B", 0, m), ("W", 1, m)))],
+}
+
+
+def trained(shards, plan: Plan, policy: dict):
+    runner = Runner(shards, **policy)
+    norms = [runner.step(plan, step).grad_norm for step in range(3)]
+    shapes = {n: s.shape for u in runner.engine.units for n, s in u.slots.items()}
+    return norms, assemble(runner.store["slices"], shapes), weights(runner.engine)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_order_of_weight_gradients_gives_one_ranks_step(name):
+    norms, grads, values = one_rank(3)
+    for shards, policy in [*((s, {}) for s in SHARDS), ((2, 2, 2), {"keep_gathered": True})]:
+        for got in run_ranks(2, trained, shards, PLANS[name], policy):
+            assert all(abs(a - b) <= 1e-12 * b for a, b in zip(got[0], norms, strict=True)), shards
+            for have, want in ((got[1], grads), (got[2], values)):
+                for n in want:
+                    torch.testing.assert_close(have[n], want[n], rtol=1e-10, atol=1e-12)
+
+
+# -- wrong use ------------------------------------------------------------------------------------
+
+
+def misuse(shards):
+    """What is said, and whether a step after it is as one of a fresh engine."""
+    plan, whole = PLANS["weights last"], PLANS["whole backwards"]
+    wrong = [
+        # A backward too many in part 1, while part 0 lacks one.
+        (whole, lambda r: r.run([*FORWARDS, *(("B", 1, m) for m in EVERY), ("B", 1, 0)])),
+        (whole, lambda r: (r.run([a for a in whole if a != ("B", 0, 2)]), r.engine.step())),
+        (plan, lambda r: (r.run(plan[:-1]), r.engine.step())),
+        (plan, lambda r: (r.run(plan), r.engine.weight_gradients(1, 0, []))),
+        (plan, lambda r: (r.run(plan[:7]), r.engine.evaluation().__enter__())),
+        (plan, lambda r: r.begin(plan)),
+    ]
+    said, same = [], []
+    for opened, act in wrong:
+        runner, fresh = Runner(shards), Runner(shards)
+        runner.begin(opened)
+        try:
+            act(runner)
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+        runner.engine.abort_step()
+        infos = [r.step(plan) for r in (runner, fresh)]
+        same.append(infos[0] == infos[1] and bits_of(runner.engine) == bits_of(fresh.engine))
+    return said, same
+
+
+@pytest.mark.parametrize("shards", [(1, 1, 2), (2, 2, 2)], ids=str)
+def test_misuse_of_parts_is_named_and_a_step_after_it_is_good(shards):
+    expected = [
+        "backward number 4 in a step of 3",
+        "step() after 2 backwards of 3",
+        "step() after 2 backwards of 3",
+        "backward number 4 in a step of 3",
+        "inside a step",
+        "begin_step was called twice",
+    ]
+    for said, same in run_ranks(2, misuse, shards):
+        assert all(same)
+        assert [word in text for word, text in zip(expected, said, strict=True)] == [True] * 6, said
+
+
+def broken_off(shards, plan: Plan, policy: dict) -> list[int]:
+    """After how many actions a step that is given up changes a good step after it."""
+    runner, fresh = Runner(shards, **policy), Runner(shards, **policy)
+    bad = []
+    for done in range(len(plan) + 1):
+        runner.begin(plan)
+        runner.run(plan[:done], step=50)
+        runner.engine.abort_step()
+        infos = [r.step(plan, step=done) for r in (runner, fresh)]
+        if infos[0] != infos[1] or bits_of(runner.engine) != bits_of(fresh.engine):
+            bad.append(done)
+    return bad
+
+
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
+def test_a_step_that_is_given_up_anywhere_leaves_nothing(shards):
+    policy = {"lifetime": "step"} if shards == (1, 1, 2) else {}
+    assert run_ranks(2, broken_off, shards, PLANS["weights of another micro-batch first"], policy) == [[]] * 2
+
+
+def refusals():
+    shared, crossing, plain = Net(), Net(), Net()
+    shared.layers[2].weight = shared.layers[0].weight
+    said = []
+    for net, options in (
+        (shared, {"units": shared.layers}),
+        (crossing, {"units": [tuple(crossing.layers[1:3])]}),
+        (plain, {"units": plain.layers, "tied": {"layers.0.weight": "shared"}}),
+    ):
+        parts = [net.part(i) for i in range(PARTS)]
+        try:
+            zero.shard(net, mesh=create_mesh(shards=(2, 2, 2)), parts=parts, **options)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_refusals_name_the_rule():
+    expected = ["several parts", "several parts", "create_mesh(ends=True)"]
+    for said in run_ranks(2, refusals):
+        assert [word in text for word, text in zip(expected, said, strict=True)] == [True] * 3, said
