@@ -13,9 +13,8 @@ import numpy as np
 from megazero.cli.assembling import Assembled, Placed
 from megazero.cli.layouts import Expected, mismatches
 from megazero.cli.reference import Curve, Reference, Tensors, global_norm, relative_errors
-from megazero.cli.task import Outcome, schedule
+from megazero.cli.task import Outcome
 from megazero.cli.watch import Rounded
-from megazero.config import RunConfig
 
 GRADIENT = {"fp32": 1e-6, "fp64": 1e-10}
 LOSS = {"fp32": 1e-5, "fp64": 1e-10}  # and of the gradients' global norm
@@ -226,35 +225,22 @@ def _rounding_checks(outcomes: Sequence[Outcome]) -> Iterator[Check]:
         )
 
 
-def quantises(config: RunConfig, world: object) -> bool:
-    return bool(config.wire(world).codings)  # type: ignore[arg-type]
-
-
 # -- bytes, resume, reshard ------------------------------------------------------------------------------
 
 
-def bytes_check(name: str, expected: Expected, outcomes: Sequence[Outcome], first: int = 1) -> Check:
-    """Counters of every hop kind and link against the formula, on every rank, from step ``first`` on (a first step
-    records the order of use, and gathers more)."""
-    config, wrong, counted = expected.config, list[str](), 0
-    sizes = schedule(config, expected.grid.dp)
+def bytes_check(name: str, expected: Expected, outcomes: Sequence[Outcome], saved: int) -> Check:
+    """Counters of every hop kind and link against the formula, on every rank, from the second step on (the first
+    records the order of use, and gathers more). saved: after which step the run saved."""
+    wrong, counted = list[str](), 0
     for rank, outcome in enumerate(outcomes):
-        for step in range(first, len(outcome.steps)):
-            end = config.quantized_gradients_end
-            count = sizes.micro_batches(sizes.consumed_after(step))
-            want = expected.step(rank, count, end is not None and step >= end)
+        for step in range(1, len(outcome.steps)):
+            want = expected.bytes_of(rank, step, after_save=step == saved + 1)
             counted += sum(want.values())
             for key, (formula, counter) in mismatches(want, outcome.steps[step].traffic).items():
-                wrong.append(
-                    f"rank {rank}, step {step + 1}: {key.removesuffix('_bytes')} counted {counter}, formula {formula}"
-                )
-    return Check(
-        name,
-        f"{len(wrong)} of all counters differ; {counted} bytes in all",
-        "0",
-        not wrong,
-        "; ".join(wrong[:3]),
-    )
+                hop = key.removesuffix("_bytes")
+                wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")
+    figure = f"{len(wrong)} counters differ; {counted} bytes in all"
+    return Check(name, figure, "0", not wrong, "; ".join(wrong[:3]))
 
 
 def resume_check(name: str, straight: Sequence[Outcome], resumed: Sequence[Outcome], after: int) -> Check:

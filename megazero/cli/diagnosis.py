@@ -19,7 +19,7 @@ def diagnose(seen: Evidence, checks: Sequence[Check], configured: Sequence[Check
     crossed = [line for step in seen.crossed for line in step]
     if crossed:
         lines.append(f"a stage computes from the wrong message: {crossed[0]}")
-    elif any(seen.stale):
+    elif any(seen.stale) and _first_stale(seen) <= min(_wrong_steps(seen), default=len(seen.errors)):
         lines.append(_stale(seen))
     elif failed & {"gradients", "gradient norm", "gradient replicas"}:
         lines += _gradients(seen)
@@ -37,8 +37,19 @@ def diagnose(seen: Evidence, checks: Sequence[Check], configured: Sequence[Check
     return lines
 
 
+def _first_stale(seen: Evidence) -> int:
+    return next(step for step, names in enumerate(seen.stale) if names)
+
+
+def _wrong_steps(seen: Evidence) -> list[int]:
+    """Steps with a gradient that is wrong at the masters of its ranks, or that replicas do not share."""
+    limit = GRADIENT[seen.dtype]
+    wrong = {step for step, errors in enumerate(seen.errors) if not max(errors.values()) <= limit}
+    return sorted(wrong | {step for step, got in enumerate(seen.got) if got.differing})
+
+
 def _stale(seen: Evidence) -> str:
-    first = next(step for step, names in enumerate(seen.stale) if names)
+    first = _first_stale(seen)
     names = seen.stale[first]
     if first == 0:
         return f"forwards read other weights than the masters from the first step on ({names[0]}): a gather is wrong"
@@ -50,12 +61,10 @@ def _stale(seen: Evidence) -> str:
 
 def _gradients(seen: Evidence) -> Iterator[str]:
     """Of the first step with a wrong gradient, at the masters that the ranks have."""
-    limit = GRADIENT[seen.dtype]
-    wrong = [step for step, errors in enumerate(seen.errors) if not max(errors.values()) <= limit]
-    wrong += [step for step, got in enumerate(seen.got) if got.differing]
+    limit, wrong = GRADIENT[seen.dtype], _wrong_steps(seen)
     if not wrong:
         return
-    step = min(wrong)
+    step = wrong[0]
     got, want = seen.got[step], seen.want[step]
     bad = {name for name, error in seen.errors[step].items() if not error <= limit}
     ratio = _ratio(got.whole, want)
@@ -128,8 +137,8 @@ def _swapped(seen: Evidence, step: int) -> str:
             for other, _, wanted in members:
                 if other != rank and wanted.any() and _same(got, wanted):
                     return (
-                        f"rank {rank} holds rank {other}'s slice of the gradient of unit {name_of_unit}: two ranks' slices "
-                        "are swapped"
+                        f"rank {rank} holds rank {other}'s slice of the gradient of unit {name_of_unit}: two "
+                        "ranks' slices are swapped"
                     )
     return ""
 

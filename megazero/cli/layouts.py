@@ -8,6 +8,7 @@ from functools import lru_cache
 from torch import nn
 
 from megazero.cli import volume
+from megazero.cli.task import schedule
 from megazero.cli.volume import Activation, Bytes, Copies, Formats, UnitShape
 from megazero.config import RunConfig, World
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
@@ -34,10 +35,20 @@ class Expected:
             self.shards.factors,
             parallel.use_tp_pp_dp_mapping,
         )
-        self.step = lru_cache(maxsize=None)(self._step)
+        self._cached = lru_cache(maxsize=None)(self._step)
+
+    def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
+        """'kind_link_bytes' of a rank in a step (from 0), which is not the run's first. after_save: the run saved
+        just before, which under the delta refresh brings every copy up to date."""
+        config, sizes = self.config, schedule(self.config, self.grid.dp)
+        end = config.quantized_gradients_end
+        count = sizes.micro_batches(sizes.consumed_after(step))
+        found = self._cached(rank, count, end is not None and step >= end)
+        refreshed = after_save and not self.exact and self.wire.delta
+        return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
 
     def _step(self, rank: int, micro_batches: int, exact_gradients: bool) -> dict[str, int]:
-        """'kind_link_bytes' of a step; zeros are left out."""
+        """Zeros are left out."""
         config, grid = self.config, self.grid
         pp, tp = grid.axis("pp").index(rank), grid.axis("tp").index(rank)
         decoder = self._decoder(pp, tp)
@@ -137,7 +148,7 @@ class Expected:
         summed = 0
         for piece in layout.pieces(level):
             starts = [(at, traits[slot.name]) for slot, _, _, at in layout.ranges_of(piece)]
-            ends = [*(at for at, _ in starts[1:]), piece.compact + piece.numel]
+            ends = [*(at for at, _ in starts[1:]), piece.compact + piece.numel] if starts else []
             summed += sum(stop - at for (at, mine), stop in zip(starts, ends, strict=True) if mine.partial)
         return UnitShape(numels[0], sum(numels[1:]), quantises, summed, tied)
 

@@ -17,7 +17,7 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.run import all_options
 
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
-INIT_STD, RATES = 0.1, {"adamw": 3e-3, "sgd": 5e-2}  # well-conditioned in fp32 at these sizes
+INIT_STD, RATES = 0.03, {"adamw": 1e-3, "sgd": 2e-2}  # well-conditioned in fp32 at these sizes
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
 # Of no meaning in a run of a few steps of made-up tokens.
 RESET = (
@@ -120,7 +120,8 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
     assert m.num_attention_heads and m.num_query_groups and m.hidden_size and m.ffn_hidden_size
     assert m.kv_channels and m.seq_length and m.max_position_embeddings
     full_tp = config.parallel.tensor_model_parallel_size
-    groups = tp * like(m.num_query_groups // full_tp, max(2, 4 // tp))
+    most = 8 if m.num_query_groups == m.num_attention_heads else 4
+    groups = tp * like(m.num_query_groups // full_tp, max(2, most // tp))
     heads = groups * like(m.num_attention_heads // m.num_query_groups, max(3, 8 // groups))
     # Rotary positions turn pairs; elsewhere a head may be odd.
     width = HEAD + (m.kv_channels % 2)

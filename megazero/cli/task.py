@@ -132,6 +132,7 @@ def _run(task: Task, mesh: Mesh) -> Outcome:
             consumed += size
             if task.save and task.save[0] == step:
                 checkpointing.save(Progress(step + 1, consumed, "verify"))
+                engine.traffic.take()  # of no step
     outcome.final, outcome.rounded = slices(engine, lambda unit: unit.master), watch.rounded
     return outcome
 

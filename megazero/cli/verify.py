@@ -143,7 +143,7 @@ class _Passes:
     def _exact_section(self, seen: Evidence, exact: Sequence[Outcome]) -> Section:
         found = checks.exact_checks(seen)
         expected = Expected(self.exact_config, self.world, True, self._block)
-        found.append(checks.bytes_check("bytes sent", expected, exact))
+        found.append(checks.bytes_check("bytes sent", expected, exact, self.saved))
         dtype = self.exact_config.precision.params_dtype
         title = (
             f"{dtype}, every message exact, {self.steps} steps, against one rank of plain torch in fp64. Gradients: "
@@ -155,7 +155,7 @@ class _Passes:
         placed = Placed(self.config)
         found = checks.configured_checks(placed, configured, seen.losses)
         expected = Expected(self.config, self.world, False, self._block)
-        found.append(checks.bytes_check("bytes sent", expected, configured))
+        found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
         codings = self.config.wire(self.world).codings
         what = "messages quantised as configured" if codings else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype

@@ -36,7 +36,7 @@ class Step:
     """What one rank saw of a step. Gradients are divided and not clipped.
 
     read: parameter -> hash of what the step's first forward read. passed: (what, stage, micro-batch) -> hash, of what
-    a stage 'sent' or 'got', 'activation' or 'gradient'. traffic: 'kind_link_bytes' -> sent since the step before.
+    a stage 'sent' or 'got', 'activation' or 'gradient'. traffic: 'kind_link_bytes' -> sent in it.
     """
 
     loss: float = 0.0
