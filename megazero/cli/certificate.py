@@ -112,7 +112,10 @@ class Certificate:
             for check in section.checks:
                 word = "[green]holds[/green]" if check.good else "[bold red]FAILS[/bold red]"
                 table.add_row(f"  {check.name}", check.figure, check.limit, word)
-        console.print(*self.run[:2], sep="\n", markup=False)
+        console.print(self.run[0], markup=False)
+        for note in self.notes:
+            if note.startswith("sub-layout"):
+                console.print(note, markup=False)
         console.print(table)
         for line in self.diagnosis:
             console.print(f"likely cause: {line}", markup=False)

@@ -109,15 +109,17 @@ def exact_checks(seen: Evidence) -> list[Check]:
     stale = [f"{names[0]}, step {step + 1}" for step, names in enumerate(seen.stale) if names]
     crossed = [line for lines in seen.crossed for line in lines]
     return [
-        _none("initial weights", initial, "parameters differ from one rank's"),
+        _none("initial weights", initial, "parameters: that differ from one rank's"),
         Check("gradients", f"{worst:.2e}", f"{gradient:g}", worst <= gradient, where),
         _worst("gradient norm", seen.norms, curve),
         _worst("loss curve", losses, curve),
-        _none("weights in use", stale, "steps whose forwards read other weights than the masters"),
-        _none("activations", crossed, "messages between stages that are not what was sent"),
-        _none("master replicas", held, "replicas differ in a bit"),
-        _none("gradient replicas", summed, "replicas differ in a bit"),
-        _none("padding", faults, "elements missing, not finite or not zero in the padding"),
+        _none("weights in use", stale, "steps: whose forwards read other weights than the masters"),
+        _none("activations", crossed, "messages: between stages that are not what was sent"),
+        _none("master replicas", held, "replicas: that differ in a bit"),
+        _none("gradient replicas", summed, "replicas: that differ in a bit"),
+        _none(
+            "padding", faults, "parameters: with missing or infinite elements, or padding that is not zero"
+        ),
     ]
 
 
@@ -133,7 +135,9 @@ def _worst(name: str, errors: Sequence[float], limit: float) -> Check:
 
 
 def _none(name: str, found: Sequence[str], what: str) -> Check:
-    return Check(name, f"{len(found)} {what}", "0", not found, found[0] if found else "")
+    """what: a noun, and after a colon what is wrong with those that are found."""
+    noun, _, wrong = what.partition(": ")
+    return Check(name, f"{len(found)} {noun}", "0", not found, found[0] if found else f"{noun} {wrong}")
 
 
 def _stale(placed: Placed, outcomes: Sequence[Outcome], masters: Assembled, step: int) -> Iterator[str]:
@@ -188,8 +192,8 @@ def configured_checks(placed: Placed, outcomes: Sequence[Outcome], exact: Sequen
     limit = CLOSE + dropout  # masks move a loss by about as much as they drop
     return [
         _worst("loss beside the exact one", apart, limit),
-        _none("replicas in use", reads, "parameters that forwards read are not the same bits everywhere"),
-        _none("master replicas", held, "replicas differ in a bit"),
+        _none("replicas in use", reads, "parameters: read by forwards that are not the same bits everywhere"),
+        _none("master replicas", held, "replicas: that differ in a bit"),
         *_rounding_checks(outcomes),
     ]
 
@@ -217,11 +221,11 @@ def _rounding_checks(outcomes: Sequence[Outcome]) -> Iterator[Check]:
         relative = math.sqrt(r.error / r.norm) if r.norm else 0.0
         yield Check(
             f"rounding of {kind}, {form}",
-            f"{r.worst:.3f} of the bound ({relative:.1%} of the norm)",
+            f"{r.worst:.3f} x bound",
             "1",
             r.worst <= 1 and r.elements > 0,
-            f"{r.elements} elements; bound of an element: scale / 2 to nearest, scale at random, scale = largest of "
-            f"its block / {2 ** (int(form[3]) - 1) - 1}",
+            f"{relative:.1%} of the norm, {r.elements} elements; bound of an element: half a scale to nearest, a "
+            f"scale at random; the scale is the largest of its block / {2 ** (int(form[3]) - 1) - 1}",
         )
 
 
@@ -239,8 +243,8 @@ def bytes_check(name: str, expected: Expected, outcomes: Sequence[Outcome], save
             for key, (formula, counter) in mismatches(want, outcome.steps[step].traffic).items():
                 hop = key.removesuffix("_bytes")
                 wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")
-    figure = f"{len(wrong)} counters differ; {counted} bytes in all"
-    return Check(name, figure, "0", not wrong, "; ".join(wrong[:3]))
+    where = "; ".join(wrong[:3]) or f"off the formula; {counted} bytes in all"
+    return Check(name, f"{len(wrong)} counters", "0", not wrong, where)
 
 
 def resume_check(name: str, straight: Sequence[Outcome], resumed: Sequence[Outcome], after: int) -> Check:
@@ -252,7 +256,7 @@ def resume_check(name: str, straight: Sequence[Outcome], resumed: Sequence[Outco
             wrong.append(f"rank {rank}: losses or norms differ")
         same = zip(whole.final, rest.final, strict=True)
         wrong += [f"rank {rank}: {a.unit}" for a, b in same if not np.array_equal(a.values, b.values)]
-    return _none(name, wrong, "losses, norms or master weights differ in a bit")
+    return _none(name, wrong, "slices: of losses, norms or masters that differ in a bit")
 
 
 def reshard_check(name: str, loss: float, stayed: float) -> Check:

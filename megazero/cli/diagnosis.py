@@ -44,7 +44,7 @@ def _first_stale(seen: Evidence) -> int:
 def _wrong_steps(seen: Evidence) -> list[int]:
     """Steps with a gradient that is wrong at the masters of its ranks, or that replicas do not share."""
     limit = GRADIENT[seen.dtype]
-    wrong = {step for step, errors in enumerate(seen.errors) if not max(errors.values()) <= limit}
+    wrong = {step for step, errors in enumerate(seen.errors) if any(not e <= limit for e in errors.values())}
     return sorted(wrong | {step for step, got in enumerate(seen.got) if got.differing})
 
 

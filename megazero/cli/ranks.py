@@ -23,7 +23,7 @@ class RanksFailed(RuntimeError):
 
 
 class Ranks:
-    """``count`` processes that live until ``close``; a context manager. Started at the first call."""
+    """At most ``count`` processes that live until ``close``; a context manager. Started as calls need them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -42,7 +42,7 @@ class Ranks:
         collective. Raises RanksFailed; the processes are then gone, and started again by the next call.
         """
         assert world <= self.count, (world, self.count)
-        self._start()
+        self._start(world)
         conns = {conn: rank for rank, (_, conn) in enumerate(self._ranks[:world])}
         with tempfile.TemporaryDirectory(prefix="megazero-verify-") as folder:
             job = pickle.dumps((function, args))
@@ -68,13 +68,11 @@ class Ranks:
             process.join()
         self._ranks.clear()
 
-    def _start(self) -> None:
-        if self._ranks:
-            return
+    def _start(self, world: int) -> None:
         context = multiprocessing.get_context("forkserver")
         # Loaded once, in the server. torch._dynamo: the first optimizer of a process imports it, 2.6 s.
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "megazero.cli.task"])
-        for _ in range(self.count):
+        for _ in range(world - len(self._ranks)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, sys.path), daemon=True)
             process.start()

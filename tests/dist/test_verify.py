@@ -1,0 +1,143 @@
+"""megazero verify: a right configuration is certified, every seeded fault is seen and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megazero.cli import main
+from megazero.cli.certificate import Certificate
+from megazero.cli.faults import FAULTS
+from megazero.cli.options import read_request
+from megazero.cli.ranks import Ranks, RanksFailed
+from megazero.cli.verify import verify
+
+CONFIGS = Path(__file__).resolve().parents[2] / "pretrain" / "configs"
+LLAMA = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 "
+    "--vocab-size 32000 --micro-batch-size 2 --global-batch-size 64 --lr 1e-4 --train-iters 100 --mock-data --bf16 "
+    "--world-size 4"
+)
+# Tensors, stages, sequence slices and tied ends at once.
+GRID = (
+    f"{LLAMA} --model-family bloom --num-query-groups 16 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 2"
+)
+TENSORS = f"{LLAMA} --tensor-model-parallel-size 2"
+NODES = f"{LLAMA} --ranks-per-node 2"
+ZEROPP = f"{NODES} --zero-preset zeropp"
+RANDOM = (
+    f"{NODES} --zero-preset ddp --zero-quantized-gradients --zero-gradient-bits-intra-node 8 "
+    "--zero-gradient-rounding stochastic"
+)
+
+# fault -> (configuration, a check that must fail, words of the likely cause)
+SEEN = {
+    "skip-last-reduction": (GRID, "Pass 1, exact: gradients", "all micro-batches but the last"),
+    "wrong-norm-group": (GRID, "Pass 1, exact: gradient replicas", "partial gradients were not summed"),
+    "missing-divisor": (TENSORS, "Pass 1, exact: gradients", "the divisor 1/d is missing"),
+    "stale-secondary": (ZEROPP, "Pass 1, exact: weights in use", "a copy of the parameters is stale"),
+    "swapped-shard": (ZEROPP, "Pass 1, exact: gradients", "two ranks' slices are swapped"),
+    "wrong-tied-sum": (
+        GRID,
+        "Pass 1, exact: gradient replicas",
+        "the pipeline's two ends hold different sums",
+    ),
+    "lost-activation": (GRID, "Pass 1, exact: activations", "as the activation of micro-batch 1, that of"),
+    "wrong-noise": (RANDOM, "Pass 2, as configured: master replicas", "draw different noise"),
+    "wrong-bytes": (ZEROPP, "Pass 1, exact: bytes sent", "what is sent is not what"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4) as started:
+        yield started
+
+
+def certify(ranks: Ranks, words: str, fault: str | None = None) -> Certificate:
+    return verify(read_request(words.split()), ranks, fault)
+
+
+@pytest.mark.parametrize("words", [GRID, ZEROPP], ids=["grid", "zeropp"])
+def test_a_right_configuration_is_certified(ranks: Ranks, words: str) -> None:
+    certificate = certify(ranks, words)
+    assert certificate.good, (certificate.verdict, certificate.diagnosis)
+    names = [check.name for section in certificate.sections for check in section.checks]
+    assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == 2
+    assert any(n.startswith("rounding of weights, INT4") for n in names) == (words == ZEROPP)
+    assert not certificate.diagnosis
+
+
+def test_every_fault_has_a_test() -> None:
+    assert set(SEEN) == set(FAULTS)
+
+
+@pytest.mark.parametrize("fault", SEEN)
+def test_a_fault_is_seen_and_named(ranks: Ranks, fault: str) -> None:
+    words, check, cause = SEEN[fault]
+    certificate = certify(ranks, words, fault)
+    assert not certificate.good and check in certificate.failed, certificate.verdict
+    assert cause in certificate.diagnosis[0], certificate.diagnosis
+    assert any(f"seeded fault {fault}: put into the run" in note for note in certificate.notes)
+    if fault == "wrong-noise":  # exact messages draw nothing
+        assert not [name for name in certificate.failed if name.startswith("Pass 1")]
+
+
+def test_whole_gradients_that_are_summed_are_named(ranks: Ranks) -> None:
+    certificate = certify(ranks, TENSORS, "wrong-norm-group")
+    assert "by one factor" in certificate.diagnosis[0], certificate.diagnosis
+
+
+def test_a_fault_that_a_layout_cannot_have(ranks: Ranks) -> None:
+    certificate = certify(ranks, f"{LLAMA} --world-size 2", "wrong-tied-sum")
+    assert certificate.good and any("not applicable" in note for note in certificate.notes)
+
+
+def test_the_command_writes_both_files(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("MEGAZERO_VERIFY_FAULT", "missing-divisor")
+    words = f"verify {LLAMA} --world-size 2 --verify-output {tmp_path}"
+    assert main(words.split()) == 1
+    stored = json.loads((tmp_path / "certificate.json").read_text())
+    assert not stored["good"] and stored["fault"] == "missing-divisor" and stored["facts"]["seed"] == 1234
+    page = (tmp_path / "certificate.md").read_text()
+    assert "Seeded fault: `missing-divisor`" in page and "the divisor 1/d is missing" in page
+    assert "| hidden-size | 2048 |" in page and "| gradients |" in page
+    printed = capsys.readouterr().out
+    assert "FAILS" in printed and "does not hold" in printed
+
+
+def fail_on_one(_: object) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("this rank cannot")
+    dist.barrier()
+
+
+def test_ranks_that_fail_are_named_and_replaced(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match="(?s)rank 1: .*this rank cannot") as caught:
+        ranks.call(fail_on_one, None, world=2, timeout=30)
+    assert "rank 0" in str(caught.value) or "no answer" in str(caught.value)
+    assert ranks.call(int, "7", world=2, timeout=60) == [7, 7]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "world", "node"),
+    [
+        ("llama-7b-zero1", 8, 4),
+        ("llama-13b-zeropp", 8, 4),
+        ("bloom-7b1-zb", 8, 8),
+        ("gpt-1b3-hpz", 4, 2),
+        ("llama-70b-64-nodes", 1024, 16),
+    ],
+)
+def test_shipped_configurations_hold(name: str, world: int, node: int) -> None:
+    words = f"--config {CONFIGS / name}.yaml --world-size {world} --ranks-per-node {node}"
+    with Ranks(16) as started:
+        certificate = certify(started, words)
+    assert certificate.good, (certificate.verdict, certificate.diagnosis)

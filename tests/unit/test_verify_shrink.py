@@ -1,0 +1,216 @@
+"""What `megazero verify` runs instead of what was asked for, and the bytes it expects: pure functions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.cli import main, volume
+from megazero.cli.options import read_request
+from megazero.cli.shrink import like, shrink, stage_layers
+from megazero.cli.volume import Activation, Copies, Formats, UnitShape
+from megazero.config import ConfigError
+from megazero.config.wire import Coding
+from megazero.mesh.grid import data_cuts, make_grid
+from megazero.pp.partition import partition
+from megazero.pp.schedules import make_schedule
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "pretrain" / "configs").glob("*.yaml"))
+BASE = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 4 --lr 1e-4 "
+    "--train-iters 1000 --mock-data --vocab-size 32000"
+)
+
+
+def shrunk(words: str, most: int = 16):
+    request = read_request(f"{BASE} {words}".split())
+    return shrink(request.config, request.world, most, request.steps)
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "wanted"), [(3, 8, 3), (4096, 8, 8), (4097, 8, 7), (5, 2, 1), (6, 3, 2)]
+)
+def test_like_keeps_odd_and_even(size: int, most: int, wanted: int) -> None:
+    assert like(size, most) == wanted
+
+
+def test_structure_is_kept_and_sizes_are_not() -> None:
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --num-query-groups 8 --ranks-per-node 4"
+    found = shrunk(
+        f"{words} --world-size 8 --global-batch-size 512 --vocab-size 32001 --recompute-granularity full --bf16"
+    )
+    model, run = found.config.model, found.config
+    assert found.layout.world.world_size == 8 and found.layout.world.ranks_per_node == 4
+    assert model.hidden_size <= 64 and model.seq_length <= 16 and model.num_layers == 2
+    assert model.num_attention_heads > model.num_query_groups > 2  # grouped queries, several groups per rank
+    assert model.vocab_size % model.make_vocab_size_divisible_by  # still padded
+    assert run.parallel.sequence_parallel and run.training.recompute_granularity == "full"
+    assert run.precision.params_dtype == "bf16" and run.zero.zero_preset == "zero1"
+    assert run.num_micro_batches(found.layout.world) == 2 and run.batch.micro_batch_size == 2
+    assert (
+        found.changes["hidden_size"] == (4096, model.hidden_size) and "sequence_parallel" not in found.changes
+    )
+
+
+def test_a_vocabulary_that_divides_still_does_and_one_group_stays_one() -> None:
+    model = shrunk("--world-size 2 --num-query-groups 1 --vocab-size 32000").config.model
+    assert model.vocab_size % model.make_vocab_size_divisible_by == 0 and model.num_query_groups == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--num-layers 32 --pipeline-partition uniform", [2, 2]),
+        ("--num-layers 31 --pipeline-partition uniform", [1, 2]),
+        ("--pipeline-partition 20,12", [2, 1]),
+        ("--num-virtual-stages-per-pipeline-rank 3 --pipeline-partition 6,5,5,5,5,6", [2, 1, 1, 1, 1, 2]),
+        ("--num-layers-per-virtual-pipeline-stage 4", [1] * 8),
+    ],
+)
+def test_uneven_stages_stay_uneven(words: str, wanted: list[int]) -> None:
+    found = shrunk(f"--pipeline-model-parallel-size 2 --world-size 4 --global-batch-size 64 {words}")
+    assert [len(stage.layers) for stage in found.config.stages()] == wanted
+    assert found.config.pipeline_schedule == ("interleaved" if len(wanted) > 2 else "1f1b")
+    assert found.config.num_micro_batches(found.layout.world) == (4 if len(wanted) > 2 else 3)
+
+
+def test_a_large_world_keeps_every_cut() -> None:
+    words = (
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --zero-preset zeropp --num-query-groups 8 "
+        "--world-size 1024 --ranks-per-node 16 --global-batch-size 1024"
+    )
+    found = shrunk(words)
+    layout, world = found.layout, found.layout.world
+    h, d = found.config.data_ranks_per_node(world), found.config.data_parallel_size(world)
+    assert world.world_size <= 16 and (layout.tp, layout.pp) == (2, 2) and (h, d) == (2, 4)
+    assert found.config.shards(world).factors == layout.shards == (2, 2, 4)
+    assert data_cuts(d, h, layout.shards) == [1, 2, 4]
+    assert world.world_size // world.ranks_per_node > 1
+    assert "tensor-parallel 8 -> 2" in found.notes[0] and "no rank between" in found.notes[1]
+    assert (shrunk(words, most=64).layout.tp, shrunk(words, most=64).layout.pp) == (2, 8)
+    with pytest.raises(ValueError, match="takes at least 16 ranks; nearest: 16"):
+        shrunk(words, most=8)
+
+
+def test_pipelines_inside_nodes_stay_inside() -> None:
+    words = "--pipeline-model-parallel-size 4 --use-tp-pp-dp-mapping --zero-preset zeropp --world-size 64"
+    found = shrunk(f"{words} --ranks-per-node 8 --global-batch-size 256")
+    world = found.layout.world
+    assert (found.layout.pp, world.world_size, world.ranks_per_node) == (4, 16, 8)
+    assert found.config.data_ranks_per_node(world) == 2
+
+
+def test_explicit_factors_and_quantised_sizes_are_scaled() -> None:
+    words = "--zero-shard 2,8,32 --zero-quantized-weights --zero-quantized-gradients --world-size 32"
+    found = shrunk(f"{words} --ranks-per-node 8 --global-batch-size 256")
+    assert found.config.zero.zero_shard == found.layout.shards == (2, 4, 8)
+    wire = found.config.wire(found.layout.world)
+    assert wire.weights and wire.gradients_inter and wire.block == 64 and wire.weights.block == 8
+    assert (
+        wire.exact_numel == found.config.model.hidden_size
+    )  # norms are exact, as they were; matrices are not
+
+
+def test_ramp_up_has_two_sizes() -> None:
+    found = shrunk("--world-size 2 --rampup-batch-size 64 64 10000 --global-batch-size 512")
+    start, increment, samples = found.config.batch.rampup_batch_size or (0, 0, 0)
+    assert start + increment == found.config.batch.global_batch_size and samples == 2 * start
+
+
+def test_own_flags_and_faults_of_the_command_line() -> None:
+    request = read_request(
+        f"{BASE} --verify-steps=6 --verify-output out --pipeline-model-parallel-size 2".split()
+    )
+    assert (request.steps, request.output, request.world.world_size) == (6, "out", 4)
+    with pytest.raises(ConfigError) as caught:
+        read_request(f"{BASE} --verify-steps 2 --world-size many --hidden-size 4097".split())
+    text = str(caught.value)
+    assert "--verify-steps 2 must be at least 4" in text and "'many'" in text and "4097" in text
+
+
+def test_wrong_configurations_end_with_status_2(capsys) -> None:
+    assert main(f"verify {BASE} --num-attention-heads 33".split()) == 2
+    assert "nearest hidden size" in capsys.readouterr().err
+    assert main(["certify"]) == 2 and main([]) == 2
+    assert main(["--help"]) == 0 and "verify" in capsys.readouterr().out
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import json, sys; from megazero.cli import main; main(['verify', '--help'])\n"
+        "print(json.dumps('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) is False and "--verify-steps" in done.stdout
+
+
+def test_shipped_configurations_shrink() -> None:
+    assert len(CONFIGS) == 5
+    for path in CONFIGS:
+        command = next(line for line in path.read_text().splitlines() if line.startswith("# megazero verify"))
+        words = (
+            command.removeprefix("# megazero verify ").replace("pretrain/configs", str(path.parent)).split()
+        )
+        request = read_request(words)
+        found = shrink(request.config, request.world, request.ranks, request.steps)
+        assert found.layout.world.world_size <= 16 and sum(stage_layers(request.config, found.layout.pp)) >= 2
+
+
+# -- bytes ---------------------------------------------------------------------------------------------
+
+
+def test_messages() -> None:
+    assert volume.message(None, 64, 8, 2, 4) == 144
+    # 64 digits of 4 bits and 8 scales of 2 bytes are 48 bytes; 3 exact elements of 4 bytes fill 16
+    assert volume.message(Coding(4, 8), 64, 3, 2, 4) == 48 + 16
+
+
+def test_what_stays_gathered_is_not_gathered_again() -> None:
+    copies = Copies([[[0], [1], [2]]])
+    assert volume.gathers(copies, [("F", 0), ("B", 0)]) == {0: 2, 1: 2, 2: 1}
+    assert volume.gathers(copies, [("F", 0), ("B", 0)] * 2) == {0: 3, 1: 4, 2: 2}
+    assert volume.gathers(Copies(copies.uses, True), [("F", 0), ("B", 0)] * 2) == {0: 1, 1: 1, 2: 1}
+    tied = Copies([[[0], [1], [2, 0]]])  # the head needs the embedding, to the end of the backward
+    assert volume.gathers(tied, [("F", 0), ("B", 0)]) == {0: 3, 1: 2, 2: 1}
+    split = [("F", 0), ("F", 0), ("I", 0), ("W", 0), ("I", 0), ("W", 0)]
+    assert volume.gathers(copies, split) == {0: 4, 1: 4, 2: 3}
+
+
+def test_zeropp_crosses_nodes_once_per_step() -> None:
+    grid = make_grid(4, 2, shards=(2, 2, 4))
+    formats = Formats(2, 4, Coding(4, 64), {"inter_node": Coding(4, 64)}, delta=True)
+    unit, copies = UnitShape(4096, 0, True), Copies([[[0]]])
+    sent = {}
+    for count in (1, 4):
+        program = [("F", 0), ("B", 0)] * count
+        sent[count] = volume.model_state([unit], grid, formats, copies, program, count)
+    inter = 1024 // 2 + 2 * 1024 // 64  # a quarter of the unit at 4 bits, with its scales
+    assert sent[4]["refresh", "inter_node"] == sent[1]["refresh", "inter_node"] == inter
+    assert sent[4]["reduce", "inter_node"] == sent[1]["reduce", "inter_node"] == inter
+    assert sent[4]["reduce", "intra_node"] == 4 * sent[1]["reduce", "intra_node"] == 4 * 2048 * 2
+
+
+def test_boundaries_of_a_pipeline() -> None:
+    grid, schedule = make_grid(4, 2, tp=2, pp=2), make_schedule("1f1b", 2, 1, 3)
+    whole = volume.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2))
+    assert whole["pp", "inter_node"] == 3 * 8 * 2 * 16  # half of an activation of 2 bytes an element
+    assert whole["tp", "intra_node"] == 3 * 8 * 2 * 16  # gathered where it arrives: three gradients
+    cut = volume.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2, sequence_parallel=True))
+    assert cut["pp", "inter_node"] == whole["pp", "inter_node"] and not cut["tp", "intra_node"]
+
+
+def test_tensor_parallel_sums() -> None:
+    (stage,) = partition(3, 1)
+    actions = make_schedule("1f1b", 1, 1, 2)[0]
+    activation = Activation(8, 1, 16, 4, tp=2)
+    sent = volume.tensor_parallel([stage], actions, activation, 0, 4)["tp", "intra_node"]
+    ring, loss = 8 * 16 * 4, 2 * 8 * 4
+    # a micro-batch: the embedding's sum, two forward and two backward in each layer, the head's backward, the loss
+    assert sent == 2 * (ring * (1 + 3 * 4 + 1) + loss)
+    assert volume.recomputed("full", False, False) == 1 and volume.recomputed("selective", True, False) == 0
