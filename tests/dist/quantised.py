@@ -212,6 +212,19 @@ def expected(case: Case, unit: Unit, mesh, every: Sequence[Sequence[torch.Tensor
     return _Model(case, unit, [(a.size, a.link) for a in mesh.data_axes]).run(every)
 
 
+def expected_at_both(
+    case: Case, unit: Unit, mesh, ends: Sequence[Sequence[Sequence[torch.Tensor]]]
+) -> list[Sum]:
+    """By data rank: the same of a parameter that a pipeline's ends share; both ends' sums are rounded once more."""
+    model = _Model(case, unit, [(a.size, a.link) for a in mesh.data_axes])
+    found = []
+    for first, last in zip(*(model.run(every) for every in ends), strict=True):
+        sent = [model._add(x, model.rounding(x, mesh.ends.link)) for x in (first, last)]
+        total = Sum(*(a + b for a, b in zip(*sent, strict=True)))
+        found.append(model._rounded(total, 1))
+    return found
+
+
 class _Model:
     def __init__(self, case: Case, unit: Unit, axes: list[tuple[int, str]]) -> None:
         self.case, self.layout, self.levels, self.axes = case, unit.layout, unit.levels, axes
@@ -237,13 +250,12 @@ class _Model:
         first = rank - self.index(rank, j) * stride
         return [first + i * stride for i in range(self.axes[j][0])]
 
-    def codec(self, j: int) -> Blockwise | None:
-        link = self.axes[j][1]
+    def codec(self, link: str) -> Blockwise | None:
         return self.case.codecs.gradients_intra if link == INTRA else self.case.codecs.gradients_inter
 
-    def rounding(self, held: Sum, j: int) -> torch.Tensor:
-        """fp64 [n]: the most that one message across axis j loses of a sum, which itself may be off."""
-        out, codec = torch.zeros_like(held.bound), self.codec(j)
+    def rounding(self, held: Sum, link: str) -> torch.Tensor:
+        """fp64 [n]: the most that one message across a link loses of a sum, which itself may be off."""
+        out, codec = torch.zeros_like(held.bound), self.codec(link)
         if codec is not None and self.coded:
             largest = (held.value.abs() + held.bound + held.slack)[: self.coded] * (1 + 2**-20)
             bound = codec.error_bound(largest.float()[None])[0].double()
@@ -264,7 +276,7 @@ class _Model:
             total = [self._rounded(x, 1) for x in total]
         total = self.down(total, levels.g, levels.all)
         for j in range(levels.all - 1, levels.os - 1, -1):
-            lost = [self.rounding(x, j) for x in total]
+            lost = [self.rounding(x, self.axes[j][1]) for x in total]
             total = [self._add(x, q) for x, q in zip(total, lost, strict=True)]
             total = [self._joined(total, r, j) for r in self.ranks]
         return total
@@ -288,14 +300,14 @@ class _Model:
         whole = False
         for j in range(first, last):
             both = range(j, j + 2)
-            fused = j + 1 < last and all(self.codec(i) is not None and not fed[i] for i in both)
+            fused = j + 1 < last and all(self.codec(self.axes[i][1]) is not None and not fed[i] for i in both)
             whole = whole or fused
             held = self._hop(held, j, whole)
             whole = fused
         return held
 
     def _hop(self, held: list[Sum], j: int, whole: bool) -> list[Sum]:
-        lost = [self.rounding(x, j) for x in held]
+        lost = [self.rounding(x, self.axes[j][1]) for x in held]
         out = []
         for rank in self.ranks:
             mine = self.digits[j] == self.index(rank, j)
