@@ -126,12 +126,17 @@ def train_all(jobs: list[Values]) -> list[Seen]:
 
 
 def train_each(jobs: Mapping[Any, tuple[int, Values]], timeout: float = 300) -> dict[Any, list[Seen]]:
-    """jobs: key -> (ranks, values). What every rank of each saw; one call of the pool for each number of ranks."""
+    """jobs: key -> (ranks, values). What every rank of each saw.
+
+    A call of the pool takes a few: each run's groups have threads that poll, and stay until the call ends.
+    """
     out: dict[Any, list[Seen]] = {}
     for world in sorted({ranks for ranks, _ in jobs.values()}):
         keys = [key for key, (ranks, _) in jobs.items() if ranks == world]
-        every = run_ranks(world, train_all, [jobs[key][1] for key in keys], timeout=timeout)
-        out.update({key: [rank[place] for rank in every] for place, key in enumerate(keys)})
+        count = max(1, 24 // world)
+        for some in (keys[i : i + count] for i in range(0, len(keys), count)):
+            every = run_ranks(world, train_all, [jobs[key][1] for key in some], timeout=timeout)
+            out.update({key: [rank[place] for rank in every] for place, key in enumerate(some)})
     return out
 
 

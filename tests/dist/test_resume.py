@@ -5,21 +5,32 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megazero.checkpoint import store
 from megazero.train.metrics import read_metrics
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, Seen, checkpoint_of, differences, train_all
+from tests.dist.runs import TINY, checkpoint_of, differences, train_all, train_each
 
 NODES = {"ranks_per_node": 2}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 GPT = {"model_family": "gpt", "num_query_groups": 8}
 BLOOM = {"model_family": "bloom", "num_query_groups": 8}
 RAMP = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 16}  # 4, 4, 8, 12, 12, 16, ...
+TIED = {"untie_embeddings_and_output_weights": False}
 TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP4 = {"pipeline_model_parallel_size": 4}
+VIRTUAL2 = {"num_virtual_stages_per_pipeline_rank": 2}
+
+
+def pipeline(pp: int, virtual: int | None = None, **others: Any) -> dict[str, Any]:
+    sizes = {"pipeline_model_parallel_size": pp, "num_layers": max(2, pp * (virtual or 1))}
+    return {**sizes, "num_virtual_stages_per_pipeline_rank": virtual, **others}
+
 
 # (ranks, values): what is stopped in the middle and must go on bit for bit
 SAME = {
@@ -54,6 +65,41 @@ SAME = {
     ),
     "tp 4, bloom, bf16": (4, {**TP4, "params_dtype": "bf16", **BLOOM, "hidden_dropout": 0.1}),
     "factors 1,2,4": (4, {"zero_shard": (1, 2, 4), **NODES}),
+    "gpipe, sgd, dropout, ramp-up": (
+        2,
+        pipeline(2, pipeline_schedule="gpipe", optimizer="sgd", **DROPOUT, **RAMP),
+    ),
+    "1f1b, bf16, tied, dropout": (2, pipeline(2, params_dtype="bf16", **TIED, **DROPOUT)),
+    "zb-h1, bf16, gpt": (2, pipeline(2, pipeline_schedule="zb-h1", params_dtype="bf16", **GPT)),
+    "interleaved x zero3, bf16, tied, ramp-up": (
+        4,
+        pipeline(2, 2, zero_preset="zero3", params_dtype="bf16", **TIED, **RAMP),
+    ),
+    "1f1b x zero3, outermost dp, dropout": (
+        4,
+        pipeline(2, zero_preset="zero3", use_tp_pp_dp_mapping=True, **NODES, **DROPOUT),
+    ),
+    "interleaved x hpz, outermost dp, bf16, tied": (
+        8,
+        pipeline(2, 2, zero_preset="hpz", params_dtype="bf16", use_tp_pp_dp_mapping=True, **TIED)
+        | {"ranks_per_node": 4},
+    ),
+    "zb-h1 x tp 2, bf16, sequence parallel, recompute, masked": (
+        4,
+        pipeline(
+            2,
+            pipeline_schedule="zb-h1",
+            params_dtype="bf16",
+            **TP2,
+            sequence_parallel=True,
+            recompute_granularity="full",
+            eod_mask_loss=True,
+        ),
+    ),
+    "zb-h1 of 4, uneven": (
+        4,
+        pipeline(4, num_layers=5, pipeline_schedule="zb-h1", pipeline_partition="1,2,1,1"),
+    ),
 }
 
 
@@ -71,15 +117,18 @@ def interrupted(values: dict, folder: Path) -> list[dict]:
     return [straight, first, {**values, "load": str(folder / "first"), "save": str(folder / "second")}]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, world: int) -> None:
     cases = {name: values for name, (ranks, values) in SAME.items() if ranks == world}
     folders = {name: tmp_path / str(number) for number, name in enumerate(cases)}
-    jobs = [job for name, values in cases.items() for job in interrupted(values, folders[name])]
-    every = run_ranks(world, train_all, jobs, timeout=300)
-    for number, (name, folder) in enumerate(folders.items()):
-        for rank in range(world):
-            straight, first, second = every[rank][3 * number : 3 * number + 3]
+    jobs = {
+        (name, part): (world, job)
+        for name, values in cases.items()
+        for part, job in enumerate(interrupted(values, folders[name]))
+    }
+    seen = train_each(jobs)
+    for name, folder in folders.items():
+        for straight, first, second in zip(*(seen[name, part] for part in range(3)), strict=True):
             assert len(straight.losses) >= 6 and len(first.losses) == 3 == second.start, name
             assert first.losses + second.losses == straight.losses, name
             assert first.ids + second.ids == straight.ids, name
@@ -136,35 +185,58 @@ LAYOUTS = {
     "hpz 4": (4, {"zero_preset": "hpz", **NODES}),
     "factors 1,2,4": (4, {"zero_shard": (1, 2, 4), **NODES}),
 }
+# Of models of 4 layers and more.
+PIPELINES = {
+    "1 rank": LAYOUTS["1 rank"],
+    "zero3 2": LAYOUTS["zero3 2"],
+    "tp 2 x zero3": LAYOUTS["tp 2 x zero3"],
+    "hpz 4": LAYOUTS["hpz 4"],
+    "pp 2, zb-h1": (2, {**PP2, "pipeline_schedule": "zb-h1"}),
+    "pp 2 x 2": (2, {**PP2, **VIRTUAL2}),
+    "pp 2, uneven": (2, {**PP2, "pipeline_partition": "3,1", "pipeline_schedule": "gpipe"}),
+    "pp 4": (4, {**PP4}),
+    "pp 2 x zero3": (4, {**PP2, "zero_preset": "zero3"}),
+    "pp 2 x 2 x zero1, outermost dp": (
+        4,
+        {**PP2, **VIRTUAL2, "zero_preset": "zero1", "use_tp_pp_dp_mapping": True, **NODES},
+    ),
+    "pp 2 x hpz, outermost dp": (
+        8,
+        {**PP2, "zero_preset": "hpz", "use_tp_pp_dp_mapping": True, "ranks_per_node": 4},
+    ),
+    "tp 2 x pp 2, sequence parallel": (4, {**TP2, **PP2, "sequence_parallel": True}),
+    "tp 2 x pp 2 x zero2": (8, {**TP2, **PP2, "zero_preset": "zero2"}),
+    "pp 4 x mics, outermost dp": (
+        8,
+        {**PP4, "zero_preset": "mics", "use_tp_pp_dp_mapping": True, "ranks_per_node": 8},
+    ),
+}
+PIPELINE_SOURCES = ("1 rank", "pp 2 x 2", "pp 4", "pp 2 x hpz, outermost dp", "tp 2 x pp 2 x zero2")
 SOURCES = ("1 rank", "tp 4", "tp 2 x zero3", "hpz 4")
 
 
-def by_world(jobs: dict, timeout: float = 300) -> dict:
-    """jobs: key -> (ranks, values). One pool call per world size; key -> what rank 0 saw."""
-    seen: dict = {}
-    for world in sorted({ranks for ranks, _ in jobs.values()}):
-        keys = [key for key, (ranks, _) in jobs.items() if ranks == world]
-        results = run_ranks(world, train_all, [jobs[key][1] for key in keys], timeout=timeout)
-        seen.update(zip(keys, results[0], strict=True))
-    return seen
-
-
-def relayout(tmp_path: Path, sources: list[str], pairs: list[tuple[str, str]], changes: dict) -> None:
+def relayout(
+    tmp_path: Path,
+    sources: list[str],
+    pairs: list[tuple[str, str]],
+    changes: dict,
+    layouts: dict[str, tuple[int, dict]] = LAYOUTS,
+) -> None:
     """Train 3 iterations on each source and go on for 2 on each target; losses as if it had stayed."""
     common = {**changes, "log_dir": str(tmp_path / "logs"), "train_iters": 5, "global_batch_size": 4}
     first = {"exit_interval": 3}
-    jobs = {name: (LAYOUTS[name][0], {**common, **LAYOUTS[name][1]}) for name in sources}
-    stayed = by_world(jobs)
-    by_world({n: (ranks, {**v, **first, "save": str(tmp_path / n)}) for n, (ranks, v) in jobs.items()})
+    jobs = {name: (layouts[name][0], {**common, **layouts[name][1]}) for name in sources}
+    stayed = train_each(jobs)
+    train_each({n: (ranks, {**v, **first, "save": str(tmp_path / n)}) for n, (ranks, v) in jobs.items()})
     moved = {
         (source, target): (
-            LAYOUTS[target][0],
-            {**common, **LAYOUTS[target][1], "load": str(tmp_path / source)},
+            layouts[target][0],
+            {**common, **layouts[target][1], "load": str(tmp_path / source)},
         )
         for source, target in pairs
     }
-    for (source, target), got in by_world(moved).items():
-        wanted: Seen = stayed[source]
+    for (source, target), (got, *_) in train_each(moved).items():
+        wanted = stayed[source][0]
         (_, loss), (_, after) = got.losses
         (_, wanted_loss), (_, wanted_after) = wanted.losses[3:]
         assert got.start == 3, (source, target)
@@ -181,6 +253,31 @@ def test_every_layout_goes_on_from_every_source(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     relayout(tmp_path, list(LAYOUTS), list(itertools.permutations(LAYOUTS, 2)), {})
+
+
+# name: (what every run has, sources): the pairs are drawn in turn
+MODELS = {
+    "llama": ({"num_layers": 4}, PIPELINE_SOURCES),
+    "llama, tied": ({"num_layers": 4, **TIED}, PIPELINE_SOURCES[::2]),
+    "bloom, tied": ({"num_layers": 4, **BLOOM}, PIPELINE_SOURCES[1::2]),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pipelines_go_on_from_every_layout_and_every_layout_from_pipelines(
+    tmp_path: Path, model: str
+) -> None:
+    changes, sources = MODELS[model]
+    pairs = [(source, target) for source in sources for target in PIPELINES if source != target]
+    start = list(MODELS).index(model)
+    relayout(tmp_path, list(sources), pairs[start::3], changes, PIPELINES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [{}, TIED], ids=["untied", "tied"])
+def test_every_pipeline_goes_on_from_every_other_layout(tmp_path: Path, tied: dict) -> None:
+    pairs = list(itertools.permutations(PIPELINES, 2))
+    relayout(tmp_path, list(PIPELINES), pairs, {"num_layers": 4, **tied}, PIPELINES)
 
 
 @pytest.mark.parametrize("family", [GPT, BLOOM], ids=lambda values: values["model_family"])
