@@ -14,7 +14,9 @@ from megazero.cli.assembling import Assembled, Placed
 from megazero.cli.layouts import Expected, mismatches
 from megazero.cli.reference import Curve, Reference, Tensors, global_norm, relative_errors
 from megazero.cli.task import Outcome
-from megazero.cli.watch import Rounded
+from megazero.cli.watch import Rounded, rounded_name
+from megazero.config.wire import Wire
+from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 GRADIENT = {"fp32": 1e-6, "fp64": 1e-10}
 LOSS = {"fp32": 1e-5, "fp64": 1e-10}  # and of the gradients' global norm
@@ -179,8 +181,10 @@ def _crossed(outcomes: Sequence[Outcome], step: int) -> Iterator[str]:
 # -- pass 2: as configured -----------------------------------------------------------------------------
 
 
-def configured_checks(placed: Placed, outcomes: Sequence[Outcome], exact: Sequence[float]) -> list[Check]:
-    """exact: losses of pass 1. Losses, replicas' bits, rounding of every quantised hop."""
+def configured_checks(
+    placed: Placed, outcomes: Sequence[Outcome], exact: Sequence[float], wire: Wire
+) -> list[Check]:
+    """exact: losses of pass 1. wire: what hops send. Losses, replicas' bits, rounding of every quantised hop."""
     steps = range(len(outcomes[0].steps))
     losses = [step_loss(outcomes, step) for step in steps]
     apart = [_relative(a, b) for a, b in zip(losses, exact, strict=True)]
@@ -194,7 +198,7 @@ def configured_checks(placed: Placed, outcomes: Sequence[Outcome], exact: Sequen
         _worst("loss beside the exact one", apart, limit),
         _none("replicas in use", reads, "parameters: read by forwards that are not the same bits everywhere"),
         _none("master replicas", held, "replicas: that differ in a bit"),
-        *_rounding_checks(outcomes),
+        *_rounding_checks(outcomes, wire),
     ]
 
 
@@ -208,8 +212,11 @@ def _differing_reads(placed: Placed, outcomes: Sequence[Outcome], step: int) -> 
     yield from (f"{name}, step {step + 1}" for (name, _), seen in bits.items() if len(seen) > 1)
 
 
-def _rounding_checks(outcomes: Sequence[Outcome]) -> Iterator[Check]:
-    merged: dict[tuple[str, str], Rounded] = {}
+def _rounding_checks(outcomes: Sequence[Outcome], wire: Wire) -> Iterator[Check]:
+    gradients = (wire.gradients_intra, wire.gradients_inter)
+    sent = [(WEIGHTS, wire.weights), *((GRADIENTS, coding) for coding in gradients)]
+    # A format that no message had fails its check: nothing would have been proven.
+    merged = {(kind, rounded_name(c.bits, c.block)): Rounded() for kind, c in sent if c}
     for o in outcomes:
         for key, part in o.rounded.items():
             held = merged.setdefault(key, Rounded())

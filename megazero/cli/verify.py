@@ -153,11 +153,11 @@ class _Passes:
 
     def _configured_section(self, seen: Evidence, configured: Sequence[Outcome]) -> Section:
         placed = Placed(self.config)
-        found = checks.configured_checks(placed, configured, seen.losses)
+        wire = self.config.wire(self.world)
+        found = checks.configured_checks(placed, configured, seen.losses, wire)
         expected = Expected(self.config, self.world, False, self._block)
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
-        codings = self.config.wire(self.world).codings
-        what = "messages quantised as configured" if codings else "no hop is quantised on this layout"
+        what = "messages quantised as configured" if wire.codings else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 

@@ -150,7 +150,7 @@ class Watch:
         # What is decoded into a 16-bit parameter is rounded once more, by half a unit of its last place.
         value = unit.used()[: error.numel()].view(error.shape) if kind == WEIGHTS else error
         place = 0.51 * torch.finfo(unit.dtype).eps * value.abs().double() if kind == WEIGHTS else 0.0
-        note = self.rounded.setdefault((kind, f"INT{codec.form.bits}, blocks of {block}"), Rounded())
+        note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block)), Rounded())
         note.elements += error.numel()
         note.worst = max(note.worst, float((error.abs() / (bound + place).clamp(min=1e-300)).max()))
         note.error += float(error.square().sum())
@@ -169,6 +169,10 @@ def slices(engine: Engine, values: Any) -> list[UnitSlice]:
 def _gradient(unit: Unit) -> Tensor:
     assert unit.grad is not None
     return torch.cat([r.view(-1) for r in unit.regions_of(unit.grad, unit.levels.os, unit.levels.g, 1)])
+
+
+def rounded_name(bits: int, block: int) -> str:
+    return f"INT{bits}, blocks of {block}"
 
 
 def fingerprint(x: Tensor) -> str:
