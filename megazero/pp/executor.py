@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,6 +61,7 @@ class Pipeline:
     """This rank's part of one pipeline.
 
     stages: all virtual stages. schedule: a name of schedules.py. A pipeline of one stage is a plain loop.
+    Collective over the pipeline. After a step or an evaluation that raised, one of several stages takes no other.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Pipeline:
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         self.spans: list[Span] | None = None  # a list records what every action took
         self.plan = lru_cache(maxsize=8)(self._plan)
+        links.connect((a.rank, b.rank) for a, b in pairwise(stages))
 
     @property
     def loss_rank(self) -> int:
@@ -112,15 +115,21 @@ class Pipeline:
         plan = self._evaluation(len(micro_batches))
         self.links.open(plan.incoming)
         losses: list[Tensor] = []
-        for action in plan.actions:
-            with self._naming(action):
-                stage = self.stages[action.stage]
-                y = self.forward(stage, self._receive_activation(action), micro_batches[action.micro_batch])
-                if stage.head:
-                    losses.append(y.double())
-                else:
-                    self._send("activation", action, y, action.stage + 1)
-        self.links.close()
+        try:
+            for action in plan.actions:
+                with self._naming(action):
+                    stage = self.stages[action.stage]
+                    y = self.forward(
+                        stage, self._receive_activation(action), micro_batches[action.micro_batch]
+                    )
+                    if stage.head:
+                        losses.append(y.double())
+                    else:
+                        self._send("activation", action, y, action.stage + 1)
+            self.links.close()
+        except BaseException:
+            self._abort()
+            raise
         return torch.stack(losses) if losses else None
 
     # -- actions ---------------------------------------------------------------------------------
@@ -178,7 +187,8 @@ class Pipeline:
     def _receive(self, kind: str, action: Action, source: int) -> Tensor:
         message = Message(kind, source, action.stage, action.micro_batch)
         with self._blaming(f"the {kind} did not come from", source):
-            return self.carrier.unpack(self.links.receive(message, self.stages[source].rank))
+            packed = self.links.receive(message, self.stages[source].rank)
+        return self.carrier.unpack(packed)
 
     def _send(self, kind: str, action: Action, tensor: Tensor, target: int) -> None:
         with self._blaming(f"the {kind} did not go to", target):
@@ -188,6 +198,8 @@ class Pipeline:
     def _blaming(self, what: str, stage: int) -> Iterator[None]:
         try:
             yield
+        except CommunicationError:  # of a chain that moved on during the wait: it says what failed
+            raise
         except RuntimeError as error:
             peer = self.mesh.pp.ranks[self.stages[stage].rank]
             raise CommunicationError(f"{what} stage {stage} (rank {peer}): {error}") from error

@@ -12,7 +12,7 @@ business.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
@@ -51,9 +51,33 @@ class Links:
         self.expected: dict[int, deque[Message]] = {}  # by source, not posted yet
         self.posted: dict[int, dict[Message, tuple[Tensor, Any]]] = {}  # by source, not asked for yet
         self.sent: deque[tuple[Tensor, int, Any]] = deque()  # with the target
+        self.aborted = False
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Send a number each way between these pipeline ranks. Collective, before the first message.
+
+        NCCL makes a pair's communicator at its first message, and the two ranks wait for each other in that. If each
+        began with the receive that its own schedule posts first, they would wait in a ring; here all have one order.
+        """
+        token, own = torch.zeros(1, device=self.mesh.device), self.mesh.pp.index
+        for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
+            for source, target in ((low, high), (high, low)):
+                group, ranks = self._group(source, target), self.mesh.pp.ranks
+                if own == source:
+                    dist.send(token, ranks[target], group=group)
+                elif own == target:
+                    dist.recv(token, ranks[source], group=group)
 
     def open(self, expected: Mapping[int, Sequence[Message]]) -> None:
-        """Begin a step or an evaluation that receives these messages, by source rank, in the order of sending."""
+        """Begin a step or an evaluation that receives these messages, by source rank, in the order of sending.
+
+        RuntimeError after ``abort``.
+        """
+        if self.aborted and self.mesh.pp.size > 1:
+            raise RuntimeError(
+                "a step of this pipeline was broken off, and messages match by order alone: what was on its way "
+                "would be taken for this step's; start the ranks anew"
+            )
         self.expected = {source: deque(messages) for source, messages in expected.items()}
         self.posted = {source: {} for source in expected}
         for source in self.expected:
@@ -83,7 +107,8 @@ class Links:
             self._finish_oldest()
 
     def abort(self) -> None:
-        """Forget a step that was broken off. What is on its way is not waited for."""
+        """Forget a step that was broken off. What is on its way is not waited for, so no other step may follow."""
+        self.aborted = True
         self.expected.clear()
         self.posted.clear()
         self.sent.clear()

@@ -172,11 +172,12 @@ def _codec(coding: Coding | None) -> Blockwise | None:
     return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip) if coding else None
 
 
-def _refuse_all_exact(decoder: Decoder, policy: zero.Policy, replicated: Collection[str]) -> None:
-    """A threshold above every parameter would leave quantised hops without effect."""
+def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replicated: Collection[str]) -> None:
+    """A threshold above every parameter of every stage would leave quantised hops without effect. Collective."""
     if policy.codecs.exact:
         return
-    largest = max((p.numel() for n, p in decoder.named_parameters() if n not in replicated), default=0)
+    own = max((p.numel() for n, p in decoder.named_parameters() if n not in replicated), default=0)
+    largest = int(mesh.gather_rows(torch.tensor([own], device=mesh.device)).max())
     if largest <= policy.exact_numel:
         raise ValueError(
             f"--zero-exact-numel {policy.exact_numel}: no parameter of this model has more elements on a rank (the "
@@ -199,7 +200,7 @@ def shard_decoder(
     policy = policy or make_policy(config, mesh)
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
-    _refuse_all_exact(decoder, policy, replicated)
+    _refuse_all_exact(decoder, mesh, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
         options = (("weight_decay", 0.0),) if name in plain else ()

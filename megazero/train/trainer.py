@@ -123,6 +123,8 @@ class Trainer:
         with self.bill.span("compute"):
             self.engine.begin_step(count, divisor, self.pipeline.program(count))
             local = self._forward_backward(step, ids)
+            # On gloo nobody would move them on while an early stage's ranks wait for the others' losses.
+            self.engine.reductions.drain()
             loss = self._reduce_sum(local) / divisor
             own = LocalStep(self.mesh.rank, float(local), tuple(i for row in ids for i in row))
             self.guard.check_loss(iteration, loss, own, self._gather)
