@@ -42,20 +42,27 @@ its factors are those of zero1, and zero1 with its formats stands for it. {setti
 """
 
 
-def measure(lab: Lab, name: str, micro_batches: list[int]) -> list[dict[str, Any]]:
-    """What pipeline_bytes_rank.run returns. Raises RuntimeError with the ranks' output."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
-        words = ["--case", name, "--micro-batches", *map(str, micro_batches), "--result", str(file)]
-        done = lab.run(
-            [str(ROOT / "tests/benchmarks/pipeline_bytes_rank.py"), *words],
-            ranks_per_node=CASES[name].ranks_per_node,
-            environ={"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-            timeout=300,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{name}: return codes {done.returncodes}\n" + "\n".join(done.outputs))
-        return json.loads(file.read_text())
+def measure(names: list[str], micro_batches: list[int], rate: str | None = None) -> dict[str, Any]:
+    """What pipeline_bytes_rank.run returns, by case. The cases of one number of ranks share their processes.
+
+    Raises LabUnavailable, and RuntimeError with the ranks' output.
+    """
+    found: dict[str, Any] = {}
+    for ranks in sorted({CASES[name].ranks_per_node for name in names}):
+        with Lab(NODES, rate) as lab, tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "result.json"
+            words = ["--cases", *(name for name in names if CASES[name].ranks_per_node == ranks)]
+            words += ["--micro-batches", *map(str, micro_batches), "--result", str(file)]
+            done = lab.run(
+                [str(ROOT / "tests/benchmarks/pipeline_bytes_rank.py"), *words],
+                ranks_per_node=ranks,
+                environ={"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+                timeout=600,
+            )
+            if done.returncode:
+                raise RuntimeError(f"{words}: return codes {done.returncodes}\n" + "\n".join(done.outputs))
+            found.update(json.loads(file.read_text()))
+    return {name: found[name] for name in names}
 
 
 def elements() -> int:
@@ -97,13 +104,11 @@ def main() -> int:
     options = parser.parse_args()
     parse_rate(options.rate)
     try:
-        with Lab(NODES, options.rate) as lab:
-            every = [
-                row for name in options.cases for row in rows(name, measure(lab, name, options.micro_batches))
-            ]
+        found = measure(options.cases, options.micro_batches, options.rate)
     except LabUnavailable as error:
         print(error, file=sys.stderr)
         return 2
+    every = [row for name, results in found.items() for row in rows(name, results)]
     sizes = {"sequence": SEQUENCE, "hidden": HIDDEN, "vocabulary": VOCABULARY, "elements": elements() / 1e6}
     text = TEXT.format(**sizes, setting=setting(), table=table(HEADER, every))
     print(text)

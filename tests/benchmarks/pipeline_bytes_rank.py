@@ -157,12 +157,12 @@ def _measured(case: Case, mesh: Mesh, engine: Engine, count: int, step: Any) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--cases", choices=CASES, nargs="+", required=True, help="of one number of ranks")
     parser.add_argument("--micro-batches", type=int, nargs="+", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result = run(options.case, options.micro_batches)
+    result = {name: run(name, options.micro_batches) for name in options.cases}
     if dist.get_rank() == 0:
         options.result.write_text(json.dumps(result))
     dist.barrier()

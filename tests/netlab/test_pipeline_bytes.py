@@ -4,6 +4,7 @@ orders of the mesh. Bytes only, never times."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,11 +17,18 @@ SLOW = {"inside, TP 2", "across", "across, TP 2", "across, TP 2, SP"}
 STATE = {"refresh", "reduce"}
 
 
+@cache
+def measured(slow: bool):
+    """Of the slow cases or of the others, which share processes."""
+    return measure([name for name in CASES if (name in SLOW) == slow], COUNTS)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
 )
 def test_bytes_between_nodes(netlab, name):
-    case, results = CASES[name], measure(netlab(2), name, COUNTS)
+    netlab(2)  # skips where no lab can be made
+    case, results = CASES[name], measured(name in SLOW)[name]
     assert [result["micro_batches"] for result in results] == COUNTS
     for result in results:
         for counted, formula, sent in zip(*(result[k] for k in ("counted", "formula", "sent")), strict=True):
@@ -32,9 +40,8 @@ def test_bytes_between_nodes(netlab, name):
                 assert formula["pp"] == result["micro_batches"] * dp * SEQUENCE * HIDDEN * 2
                 assert set(formula) - {"pp"} == ({"reduce"} if "tied" in name else set())
             total = sum(counted.values())
-            assert (
-                total <= sent <= 1.02 * total + 30_000
-            )  # headers; and two barriers and what they acknowledge
+            # Headers; and two barriers and what is acknowledged late, 4 kB per rank measured.
+            assert total <= sent <= 1.02 * total + 8_000 * 2 * case.ranks_per_node
 
 
 def test_zeropp_with_one_data_parallel_rank_on_a_node_is_refused_naming_its_equal():
