@@ -117,7 +117,7 @@ def refusals(layout: Layout, options: Mapping[str, Any]) -> list[str]:
     try:
         make_config(values_of(layout, options), World(layout.world, layout.node))
     except ConfigError as error:
-        return error.errors
+        return list(error.errors)
     return []
 
 
