@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import time
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +16,9 @@ import torch.distributed as dist
 from megazero import zero
 from megazero.checkpoint import store
 from megazero.comm.codec import Blockwise
+from megazero.config import World, make_config
+from megazero.mesh.launch import Launch
+from megazero.train import setup
 from megazero.zero.reduction import residual_sum
 from megazero.zero.state import (
     load_kinds,
@@ -34,6 +42,7 @@ from tests.dist.quantised import (
     step_with,
     take_step,
 )
+from tests.dist.runs import TINY, checkpoint_of, differences, train_each
 
 BF16 = torch.bfloat16
 
@@ -150,3 +159,161 @@ def test_a_resume_keeps_residuals_and_what_receivers_hold(letters, tmp_path):
     for world, others in ((4, ("11d", "hhd", "hhh", "ddd")), (2, ("11d", "ddd"))):
         cases = [case.but(letters=x, per_node=world // 2) for x in others if (x, world) != (letters, 4)]
         run_ranks(world, several, elsewhere, cases, path, held, sums, tmp_path, timeout=300)
+
+
+# -- pipelines through the trainer ---------------------------------------------------------------------
+
+PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 4, "zero_exact_numel": 40}
+TIED = {"untie_embeddings_and_output_weights": False}
+ACROSS = {
+    "use_tp_pp_dp_mapping": True,
+    "ranks_per_node": 2,
+    "zero_shard": (1, 1, 2),
+}  # a pipeline on each node
+GRADIENTS = {"zero_quantized_gradients": True, "zero_gradient_bits": 2}
+FEEDBACK = {**GRADIENTS, "zero_gradient_rounding": "feedback"}
+DELTA = {"zero_quantized_weights": True, "zero_quantized_weights_delta": True}
+ZEROPP = {"zero_preset": "zeropp", "zero_quantized_gradients_until": 0.9}
+# name: (ranks, values)
+RESUMED = {
+    "delta, feedback, tied, bf16": (
+        4,
+        {**PP2, **ACROSS, **DELTA, **FEEDBACK, **TIED, "params_dtype": "bf16"},
+    ),
+    "stochastic, tied, ends on two nodes, zb-h1": (
+        4,
+        {
+            **PP2,
+            **TIED,
+            **GRADIENTS,
+            "zero_gradient_rounding": "stochastic",
+            "ranks_per_node": 1,
+            "zero_shard": (1, 1, 2),
+            "pipeline_schedule": "zb-h1",
+        },
+    ),
+    "zeropp, interleaved, feedback, tied, bf16": (
+        8,
+        {
+            **PP2,
+            **ZEROPP,
+            **FEEDBACK,
+            **TIED,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "ranks_per_node": 2,
+            "params_dtype": "bf16",
+        },
+    ),
+    "zeropp, zb-h1, outermost dp, stochastic": (
+        8,
+        {
+            **PP2,
+            **ZEROPP,
+            "zero_gradient_rounding": "stochastic",
+            "use_tp_pp_dp_mapping": True,
+            "ranks_per_node": 4,
+            "pipeline_schedule": "zb-h1",
+            "hidden_dropout": 0.1,
+        },
+    ),
+}
+
+
+def test_a_resume_of_a_quantised_pipeline_is_bit_for_bit(tmp_path: Path) -> None:
+    jobs: dict[Any, tuple[int, dict[str, Any]]] = {}
+    for number, (name, (ranks, values)) in enumerate(RESUMED.items()):
+        folder = tmp_path / f"{number}"
+        values = {**values, "log_dir": str(folder / "logs"), "global_batch_size": 16}
+        jobs[name, 0] = (
+            ranks,
+            {**values, "save": str(folder / "straight"), "eval_interval": 2, "eval_iters": 1},
+        )
+        jobs[name, 1] = ranks, {**values, "save": str(folder / "first"), "exit_interval": 3}
+        jobs[name, 2] = ranks, {**values, "load": str(folder / "first"), "save": str(folder / "second")}
+    seen = train_each(jobs)
+    for number, (name, (_, values)) in enumerate(RESUMED.items()):
+        for straight, first, second in zip(*(seen[name, part] for part in range(3)), strict=True):
+            assert len(straight.losses) == 6 and len(first.losses) == 3 == second.start, name
+            assert first.losses + second.losses == straight.losses, name
+            assert first.ids + second.ids == straight.ids, name
+        one, two = (checkpoint_of(tmp_path / f"{number}" / part) for part in ("straight", "second"))
+        assert ("residual" in one) == (values["zero_gradient_rounding"] == "feedback") and "exp_avg" in one, (
+            name
+        )
+        assert not differences(one, two), name
+
+
+# Tied embeddings and error feedback; messages are exact from the fourth iteration on, so that what was owed is paid
+# and every layout does the same.
+OWING = {**FEEDBACK, **TIED, "num_layers": 4, "zero_exact_numel": 40, "zero_quantized_gradients_until": 0.5}
+OWING |= {"lr_warmup_iters": 0, "zero_quantized_weights": False}
+# Neighbours differ in one thing only where a rank's own residuals could be mistaken: stages, the order of ranks.
+ELSEWHERE = {
+    "ends": (4, {"pipeline_model_parallel_size": 2, **ACROSS}),
+    "ends, two stages each": (
+        4,
+        {"pipeline_model_parallel_size": 2, **ACROSS, "num_virtual_stages_per_pipeline_rank": 2},
+    ),
+    "no pipeline": (4, {"zero_shard": (1, 1, 4), "ranks_per_node": 2}),
+    "no pipeline, tp 2": (4, {"tensor_model_parallel_size": 2, "zero_shard": (1, 1, 2), "ranks_per_node": 2}),
+    "ends, the other order": (
+        4,
+        {"pipeline_model_parallel_size": 2, "zero_shard": (1, 1, 2), "ranks_per_node": 1},
+    ),
+    "ends, a node each": (
+        4,
+        {"pipeline_model_parallel_size": 2, **ACROSS, "ranks_per_node": 1},
+    ),
+    "ends of 4": (
+        8,
+        {
+            "pipeline_model_parallel_size": 4,
+            "use_tp_pp_dp_mapping": True,
+            "ranks_per_node": 4,
+            "zero_shard": (1, 1, 2),
+        },
+    ),
+}
+
+
+def pass_on(values: dict[str, Any]) -> None:
+    """Load and save again, without a step in between."""
+    world = dist.get_world_size()
+    config = make_config({**TINY, **values}, World(world, world))
+    with ExitStack() as stack, redirect_stdout(io.StringIO()):
+        run = setup.prepare(
+            config, Launch(dist.get_rank(), world, local_world_size=world), stack, time.monotonic()
+        )
+        run.checkpointing.save(run.progress)
+
+
+def test_what_is_owed_goes_from_layout_to_layout_and_is_paid(tmp_path: Path) -> None:
+    """From tied ends of a pipeline to one parameter and back, over every layout in turn."""
+    base = {**OWING, "log_dir": str(tmp_path / "logs"), "train_iters": 6}
+    first = {name: (ranks, {**base, **values}) for name, (ranks, values) in ELSEWHERE.items()}
+    source = "ends"
+    jobs: dict[Any, tuple[int, dict[str, Any]]] = {"stayed": first[source]}
+    ranks, values = first[source]
+    jobs["stopped"] = ranks, {**values, "exit_interval": 3, "save": str(tmp_path / source)}
+    stayed = train_each(jobs)["stayed"][0]
+    names = list(ELSEWHERE)
+    for before, name in zip(names, names[1:], strict=False):
+        ranks, values = first[name]
+        moved = {**values, "load": str(tmp_path / before), "save": str(tmp_path / name)}
+        run_ranks(ranks, pass_on, moved, timeout=300)
+    owed = checkpoint_of(tmp_path / source)["residual"]
+    assert all(x.isfinite().all() for x in owed.values()) and sum(x.abs().sum().item() for x in owed.values())
+    for name in names[1:]:
+        passed = checkpoint_of(tmp_path / name)["residual"]
+        for tensor, value in owed.items():
+            torch.testing.assert_close(passed[tensor], value, rtol=1e-6, atol=1e-9, msg=f"{name}, {tensor}")
+    # Each goes on from the file that the one before it in the chain passed on; the first, from its own.
+    after = {
+        (name, load): (ranks, {**values, "load": str(tmp_path / load)})
+        for (name, (ranks, values)), load in zip(first.items(), [names[-1], *names[:-1]], strict=True)
+    }
+    for (name, load), seen in train_each(after).items():
+        for (_, got), (_, wanted), limit in zip(
+            seen[0].losses, stayed.losses[3:], (1e-6, 1e-5, 1e-5), strict=True
+        ):
+            assert abs(got - wanted) <= limit * wanted, (name, load, seen[0].losses, stayed.losses)

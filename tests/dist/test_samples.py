@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.dist.pool import run_ranks
-from tests.dist.runs import Seen, samples, train_all, write_data
+from tests.dist.runs import Seen, samples, train_each, write_data
 
 NODES = {"ranks_per_node": 2}
 LAYOUTS = [
@@ -16,6 +15,11 @@ LAYOUTS = [
     (4, {"tensor_model_parallel_size": 2, "zero_preset": "zero3", "micro_batch_size": 2}),
     (4, {"zero_preset": "hpz", **NODES}),
     (4, {"zero_preset": "ddp"}),
+    (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}),
+    (4, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    (4, {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True, "zero_preset": "zero3", **NODES}),
+    (4, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4}),
+    (4, {"pipeline_model_parallel_size": 4}),
 ]
 STEPS = [4, 4, 4, 4, 8, 8, 12, 12]  # of the ramp-up below, by Megatron's rule
 SAMPLES = list(range(sum(STEPS)))
@@ -31,19 +35,15 @@ def values(tmp_path: Path) -> dict:
         "rampup_batch_size": (4, 4, 30),
         "global_batch_size": 12,
         "train_iters": len(STEPS),
+        "num_layers": 4,
         "log_dir": str(tmp_path / "logs"),
     }
 
 
 def runs(jobs: list[tuple[int, dict]]) -> list[list[Seen]]:
-    """Every rank's view of each job; jobs of one world size share a call of the pool."""
-    out: list = [None] * len(jobs)
-    for world in sorted({ranks for ranks, _ in jobs}):
-        mine = [number for number, (ranks, _) in enumerate(jobs) if ranks == world]
-        views = run_ranks(world, train_all, [jobs[number][1] for number in mine], timeout=300)
-        for place, number in enumerate(mine):
-            out[number] = [view[place] for view in views]
-    return out
+    """Every rank's view of each job."""
+    seen = train_each(dict(enumerate(jobs)))
+    return [seen[number] for number in range(len(jobs))]
 
 
 def test_every_layout_sees_the_same_samples(tmp_path: Path) -> None:
@@ -62,7 +62,9 @@ def test_no_gap_and_no_repeat_after_resumes_on_other_layouts(tmp_path: Path) -> 
     base = {**values(tmp_path), "save": str(tmp_path / "run")}
     wanted = samples(runs([(1, {**base, "save": None})])[0])
     seen = []
-    for exit_at, (ranks, changes) in zip((3, 5, 7, None), (LAYOUTS[i] for i in (6, 3, 4, 2)), strict=True):
+    for exit_at, (ranks, changes) in zip(
+        (3, 4, 5, 7, None), (LAYOUTS[i] for i in (6, 9, 3, 8, 2)), strict=True
+    ):
         job = {**base, **changes, "exit_interval": exit_at, "load": str(tmp_path / "run")}
         job |= {"allow_fresh_start": True, "save_interval": 2}
         seen += samples(runs([(ranks, job)])[0])
