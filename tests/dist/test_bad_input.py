@@ -84,6 +84,101 @@ def test_flags_end_with_2_and_every_error_before_torch(tmp_path: Path, case: str
     )
 
 
+# What a pipeline cannot be, and every line that is said of it.
+FOUR = "--num-layers 4 --pipeline-model-parallel-size 2 "
+INTERLEAVED = FOUR + "--num-virtual-stages-per-pipeline-rank 2 "
+GROUPS = "micro-batch size 2 x data-parallel size 2 x 2 pipeline ranks (schedule interleaved) = 8"
+PIPELINES = {
+    "fewer layers than ranks": (
+        "--pipeline-model-parallel-size 4",
+        [
+            "--pipeline-model-parallel-size 4: 2 layers cannot fill 4 stages (4 ranks x 1 each), each at least one; "
+            "nearest: 2 ranks, or 4 layers"
+        ],
+    ),
+    "fewer layers than virtual stages": (
+        "--num-layers 3 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        [
+            "--pipeline-model-parallel-size 2: 3 layers cannot fill 4 stages (2 ranks x 2 each), each at least one"
+        ],
+    ),
+    "layers that do not divide": (
+        "--num-layers 10 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+        [
+            "--num-layers 10 do not divide by --pipeline-model-parallel-size 2 x "
+            "--num-layers-per-virtual-pipeline-stage 2 = 4; nearest: 1 or 5"
+        ],
+    ),
+    "virtual stages that the schedule has not": (
+        INTERLEAVED + "--pipeline-schedule zb-h1",
+        ["--pipeline-schedule zb-h1: schedule zb-h1 has one stage per rank, not 2; nearest: interleaved"],
+    ),
+    "no virtual stages": (
+        FOUR + "--pipeline-schedule interleaved",
+        ["schedule interleaved needs at least 2 stages per rank, not 1; nearest: 1f1b"],
+    ),
+    "micro-batches": (
+        INTERLEAVED + "--global-batch-size 12",
+        [f"--global-batch-size 12 is not a multiple of {GROUPS}; nearest: 8 or 16"],
+    ),
+    "micro-batches of a ramp-up": (
+        INTERLEAVED + "--global-batch-size 24 --rampup-batch-size 12 4 100",
+        [
+            f"--rampup-batch-size start 12 is not a multiple of {GROUPS}; nearest: 8 or 16",
+            f"--rampup-batch-size increment 4 is not a multiple of {GROUPS}; nearest: 8",
+        ],
+    ),
+    "a partition": (
+        "--num-layers 8 --pipeline-model-parallel-size 4 --pipeline-partition 3,3,3",
+        [
+            "layers per stage 3,3,3: 3 numbers for 4 stages, their sum is 9, the model has 8 layers; nearest: 2,2,2,2"
+        ],
+    ),
+    "the world": (
+        "--num-layers 6 --pipeline-model-parallel-size 3",
+        ["4 ranks do not divide by tensor-parallel size 1 x pipeline size 3; nearest world size: 3"],
+    ),
+    "no pipeline": (
+        "--pipeline-schedule zb-h1 --use-tp-pp-dp-mapping",
+        [
+            "--use-tp-pp-dp-mapping on has no effect without --pipeline-model-parallel-size above 1; leave it out",
+            "--pipeline-schedule zb-h1 has no effect without --pipeline-model-parallel-size above 1; leave it out",
+        ],
+    ),
+    "names": (
+        FOUR + "--pipeline-schedule 1f1 --pipeline-partition balance",
+        [
+            "--pipeline-schedule 1f1 is not one of gpipe, 1f1b, interleaved, zb-h1; nearest: 1f1b",
+            "--pipeline-partition balance is not one of balanced, uniform, type:transformer|embedding or layers per "
+            "stage such as 5,6,6,5; nearest: balanced",
+        ],
+    ),
+    "several at once": (
+        "--num-layers 3 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--pipeline-schedule gpipe --global-batch-size 7 --zero-preset zero4",
+        [
+            "--pipeline-schedule gpipe: schedule gpipe has one stage per rank, not 2; nearest: interleaved",
+            "3 layers cannot fill 4 stages",
+            "--global-batch-size 7 is not a multiple of micro-batch size 2 x data-parallel size 2 = 4; nearest:",
+            "--zero-preset zero4",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipelines_that_cannot_be_end_with_2_and_nothing_written(tmp_path: Path, case: str) -> None:
+    flags, wanted = PIPELINES[case]
+    places = " --global-batch-size 8" if "--global-batch-size" not in flags else ""
+    places += f" --log-dir {tmp_path}/logs --save {tmp_path}/run"
+    done = program(tmp_path, GOOD + flags + places)
+    assert done.returncode == 2 and not done.stdout, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("  - ")]
+    assert len(lines) == len(wanted), done.stderr
+    assert [part for part in wanted if part not in done.stderr] == [], done.stderr
+    assert "Traceback" not in done.stderr and os.listdir(tmp_path) == ["torch"]
+
+
 def test_one_rank_speaks_for_all_and_help_needs_no_torch(tmp_path: Path) -> None:
     other = program(tmp_path, GOOD + "--global-batch-size 7", rank=1)
     assert other.returncode == 2 and not other.stderr

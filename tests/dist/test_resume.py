@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megazero.checkpoint import store
+from megazero.data import build_datasets
+from megazero.train.generate import Sampling, load_text_model, sample_tokens
 from megazero.train.metrics import read_metrics
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, checkpoint_of, differences, train_all, train_each
@@ -285,6 +288,30 @@ def test_fused_and_transposed_storage_changes_layout(tmp_path: Path, family: dic
     """GPT stores fused and transposed matrices, BLOOM fused ones; both tie their embeddings."""
     ring = ["1 rank", "tp 2 x zero3", "tp 4", "zero3 4, 2 nodes"]
     relayout(tmp_path, ring, list(zip(ring, [*ring[1:], ring[0]], strict=True)), family)
+
+
+def test_a_pipelines_checkpoint_is_read_by_one_process(tmp_path: Path) -> None:
+    """Text generation takes the whole model: its loss on a sample is that of the run that goes on from there."""
+    layout = pipeline(2, params_dtype="fp64", num_layers=5, **TP2, **TIED)
+    base = {**layout, "global_batch_size": 1, "log_dir": str(tmp_path / "logs"), "train_iters": 3}
+    base |= {"save": str(tmp_path / "run")}
+    jobs = [{**base, "exit_interval": 2}, {**base, "load": str(tmp_path / "run")}]
+    stopped, resumed = run_ranks(4, train_all, jobs, timeout=300)[0]
+    model = load_text_model(tmp_path / "run" / "iter_0000002")
+    data, _, _ = build_datasets(
+        data_path=None,
+        split="969,30,1",
+        seq_length=TINY["seq_length"],
+        seed=1234,
+        samples=(3, 0, 0),
+        tokenizer=model.tokenizer.info,
+    )
+    assert data is not None and resumed.ids == (((2,),),)
+    tokens, labels = (torch.from_numpy(data[2][name])[None] for name in ("tokens", "labels"))
+    loss = model.decoder(tokens, labels).mean().item()
+    assert resumed.start == 2 and loss == pytest.approx(resumed.losses[0][1], rel=1e-12)
+    assert abs(loss - stopped.losses[0][1]) > 1e-3
+    assert len(list(sample_tokens(model, [1, 2], 5, Sampling(temperature=0)))) <= 5
 
 
 def state_of(root: Path) -> dict:
