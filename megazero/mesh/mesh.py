@@ -197,6 +197,8 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
+    # No device_id: with it NCCL carries every point-to-point message of a group on one stream, where receives that a
+    # pipeline posts ahead would stand before its sends.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=f"tcp://{launch.master_addr}:{launch.master_port}"
