@@ -118,7 +118,7 @@ class ZeroConfig:
     zero_gradient_rounding: str | None = option(
         None,
         "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost to the "
-        "next step's gradient (error feedback, where data-parallel sums cross nodes once per step; not of what the ends "
+        "next step's gradient (error feedback, where sums cross nodes once per step; not of what the ends "
         "of a pipeline tell each other about tied embeddings) (default: nearest)",
         choices=ROUNDINGS,
     )
