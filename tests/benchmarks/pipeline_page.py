@@ -35,7 +35,7 @@ def write_section(title: str, text: str, page: Path = PAGE) -> None:
     if title not in TITLES:
         raise ValueError(f"section {title!r} is not one of {', '.join(TITLES)}")
     every = {**(sections(page.read_text()) if page.exists() else {}), title: text.strip("\n")}
-    blocks = [f"## {name}\n\n{every[name].lstrip()}\n" for name in TITLES if name in every]
+    blocks = [f"## {name}\n\n{every[name]}\n" for name in TITLES if name in every]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join([HEAD, *blocks]))
 
