@@ -188,8 +188,8 @@ def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
     capture_gradients(engine, store)
     slices = {"initial": _masters(engine)}
     losses, norms = [], []
-    for step in range(STEPS):
-        if step == STEPS - 1:
+    for step in range(case.steps):
+        if step == case.steps - 1:
             slices["before last"] = _masters(engine)
         batch = samples(config, step)
         divisor = batch[2].sum().item()
@@ -200,7 +200,7 @@ def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
         losses.append(pipeline.step(step_batches).item())
         info = engine.step()
         norms.append(info.grad_norm)
-        if step in (0, STEPS - 1):
+        if step in (0, case.steps - 1):
             slices["last" if step else "first"] = _export(store["slices"])
     slices["final"] = _masters(engine)
     with engine.gathered():
@@ -320,7 +320,7 @@ def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
     want = reference(case.model)
     whole = {event: assemble(case, outcomes, event) for event in outcomes[0].slices}
     yield from (f"initial {n} differs" for n, w in want.initial.items() if (whole["initial"][n] != w).any())
-    last = gradients_at(case.model, whole["before last"], STEPS - 1)
+    last = gradients_at(case.model, whole["before last"], case.steps - 1)
     for event, expected in (("first", want.first), ("last", last)):
         for name, error in gradient_errors(case.model, whole[event], expected).items():
             if not error <= GRADIENT[case.dtype]:
@@ -332,13 +332,12 @@ def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
 def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> Iterator[str]:
     """Losses of all steps. Norms: in fp64 of all; in fp32 of the first, since Adam makes updates of full size
     from rounding noise in gradients that are near zero (the loss hardly sees them, the norm does: 4e-5)."""
-    counts = [samples(case.model.config(), step)[2].sum().item() for step in range(STEPS)]
+    counts = [samples(case.model.config(), step)[2].sum().item() for step in range(case.steps)]
     own = [o.losses for o in outcomes if o.tp_rank == 0 and o.last]
     losses = [sum(column) / count for column, count in zip(zip(*own, strict=True), counts, strict=True)]
-    steps = STEPS if case.dtype == "fp64" else 1
-    curves = (("loss", losses, want.losses), ("norm", outcomes[0].norms[:steps], want.norms[:steps]))
-    for what, got, expected in curves:
-        errors = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True)]
+    norms = outcomes[0].norms[: None if case.dtype == "fp64" else 1]
+    for what, got, expected in (("loss", losses, want.losses), ("norm", norms, want.norms)):
+        errors = [abs(a - b) / abs(b) for a, b in zip(got, expected[: len(got)], strict=True)]
         if not max(errors) <= LOSS[case.dtype]:
             yield f"{what} at step {int(np.argmax(errors)) + 1}: {max(errors):.3g}"
 

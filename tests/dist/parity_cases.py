@@ -14,7 +14,11 @@ from megazero.mesh.grid import data_ranks_per_node
 
 Layout = tuple[int, int, int, str, str | None, bool]  # tp, dp, per_node, shards, lifetime, sequence_parallel
 STEPS = 20
+# By ranks. What a pipeline adds is there in the third step (the first records the order of use, the second gathers
+# ahead by it, and so does the third after another update); more ranks than cores take turns at every message.
+STEPS_OF_PIPELINES = {2: STEPS, 4: 6, 8: 3}
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
+LIFETIMES = (None, "step", "resident", "gathered")
 EXPLICIT = ("1,2,4", "2,2,4", "1,2,2")  # an axis for each of P, G, OS and the replicas
 UP_TO_FOUR = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4]
 MICRO_BATCHES, TIED = (1, 3), (False, True)
@@ -24,7 +28,10 @@ VOCABULARIES = {
     "even": (64, 8),
 }  # size, divisible by; of 33, a rank of TP 4 holds no true row
 # Well-conditioned in fp32: with weights twice as large, or once 20 steps of lr 1e-2 have made them so, one fp32
-# rank is itself 1e-6 to 3e-6 from the truth in fp64; with these 3e-7 to 6e-7.
+# rank is itself 1e-6 to 3e-6 from the truth in fp64; with these 3e-7 to 6e-7. Deeper models learn more slowly: after
+# 20 steps of 3e-3 the keys' gradients in 9 layers are 1e-5 of the global norm, and one rank's are 1.2e-5 from the
+# truth; after steps of 5e-4 7e-7.
+LR_OF_DEEP = 5e-4
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -32,7 +39,7 @@ SIZES = {
     "num_attention_heads": 8,
     "seq_length": 8,
     "init_method_std": 0.1,
-    "lr": 3e-3,
+    "lr": 3e-3,  # of 2 layers
     "weight_decay": 0.1,
     "clip_grad": 0.5,
     "train_iters": STEPS,
@@ -56,6 +63,7 @@ class Model:
         return {
             **SIZES,
             "num_layers": self.layers,
+            "lr": SIZES["lr"] if self.layers == 2 else LR_OF_DEEP,
             "model_family": self.family,
             "num_query_groups": 4 if self.family == "llama" else None,
             "untie_embeddings_and_output_weights": not self.tied,
@@ -97,6 +105,10 @@ class Case:
         return self.pp * self.tp * self.dp
 
     @property
+    def steps(self) -> int:
+        return STEPS if self.pp == 1 else STEPS_OF_PIPELINES[self.world]
+
+    @property
     def h(self) -> int:
         return data_ranks_per_node(self.world, self.per_node, self.tp, self.pp, self.dp_outermost)
 
@@ -119,7 +131,7 @@ class Case:
 
     @property
     def model(self) -> Model:
-        batch = 12 if self.dp <= 4 else 24  # every split into micro-batches is of the same samples
+        batch = 12 if self.pp * self.dp <= 4 else 24  # every split into micro-batches is of the same samples
         return Model(self.family, self.tied, self.vocabulary, self.dtype, batch, self.layers)
 
     def config(self) -> RunConfig:
@@ -159,7 +171,7 @@ def layouts(worlds: Sequence[tuple[int, int]]) -> Iterator[Layout]:
         for per_node in (n for n in range(1, tp * dp + 1) if tp * dp % n == 0 and n % tp == 0):
             h = data_ranks_per_node(tp * dp, per_node, tp)
             seen: set[Any] = set()
-            for shards, lifetime in product((*PRESETS, *EXPLICIT), (None, "step", "resident")):
+            for shards, lifetime in product((*PRESETS, *EXPLICIT), LIFETIMES):
                 try:
                     resolved = resolve_shards(_factors(shards), dp, h, lifetime)
                 except ValueError:
@@ -201,8 +213,12 @@ def preset_product() -> list[Case]:
     return found
 
 
-def pairwise_cover(cases: Sequence[Case], seed: int, sample: int = 48) -> list[Case]:
+def pairwise_cover(
+    cases: Sequence[Case], seed: int, sample: int = 48, chosen: Sequence[Case] = ()
+) -> list[Case]:
     """Some of the cases, with every pair of values of two dimensions that occurs in them. Deterministic.
+
+    chosen: cases that are run anyway, whose pairs need no others.
 
     Greedy: take the first pair not covered yet, and of ``sample`` random cases that have it the one that
     covers most.
@@ -210,21 +226,24 @@ def pairwise_cover(cases: Sequence[Case], seed: int, sample: int = 48) -> list[C
     generator = random.Random(seed)
     holders: dict[tuple, list[int]] = defaultdict(list)
     for index, case in enumerate(cases):
-        for pair in _pairs(case):
+        for pair in pairs(case):
             holders[pair].append(index)
-    open_pairs = dict.fromkeys(sorted(holders, key=lambda pair: (len(holders[pair]), repr(pair))))
-    chosen: list[Case] = []
+    had = {pair for case in chosen for pair in pairs(case)}
+    rarest = sorted(holders.keys() - had, key=lambda pair: (len(holders[pair]), repr(pair)))
+    open_pairs = dict.fromkeys(rarest)
+    found: list[Case] = []
     while open_pairs:
         having = holders[next(iter(open_pairs))]
         tried = generator.sample(having, min(sample, len(having)))
-        best = max(tried, key=lambda i: sum(pair in open_pairs for pair in _pairs(cases[i])))
-        chosen.append(cases[best])
-        for pair in _pairs(cases[best]):
+        best = max(tried, key=lambda i: sum(pair in open_pairs for pair in pairs(cases[i])))
+        found.append(cases[best])
+        for pair in pairs(cases[best]):
             open_pairs.pop(pair, None)
-    return chosen
+    return found
 
 
-def _pairs(case: Case) -> list[tuple]:
+def pairs(case: Case) -> list[tuple]:
+    """Of two dimensions and their values in this case."""
     values = [(f.name, getattr(case, f.name)) for f in fields(case)]
     return list(combinations(values, 2))
 
