@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -152,13 +151,9 @@ class Links:
             return
         link = self.mesh.grid.link(self.mesh.rank, self.mesh.pp.ranks[other]).removesuffix("_node")
         with self.timed(f"exposed_pipeline_{link}"):
-            while self.poll():
-                try:
-                    work.result(timeout=POLL_S)
-                    return
-                except NotYet:
-                    if work.done():  # the work's own time-out, not this look at it
-                        raise
+            # Not result(timeout): work that ends as a look at it does would seem to have timed out itself.
+            while self.poll() and not wait([work], POLL_S).done:
+                pass
             work.result()
 
 
