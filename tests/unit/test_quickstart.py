@@ -45,7 +45,8 @@ def test_every_layout_is_legal(quickstart, monkeypatch, tmp_path, ranks, gpus, e
     assert all(leg.optimizer == legs[0].optimizer for leg in legs)
     assert {leg.training.train_iters for leg in legs} == {plan.iterations}
     assert [leg.training.exit_interval or plan.iterations for leg in legs] == plan.leg_ends
-    assert not any(end % legs[0].training.eval_interval for end in plan.leg_ends)  # every leg evaluates at its end
+    # every leg evaluates at its end
+    assert not any(end % legs[0].training.eval_interval for end in plan.leg_ends)
     assert {leg.checkpoint.load for leg in legs[1:]} == {legs[0].checkpoint.save}
     if expected > 1:
         assert len({(leg.parallel, leg.zero.zero_preset) for leg in legs}) == 3
