@@ -48,7 +48,7 @@ lint: $(VENV)/.test
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# The full parity product and other long runs: about 40 minutes on 2 cores.
+# The full parity products and other long runs: about two hours on 2 cores.
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 

@@ -134,7 +134,14 @@ def test_refusals_name_the_nearest():
     assert all("nearest" in line for lines in refused for line in lines) and any(refused)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+# Of the columns of 8 ranks, 10 to 50 s each, one always.
+LONG = {layout.name for layout in LAYOUTS if layout.world == 8} - {"PP 2 x TP 2 x DP 2, 2 nodes"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.name in LONG else []) for x in LAYOUTS],
+)
 def test_every_legal_cell_trains_as_one_rank(layout):
     meshes: dict[tuple, list[tuple[str, Layout]]] = {}
     for row, where in legal():
