@@ -64,6 +64,7 @@ class Certificate:
         return root / MARKDOWN
 
     def markdown(self) -> str:
+        """The readable certificate, whole."""
         lines = ["# Parity certificate", "", f"**{self.verdict}**", ""]
         if self.fault:
             lines += [f"Seeded fault: `{self.fault}`.", ""]
@@ -100,6 +101,7 @@ class Certificate:
         return "\n".join(lines)
 
     def print(self) -> None:
+        """The short table on standard output: every check with figure, limit and verdict."""
         from rich.console import Console
         from rich.table import Table
 
