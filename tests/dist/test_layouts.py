@@ -96,9 +96,9 @@ def one_rank(family: str, tied: bool, dp: int) -> tuple[list[float], list[float]
     decoder.initialize(config.training.seed)
     o, plain, named = config.optimizer, decoder.no_weight_decay(), dict(decoder.named_parameters())
     groups = [
-        {"params": [p for n, p in named.items() if (n in plain) == bare], "weight_decay": 0.0 if bare else o.weight_decay}
-        for bare in (False, True)
-    ]  # fmt: skip
+        {"params": [p for n, p in named.items() if (n in plain) == bare], "weight_decay": decay}
+        for bare, decay in ((False, o.weight_decay), (True, 0.0))
+    ]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []
     for step, count in enumerate(COUNTS):
