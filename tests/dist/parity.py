@@ -32,7 +32,7 @@ from megazero.train.parallelize import (
     shard_decoder,
 )
 from tests.dist.capture import capture_gradients, local_slices
-from tests.dist.parity_cases import STEPS, Case, Model
+from tests.dist.parity_cases import LONGEST, Case, Model
 from tests.dist.pool import run_ranks
 
 Slices = list[tuple[str, int, np.ndarray]]  # parameter, first flat element of the rank's own tensor, values
@@ -108,7 +108,7 @@ def reference(model: Model) -> Reference:
     ]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     initial, losses, norms = _arrays(params), [], []
-    for step in range(STEPS):
+    for step in range(LONGEST):
         adamw.zero_grad()
         losses.append(_backward(decoder, config, step))
         norms.append(float(torch.nn.utils.clip_grad_norm_(decoder.parameters(), o.clip_grad)))
@@ -117,12 +117,7 @@ def reference(model: Model) -> Reference:
 
 
 def gradients_at(model: Model, weights: Tensors, step: int) -> Tensors:
-    """One rank's gradient of a step at these weights: divided, not clipped, and in fp64.
-
-    An fp32 rank is itself 4e-7 to 7e-7 from this with 2 to 5 layers, whatever the weights' size: two of them are
-    up to 1.06e-6 apart, which says nothing of either.
-    """
-    model = replace(model, dtype="fp64")
+    """One rank's gradient of a step at these weights: divided, not clipped."""
     decoder = _whole_decoder(model)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
@@ -149,8 +144,8 @@ class Outcome:
     prints: dict[str, str]
 
 
-def run_cases(cases: Sequence[Case]) -> list[list[Outcome]]:
-    """Run cases: for each, what every rank says.
+def run_cases(cases: Sequence[Case], steps: Mapping[int, int]) -> list[list[Outcome]]:
+    """Run cases for ``steps`` of their number of ranks: for each, what every rank says.
 
     One call of the pool for each mesh: torch cannot make a group again that was destroyed in the same world
     (2.13: the name is the same, and the store still holds the old addresses).
@@ -160,24 +155,25 @@ def run_cases(cases: Sequence[Case]) -> list[list[Outcome]]:
         groups.setdefault(case.mesh, []).append(case)
     done: dict[Case, list[Outcome]] = {}
     for group in groups.values():
-        ranks = run_ranks(group[0].world, _on_rank, group, timeout=120 + 30 * len(group))
+        world = group[0].world
+        ranks = run_ranks(world, _on_rank, group, steps[world], timeout=120 + 30 * len(group))
         done.update(zip(group, map(list, zip(*ranks, strict=True)), strict=True))
     return [done[case] for case in cases]
 
 
-def _on_rank(cases: Sequence[Case]) -> list[Outcome]:
+def _on_rank(cases: Sequence[Case], steps: int) -> list[Outcome]:
     mesh = make_mesh(cases[0].config(), World(cases[0].world, cases[0].per_node), torch.device("cpu"))
     out = []
     for case in cases:
         try:
-            out.append(_run(case, case.config(), mesh))
+            out.append(_run(case, case.config(), mesh, steps))
         except Exception as error:
             raise RuntimeError(f"case {case.id}: {error}") from error
         mesh._claims.clear()  # the case's engine is at its end
     return out
 
 
-def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
+def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
     decoder = build_decoder(config, mesh)
     # small blocks, so that slices cut parameters
     engine = shard_decoder(decoder, config, mesh, policy=replace(make_policy(config, mesh), block=8))
@@ -186,8 +182,8 @@ def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
     capture_gradients(engine, store)
     slices = {"initial": _masters(engine)}
     losses, norms = [], []
-    for step in range(case.steps):
-        if step == case.steps - 1:
+    for step in range(steps):
+        if step == steps - 1:
             slices["before last"] = _masters(engine)
         batch = samples(config, step)
         divisor = batch[2].sum().item()
@@ -198,7 +194,7 @@ def _run(case: Case, config: RunConfig, mesh: Mesh) -> Outcome:
         losses.append(pipeline.step(step_batches).item())
         info = engine.step()
         norms.append(info.grad_norm)
-        if step in (0, case.steps - 1):
+        if step in (0, steps - 1):
             slices["last" if step else "first"] = _export(store["slices"])
     slices["final"] = _masters(engine)
     with engine.gathered():
@@ -306,6 +302,19 @@ def gradient_errors(model: Model, got: Tensors, want: Tensors) -> dict[str, floa
     }
 
 
+def nearest_errors(model: Model, got: Tensors, weights: Tensors, step: int) -> dict[str, float]:
+    """Of the gradients of a step at these weights, from one rank's in the model's dtype or in fp64.
+
+    An fp32 rank is itself 4e-7 to 7e-7 from one in fp64 with 2 to 5 layers, whatever the weights' size, so that two
+    of them are up to 1.06e-6 apart; what is wrong is far from both.
+    """
+    found = [
+        gradient_errors(model, got, gradients_at(each, weights, step))
+        for each in {model, replace(model, dtype="fp64")}
+    ]
+    return {name: min(errors[name] for errors in found) for name in got}
+
+
 def faults(case: Case, outcomes: Sequence[Outcome]) -> list[str]:
     """Everything in which the ranks' runs differ from one rank's beyond the tolerances."""
     try:
@@ -318,9 +327,11 @@ def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
     want = reference(case.model)
     whole = {event: assemble(case, outcomes, event) for event in outcomes[0].slices}
     yield from (f"initial {n} differs" for n, w in want.initial.items() if (whole["initial"][n] != w).any())
-    for event, weights, step in (("first", "initial", 0), ("last", "before last", case.steps - 1)):
-        expected = gradients_at(case.model, whole[weights], step)
-        for name, error in gradient_errors(case.model, whole[event], expected).items():
+    for event, weights, step in (
+        ("first", "initial", 0),
+        ("last", "before last", len(outcomes[0].norms) - 1),
+    ):
+        for name, error in nearest_errors(case.model, whole[event], whole[weights], step).items():
             if not error <= GRADIENT[case.dtype]:
                 yield f"{event} gradient of {name}: {error:.3g}"
     yield from _curve_faults(case, outcomes, want)
@@ -330,7 +341,7 @@ def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
 def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> Iterator[str]:
     """Losses of all steps. Norms: in fp64 of all; in fp32 of the first, since Adam makes updates of full size
     from rounding noise in gradients that are near zero (the loss hardly sees them, the norm does: 4e-5)."""
-    counts = [samples(case.model.config(), step)[2].sum().item() for step in range(case.steps)]
+    counts = [samples(case.model.config(), step)[2].sum().item() for step in range(len(outcomes[0].norms))]
     own = [o.losses for o in outcomes if o.tp_rank == 0 and o.last]
     losses = [sum(column) / count for column, count in zip(zip(*own, strict=True), counts, strict=True)]
     norms = outcomes[0].norms[: None if case.dtype == "fp64" else 1]

@@ -13,10 +13,12 @@ from megazero.config import RunConfig, World, make_config, resolve_shards
 from megazero.mesh.grid import data_ranks_per_node
 
 Layout = tuple[int, int, int, str, str | None, bool]  # tp, dp, per_node, shards, lifetime, sequence_parallel
-STEPS = 20
 # By ranks. What a pipeline adds is there in the third step (the first records the order of use, the second gathers
 # ahead by it, and so does the third after another update); more ranks than cores take turns at every message.
-STEPS_OF_PIPELINES = {2: STEPS, 4: 6, 8: 3}
+LONGEST = 20
+STEPS = dict.fromkeys((1, 2, 4, 8), LONGEST)
+STEPS_OF_PIPELINES = {2: LONGEST, 4: 6, 8: 3}
+FEW_STEPS, FEW_STEPS_OF_PIPELINES = {1: LONGEST, 2: LONGEST, 4: 6, 8: 6}, {2: 6, 4: 3, 8: 3}
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
 LIFETIMES = (None, "step", "resident", "gathered")
 EXPLICIT = ("1,2,4", "2,2,4", "1,2,2")  # an axis for each of P, G, OS and the replicas
@@ -42,7 +44,7 @@ SIZES = {
     "lr": 3e-3,  # of 2 layers
     "weight_decay": 0.1,
     "clip_grad": 0.5,
-    "train_iters": STEPS,
+    "train_iters": LONGEST,
     "mock_data": True,
 }
 
@@ -103,10 +105,6 @@ class Case:
     @property
     def world(self) -> int:
         return self.pp * self.tp * self.dp
-
-    @property
-    def steps(self) -> int:
-        return STEPS if self.pp == 1 else STEPS_OF_PIPELINES[self.world]
 
     @property
     def h(self) -> int:

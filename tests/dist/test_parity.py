@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
 
 import pytest
 
 from tests.dist.parity import Outcome, faults, run_cases
-from tests.dist.parity_cases import Case, eight_ranks, full_product, pairwise_cover, preset_product
+from tests.dist.parity_cases import (
+    FEW_STEPS,
+    STEPS,
+    Case,
+    eight_ranks,
+    full_product,
+    pairwise_cover,
+    preset_product,
+)
 
 SEED = 0
 CHUNKS = 45  # slow tests, about a minute each
 
 
-def check(cases: Sequence[Case]) -> None:
+def check(cases: Sequence[Case], steps: Mapping[int, int]) -> None:
     """Every failure is reported, with the case's id."""
     found = {}
-    for case, outcomes in zip(cases, run_cases(cases), strict=True):
+    for case, outcomes in zip(cases, run_cases(cases, steps), strict=True):
         if bad := faults(case, outcomes):
             found[case.id] = bad
     lines = [f"{name}: " + "; ".join(bad[:6]) for name, bad in found.items()]
@@ -51,13 +59,13 @@ def test_the_cover_has_every_pair_of_the_product():
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_cover(world):
-    check([c for c in cover() if c.world == world])
+    check([c for c in cover() if c.world == world], FEW_STEPS)
 
 
 def test_eight_ranks():
     few = [c for c in eight_ranks() if c.tp == 2 and c.micro_batches == 1][::4]
     assert {c.per_node for c in few} == {2, 4}
-    check(few)
+    check(few, FEW_STEPS)
 
 
 CASE = Case(2, 2, 2, "zero2", None, True, 3, True, "odd", "full", "fp64", "llama")
@@ -65,7 +73,7 @@ CASE = Case(2, 2, 2, "zero2", None, True, 3, True, "odd", "full", "fp64", "llama
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
-    (outcomes,) = run_cases([CASE])
+    (outcomes,) = run_cases([CASE], FEW_STEPS)
     assert not faults(CASE, outcomes)
     return outcomes
 
@@ -104,4 +112,4 @@ def test_a_wrong_loss_or_replica_is_seen(outcomes):
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_full_product(chunk):
     cases = everything()
-    check(cases[len(cases) * chunk // CHUNKS : len(cases) * (chunk + 1) // CHUNKS])
+    check(cases[len(cases) * chunk // CHUNKS : len(cases) * (chunk + 1) // CHUNKS], STEPS)

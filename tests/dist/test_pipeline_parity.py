@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.dist.parity import run_cases
-from tests.dist.parity_cases import Case, pairs
+from tests.dist.parity_cases import FEW_STEPS_OF_PIPELINES, STEPS_OF_PIPELINES, Case, pairs
 from tests.dist.pipeline_cases import pipeline_cover, pipeline_product
 from tests.dist.test_parity import check
 
@@ -26,14 +26,14 @@ def test_the_cover_has_every_pair_of_the_product():
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_cover(world):
-    check([case for case in cover() if case.world == world])
+    check([case for case in cover() if case.world == world], FEW_STEPS_OF_PIPELINES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_product(chunk):
     cases = everything()
-    check(cases[len(cases) * chunk // CHUNKS : len(cases) * (chunk + 1) // CHUNKS])
+    check(cases[len(cases) * chunk // CHUNKS : len(cases) * (chunk + 1) // CHUNKS], STEPS_OF_PIPELINES)
 
 
 ONE = Case(
@@ -53,7 +53,7 @@ FOUR = replace(ONE, dp=4, shards="hpz")  # 2 ranks of a node share parameters, 4
     ids=["schedules", "when parameters are there", "hpz is zero3"],
 )
 def test_the_same_bits(one, others):
-    first, *rest = run_cases([one, *others])
+    first, *rest = run_cases([one, *others], STEPS_OF_PIPELINES)
     for case, outcomes in zip(others, rest, strict=True):
         for a, b in zip(first, outcomes, strict=True):
             assert (a.losses, a.norms, a.prints) == (b.losses, b.norms, b.prints), case.id
