@@ -13,6 +13,7 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +30,8 @@ UNITS = (((5, 9), (7, 13), (5,)), ((33, 9),))
 EXACT = 8
 SGD = partial(torch.optim.SGD, lr=0.1)
 FROZEN = partial(torch.optim.SGD, lr=0.0)
+# world, ranks per node, tensor parallel size
+EIGHT_RANKS = pytest.param(8, 4, 2, marks=pytest.mark.slow)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
 
 

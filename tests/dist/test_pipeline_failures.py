@@ -95,6 +95,7 @@ def test_a_stage_that_stalls_is_named_at_the_time_out(tmp_path: Path) -> None:
     assert "F(stage 3, micro-batch 2): the activation did not come from stage 2 (rank 2)" in above, above
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_stopped_ends_the_others_at_the_time_out(tmp_path: Path) -> None:
     values = {**PP4, "distributed_timeout_minutes": 0.2, "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(4, values, tmp_path)

@@ -83,7 +83,16 @@ def everywhere(place: Place, names=tuple(CODECS), **changes) -> list[Staged]:
     ]
 
 
-places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+# 8 ranks on 2 cores are slow; stages over two nodes are what 4 cannot have.
+places = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            p, id=n, marks=[pytest.mark.slow] if p.world == 8 and n != "pipelines over two nodes" else []
+        )
+        for n, p in PLACES.items()
+    ],
+)
 
 
 # -- sums ---------------------------------------------------------------------------------------

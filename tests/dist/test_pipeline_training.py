@@ -101,12 +101,25 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(folder) if "lm_loss" in line]
 
 
+# Of RUNS, run always; every one with -m slow.
+FEW = (
+    *("zb-h1, ramp-up from one micro-batch, clipped", "interleaved, ramp-up", "1f1b, tied, clipped, masked"),
+    *("1f1b of 4, ramp-up", "1f1b x zero3, ramp-up, masked, tied"),
+    *("interleaved x hpz, outermost dp, ramp-up, clipped", "zb-h1 x tp 2, sequence parallel, masked"),
+)
+
+
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(tuple(RUNS), marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("dtype, limit", [("fp64", 1e-10), ("fp32", 1e-6)])
-def test_losses_norms_and_samples_equal_one_ranks(tmp_path: Path, dtype: str, limit: float) -> None:
+def test_losses_norms_and_samples_equal_one_ranks(
+    tmp_path: Path, dtype: str, limit: float, names: tuple[str, ...]
+) -> None:
     """fp32 with SGD: Adam's first updates are the gradient's sign, which rounding decides where it is small."""
     common = {**EVALUATED, "params_dtype": dtype}
     common |= {"train_iters": 4} | ({"optimizer": "sgd"} if dtype == "fp32" else {})
-    picked = {n: run for i, (n, run) in enumerate(RUNS.items()) if dtype == "fp64" or i % 3 == 0}
+    picked = {n: RUNS[n] for i, n in enumerate(names) if dtype == "fp64" or i % 3 == 0}
     jobs: dict[Any, tuple[int, dict[str, Any]]] = {}
     for number, (name, (ranks, values)) in enumerate(picked.items()):
         whole = {**common, **values}
@@ -208,16 +221,25 @@ def messages_sent(ranks: int, values: dict[str, Any]) -> list[dict[str, int]]:
     return out
 
 
-def test_bytes_times_and_rates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("1f1b, one rank per node", "interleaved of 4, 2 nodes", "x zero3, outermost dp, 2 nodes", "x tp 2"),
+        pytest.param(tuple(COUNTED), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_bytes_times_and_rates(tmp_path: Path, names: tuple[str, ...]) -> None:
     common = {"train_iters": 3}
     jobs: dict[Any, tuple[int, dict[str, Any]]] = {}
-    for number, (name, (ranks, values)) in enumerate(COUNTED.items()):
+    counted = {name: COUNTED[name] for name in names}
+    for number, (name, (ranks, values)) in enumerate(counted.items()):
         whole = {**common, **values}
         jobs[name] = (ranks, {**whole, "log_dir": str(tmp_path / f"{number}")})
         one, single = alone(whole)
         jobs[name, "alone"] = (one, {**single, "log_dir": str(tmp_path / f"{number}-alone")})
     seen = train_each(jobs)
-    for number, (name, (ranks, values)) in enumerate(COUNTED.items()):
+    for number, (name, (ranks, values)) in enumerate(counted.items()):
         _bytes_are_those_of_the_formula(name, seen[name], messages_sent(ranks, {**common, **values}))
         first = messages_sent(ranks, {**common, **values})[0]
         pairs = zip(lines_of(tmp_path / f"{number}"), lines_of(tmp_path / f"{number}-alone"), strict=True)

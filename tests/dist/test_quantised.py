@@ -83,7 +83,10 @@ def against_the_bound(case: Case) -> float:
     return worst
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(name, marks=[] if name in ("2x2", "2x3") else pytest.mark.slow) for name in PLACES],
+)
 def test_reductions_are_within_the_derived_bound(place):
     world, per_node, tp = PLACES[place]
     names = list(CODECS) if world == 4 else ["across", "both, stochastic"]

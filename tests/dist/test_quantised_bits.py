@@ -14,6 +14,7 @@ from megazero import zero
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import (
     ADAMW,
+    EIGHT_RANKS,
     Q2,
     Q4,
     Q8,
@@ -79,7 +80,7 @@ def test_parameters_and_replicas_are_equal_on_every_rank():
         agree(cases, run_ranks(4, several, after_updates, cases, updates, timeout=300))
 
 
-@pytest.mark.parametrize("world,per_node,tp", [(6, 2, 1), (6, 3, 1), (8, 4, 2)])
+@pytest.mark.parametrize("world,per_node,tp", [(6, 3, 1), EIGHT_RANKS])
 def test_parameters_and_replicas_are_equal_on_other_grids(world, per_node, tp):
     cases = [
         Case(letters, per_node, codecs, tp=tp, dtype=BF16)

@@ -14,6 +14,7 @@ from megazero.mesh.grid import INTRA
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import (
     ADAMW,
+    EIGHT_RANKS,
     EXACT,
     Q4,
     Q8,
@@ -114,7 +115,7 @@ def test_errors_that_are_fed_back_do_not_add_up():
     assert all(max(worst) > 0.5 for worst in list(zip(*every, strict=True))[:3]), "the bound is not slack"
 
 
-@pytest.mark.parametrize("world,per_node,tp", [(6, 2, 1), (8, 4, 2)])
+@pytest.mark.parametrize("world,per_node,tp", [(6, 2, 1), EIGHT_RANKS])
 def test_errors_are_fed_back_on_other_grids(world, per_node, tp):
     run_ranks(
         world, several, fed_back, [Case(x, per_node, FED, tp=tp) for x in ("hhd", "11d")], 5, timeout=300
@@ -154,7 +155,7 @@ def gradients_fall_back(case: Case):
     return infos, [*seen, exact(engine)], state["fallen_back"]
 
 
-@pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), (8, 4, 2)])
+@pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), EIGHT_RANKS])
 def test_gradients_above_the_bound_fall_back_on_every_rank(world, per_node, tp):
     rounded = zero.Codecs(gradients_intra=Q8, gradients_inter=Q4)
     bound = {"gradient_error_bound": 0.08}
@@ -288,7 +289,7 @@ def formula(case: Case, regions, axes) -> dict:
     return out
 
 
-@pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), (6, 2, 1), (6, 3, 1), (8, 4, 2)])
+@pytest.mark.parametrize("world,per_node,tp", [(4, 2, 1), (6, 3, 1), EIGHT_RANKS])
 def test_counters_equal_the_formula(world, per_node, tp):
     presets = [
         ("hhd", zero.Codecs(weights=Q8, gradients_inter=Q4)),

@@ -245,10 +245,19 @@ RESUMED = {
 }
 
 
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("delta, feedback, fp32", "stochastic, inside too", "tied, delta", "tp 2, stochastic"),
+        pytest.param(tuple(RESUMED), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: tuple[str, ...]) -> None:
     """The uninterrupted run, which also evaluates, against one that stops after 3 iterations and goes on."""
     jobs = []
-    for name, values in RESUMED.items():
+    for name in names:
+        values = RESUMED[name]
         values, folder = {**values, "log_dir": str(tmp_path / name / "logs")}, tmp_path / name
         straight = {"save": str(folder / "straight"), "log_dir": str(folder / "straight-logs")}
         jobs += [
@@ -257,7 +266,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None
             {**values, "load": str(folder / "first"), "save": str(folder / "second")},
         ]
     seen = runs(jobs)
-    for number, name in enumerate(RESUMED):
+    for number, name in enumerate(names):
         for straight, first, second in zip(*seen[3 * number : 3 * number + 3], strict=True):
             assert len(straight.losses) == 6 and len(first.losses) == 3 == second.start, name
             assert first.losses + second.losses == straight.losses, name

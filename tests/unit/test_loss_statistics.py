@@ -101,12 +101,12 @@ def test_verdicts() -> None:
 
 def test_the_upper_bound_holds_19_times_of_20() -> None:
     draw = random.Random(7)
-    rounds, held = 2000, 0
+    rounds, held = 400, 0
     for _ in range(rounds):
         base = {s: [3 + s + draw.gauss(0, 0.01) for _ in range(4)] for s in (1, 2)}
         other = {s: [3.01 + s + draw.gauss(0, 0.02) for _ in range(3)] for s in (1, 2)}
         held += difference(base, other).upper >= 100 * 0.01 / 4.5
-    assert 0.93 < held / rounds < 0.97
+    assert 0.92 < held / rounds < 0.98  # 0.95 +- 2.7 standard errors
 
 
 # -- which run is next ---------------------------------------------------------------------------------
