@@ -32,7 +32,7 @@ from megazero.train.parallelize import (
     shard_decoder,
 )
 from tests.dist.capture import capture_gradients, local_slices
-from tests.dist.parity_cases import LONGEST, Case, Model
+from tests.dist.parity_cases import Case, Model
 from tests.dist.pool import run_ranks
 
 Slices = list[tuple[str, int, np.ndarray]]  # parameter, first flat element of the rank's own tensor, values
@@ -97,7 +97,7 @@ def _arrays(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 @cache
-def reference(model: Model) -> Reference:
+def reference(model: Model, steps: int) -> Reference:
     config, decoder = model.config(), _whole_decoder(model)
     o, plain = config.optimizer, decoder.no_weight_decay()
     assert o.lr
@@ -108,7 +108,7 @@ def reference(model: Model) -> Reference:
     ]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     initial, losses, norms = _arrays(params), [], []
-    for step in range(LONGEST):
+    for step in range(steps):
         adamw.zero_grad()
         losses.append(_backward(decoder, config, step))
         norms.append(float(torch.nn.utils.clip_grad_norm_(decoder.parameters(), o.clip_grad)))
@@ -324,7 +324,7 @@ def faults(case: Case, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    want = reference(case.model)
+    want = reference(case.model, len(outcomes[0].norms))
     whole = {event: assemble(case, outcomes, event) for event in outcomes[0].slices}
     yield from (f"initial {n} differs" for n, w in want.initial.items() if (whole["initial"][n] != w).any())
     for event, weights, step in (
