@@ -1,4 +1,8 @@
-"""Local rank processes: one set for a whole verification, a fresh gloo world for each call. No ports."""
+"""Local rank processes: one set for many calls, a fresh gloo world for each. No ports.
+
+Starting a process costs an import of torch (about 2 s each on 2 cores); a gloo process group among running processes
+about 30 ms. So ranks are forked from a server that has torch loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,34 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 GRACE_S = 5.0  # for the others to speak once a rank has failed
+DIED, TIMEOUT = "RankDied", "Timeout"
 
 
 class RanksFailed(RuntimeError):
     """At least one rank raised, died or did not answer; the message has what each of them said."""
 
 
-class Ranks:
-    """At most ``count`` processes that live until ``close``; a context manager. Started as calls need them."""
+@dataclass(frozen=True)
+class Answer:
+    """What a rank returned, or why it did not. error: an exception's name, DIED or TIMEOUT; '' where there is none.
+    text: its message. trace: its traceback."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    value: Any = None
+    error: str = ""
+    text: str = ""
+    trace: str = ""
+
+
+class Ranks:
+    """Processes that live until ``close``; a context manager. Started as calls need them."""
+
+    def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> Ranks:
@@ -38,26 +54,42 @@ class Ranks:
     def call(self, function: Callable[..., Any], *args: Any, world: int, timeout: float) -> list[Any]:
         """``function(*args)`` on each rank of a world of its own; what they return, by rank.
 
-        function: importable from its module. world: at most ``count``. timeout: seconds, for the call and for each
-        collective. Raises RanksFailed; the processes are then gone, and started again by the next call.
+        function: importable from its module. timeout: seconds, for the call and for each collective. Raises
+        RanksFailed.
         """
-        assert world <= self.count, (world, self.count)
+        answers = self.ask(function, *args, world=world, timeout=timeout)
+        failed = [
+            f"rank {rank}: {each.trace or f'{each.error}: {each.text}'}"
+            for rank, each in enumerate(answers)
+            if each.error
+        ]
+        if failed:
+            raise RanksFailed("\n".join(failed))
+        return [each.value for each in answers]
+
+    def ask(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int,
+        timeout: float,
+        grace: float = GRACE_S,
+    ) -> list[Answer]:
+        """As ``call``, but with every rank's answer. grace: seconds for the others when one has failed.
+
+        Where a rank died or has not answered in time, all of them are ended.
+        """
         self._start(world)
         conns = {conn: rank for rank, (_, conn) in enumerate(self._ranks[:world])}
-        with tempfile.TemporaryDirectory(prefix="megazero-verify-") as folder:
+        with tempfile.TemporaryDirectory(prefix="megazero-ranks-") as folder:
             job = pickle.dumps((function, args))
             for conn, rank in conns.items():
                 conn.send((rank, world, os.path.join(folder, "store"), timeout, job))
-            results = _collect(conns, time.monotonic() + timeout)
-        failed = {rank: text for rank, (good, text) in results.items() if not good}
-        missing = [rank for rank in range(world) if rank not in results]
-        if failed or missing:
+            found = _collect(conns, time.monotonic() + timeout, grace)
+        answers = [found.get(rank, Answer(error=TIMEOUT, text="no answer")) for rank in range(world)]
+        if any(each.error in (DIED, TIMEOUT) for each in answers):
             self.close()
-            texts = [f"rank {rank}: {text}" for rank, text in sorted(failed.items())]
-            raise RanksFailed(
-                "\n".join([*texts, f"no answer from ranks {missing}"][: None if missing else -1])
-            )
-        return [results[rank][1] for rank in range(world)]
+        return answers
 
     def close(self) -> None:
         """End every process, whatever it does."""
@@ -80,19 +112,19 @@ class Ranks:
             self._ranks.append((process, ours))
 
 
-def _collect(conns: dict[Connection, int], deadline: float) -> dict[int, tuple[bool, Any]]:
-    results: dict[int, tuple[bool, Any]] = {}
-    while len(results) < len(conns) and (left := deadline - time.monotonic()) > 0:
-        for conn in wait([c for c, rank in conns.items() if rank not in results], left):
+def _collect(conns: dict[Connection, int], deadline: float, grace: float) -> dict[int, Answer]:
+    found: dict[int, Answer] = {}
+    while len(found) < len(conns) and (left := deadline - time.monotonic()) > 0:
+        for conn in wait([c for c, rank in conns.items() if rank not in found], left):
             assert isinstance(conn, Connection)
             rank = conns[conn]
             try:
-                results[rank] = conn.recv()
+                found[rank] = pickle.loads(conn.recv_bytes())
             except (EOFError, ConnectionResetError):
-                results[rank] = (False, "the process died")
-            if not results[rank][0]:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-    return results
+                found[rank] = Answer(error=DIED, text="the process died")
+            if found[rank].error:
+                deadline = min(deadline, time.monotonic() + grace)
+    return found
 
 
 def _serve(conn: Connection, path: Sequence[str]) -> None:
@@ -107,16 +139,18 @@ def _serve(conn: Connection, path: Sequence[str]) -> None:
         except (EOFError, OSError):
             return
         try:
-            result = (True, _run(*job))
-        except Exception:  # noqa: BLE001 - sent to the caller, whatever it is
-            result = (False, traceback.format_exc())
-        conn.send(result)
+            answer = pickle.dumps(Answer(_run(*job)))
+        except BaseException as error:  # noqa: BLE001 - sent to the caller, whatever it is
+            answer = pickle.dumps(Answer(None, type(error).__name__, f"{error}", traceback.format_exc()))
+        conn.send_bytes(answer)
 
 
 def _run(rank: int, world: int, store: str, timeout: float, job: bytes) -> Any:
+    import torch
     import torch.distributed as dist
 
     function, args = pickle.loads(job)
+    torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),
@@ -129,4 +163,6 @@ def _run(rank: int, world: int, store: str, timeout: float, job: bytes) -> Any:
         return function(*args)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # engines are cycles, and hold process groups with threads that poll
+        # Engines are cycles, and hold process groups: each kept some 8 threads of gloo that poll, and 1300 of them
+        # made everything ten times slower.
+        gc.collect()

@@ -32,7 +32,7 @@ def command(argv: Sequence[str]) -> int:
     try:
         request = read_request(argv)
         fault = faults.asked_for()
-        with Ranks(min(request.ranks, request.world.world_size)) as ranks:
+        with Ranks() as ranks:
             certificate = verify(request, ranks, fault)
     except ConfigError as error:
         print(f"{error}\n--help lists the flags of verify", file=sys.stderr)
@@ -50,7 +50,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def verify(request: Request, ranks: Ranks, fault: str | None = None) -> Certificate:
-    """Everything, on ``ranks`` (as many as the shrunk world has, or more). Raises ValueError for a configuration that
+    """Everything, on as many ``ranks`` as the shrunk world has. Raises ValueError for a configuration that
     cannot be run, RanksFailed when a rank raises, dies or hangs."""
     began = time.monotonic()
     small = shrink(request.config, request.world, request.ranks, request.steps)

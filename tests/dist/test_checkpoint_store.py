@@ -231,7 +231,7 @@ def die_during_save(root, rank, at, overwrite):
 def test_a_killed_rank_leaves_the_older_checkpoint(tmp_path, rank, at, overwrite):
     run_ranks(2, save_on_ranks, tmp_path, 1)
     results = run_ranks(2, die_during_save, tmp_path, rank, at, overwrite, timeout=20, return_errors=True)
-    assert results[rank][1][0] == "RankDied" and not results[1 - rank][0]
+    assert results[rank].error == "RankDied" and results[1 - rank].error
     path = store.latest(tmp_path)
     assert path is not None and path.name == "iter_0000001"
     assert [name for name in os.listdir(tmp_path) if ".partial-" in name]

@@ -338,9 +338,9 @@ def dead_peer():
 
 def test_a_dead_peer_is_reported_with_rank_unit_and_axis():
     answers = run_ranks(2, dead_peer, timeout=20, return_errors=True)
-    assert answers[0][0], answers[0]
+    assert not answers[0].error, answers[0]
     for word in ("rank 0", "layers.", "p_intra", "A peer died"):
-        assert word in answers[0][1], answers[0][1]
+        assert word in answers[0].value, answers[0]
 
 
 def shorter_evaluations():

@@ -38,6 +38,6 @@ def test_error_of_one_rank_reaches_the_caller():
 
 
 def test_death_of_one_rank_reaches_the_caller():
-    with pytest.raises(RankError, match="rank 1 died"):
+    with pytest.raises(RankError, match="rank 1: RankDied"):
         run_ranks(2, _die, 1, timeout=20)
     assert run_ranks(2, _sum) == [3.0, 3.0]

@@ -54,7 +54,7 @@ SEEN = {
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as started:
+    with Ranks() as started:
         yield started
 
 
@@ -138,6 +138,6 @@ def test_ranks_that_fail_are_named_and_replaced(ranks: Ranks) -> None:
 )
 def test_shipped_configurations_hold(name: str, world: int, node: int) -> None:
     words = f"--config {CONFIGS / name}.yaml --world-size {world} --ranks-per-node {node}"
-    with Ranks(16) as started:
+    with Ranks() as started:
         certificate = certify(started, words)
     assert certificate.good, (certificate.verdict, certificate.diagnosis)
