@@ -25,6 +25,7 @@ from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline
 from megazero.zero import Engine
 from megazero.zero.unit import Unit
 from tests.benchmarks.comparison_rank import measure
+from tests.netlab.lab import bytes_sent_again
 
 NODES, SEQUENCE, HIDDEN, VOCABULARY = 2, 64, 256, 4096
 # zeropp's behaviour where one data-parallel rank is on each node: its factors are then those of zero1.
@@ -116,7 +117,8 @@ def formula(case: Case, mesh: Mesh, engine: Engine, micro_batches: int) -> dict[
 
 
 def run(name: str, counts: list[int]) -> list[dict[str, Any]]:
-    """For every number of micro-batches, by node: counted and formula by kind, sent (at the interface)."""
+    """For every number of micro-batches, by node: counted and formula by kind, sent (at the interface), and of that
+    again (at most)."""
     case, per_node = CASES[name], int(os.environ["LOCAL_WORLD_SIZE"])
     config = case.config(max(counts))
     mesh = make_mesh(config, World(dist.get_world_size(), per_node), torch.device("cpu"))
@@ -140,9 +142,11 @@ def run(name: str, counts: list[int]) -> list[dict[str, Any]]:
 
 def _measured(case: Case, mesh: Mesh, engine: Engine, count: int, step: Any) -> dict[str, Any]:
     engine.traffic.take()
+    again = bytes_sent_again()
     _, sent = measure(lambda: step(count), 1)
+    again = bytes_sent_again() - again
     counted = {kind: n for (kind, link), n in engine.traffic.bytes.items() if link == INTER and n}
-    own = {"counted": counted, "formula": formula(case, mesh, engine, count), "sent": sent}
+    own = {"counted": counted, "formula": formula(case, mesh, engine, count), "sent": sent, "again": again}
     every: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(every, own)
     nodes = [every[i : i + case.ranks_per_node] for i in range(0, mesh.world_size, case.ranks_per_node)]
@@ -151,7 +155,7 @@ def _measured(case: Case, mesh: Mesh, engine: Engine, count: int, step: Any) -> 
         return [dict(sum((Counter(rank[what]) for rank in node), Counter())) for node in nodes]
 
     out = {"micro_batches": count, "counted": by_node("counted"), "formula": by_node("formula")}
-    return {**out, "sent": [node[0]["sent"] for node in nodes]}
+    return {**out, **{what: [node[0][what] for node in nodes] for what in ("sent", "again")}}
 
 
 def main() -> None:

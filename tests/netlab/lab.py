@@ -87,6 +87,19 @@ def interface_bytes(pid: int | str = "self", interface: str = INTERFACE) -> tupl
     raise ValueError(f"no interface {interface!r} in the network namespace of process {pid}")
 
 
+def bytes_sent_again(pid: int | str = "self") -> int:
+    """At most so many bytes have TCP connections of a process's network namespace sent again: segments x MTU.
+
+    The kernel sends again what is not acknowledged in time, also when the receiver is only late to run.
+    """
+    names, values = (
+        line.split()
+        for line in Path(f"/proc/{pid}/net/snmp").read_text().splitlines()
+        if line.startswith("Tcp:")
+    )
+    return int(values[names.index("RetransSegs")]) * MTU
+
+
 class _Namespaces:
     """Namespaces named ``name``, held by a process that lives until this one closes its pipe."""
 
