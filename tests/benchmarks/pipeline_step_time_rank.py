@@ -34,11 +34,19 @@ from megazero.train.parallelize import (
     shard_decoder,
 )
 from tests.benchmarks.comparison_rank import measure
+from tests.benchmarks.pipeline_bytes_rank import ZEROPP_AT_ONE
 
 CPU, PP, LR = torch.device("cpu"), 2, 1e-4
 ACROSS, INSIDE = "stages across nodes", "stages inside nodes"
-PRESETS, KEPT = ("zero1", "zero2", "zero3"), {"FSDP2 kept": True, "FSDP2": False}
-NAMES = tuple(f"{who}, {order}" for order in (ACROSS, INSIDE) for who in (*PRESETS, *KEPT))
+QUANTISED = "zeropp's formats"
+OURS = {name: {"zero_preset": name} for name in ("zero1", "zero2", "zero3")} | {QUANTISED: ZEROPP_AT_ONE}
+KEPT = {"FSDP2 kept": True, "FSDP2": False}
+NAMES = tuple(
+    f"{who}, {order}"
+    for order in (ACROSS, INSIDE)
+    for who in (*OURS, *KEPT)
+    if (who, order) != (QUANTISED, ACROSS)  # no state crosses nodes there
+)
 Step = Callable[[], Tensor]  # a summed loss over this rank's tokens, 0 without the last stage
 
 
@@ -70,8 +78,8 @@ class Shape:
             "pipeline_model_parallel_size": PP,
         }
 
-    def config(self, preset: str, order: str, per_node: int) -> RunConfig:
-        values = {"zero_preset": preset, "use_tp_pp_dp_mapping": order == INSIDE, "ranks_per_node": per_node}
+    def config(self, who: str, order: str, per_node: int) -> RunConfig:
+        values = {"use_tp_pp_dp_mapping": order == INSIDE, "ranks_per_node": per_node, **OURS[who]}
         return make_config({**self.values(), **values}, World(dist.get_world_size(), per_node))
 
     def batches(self, dp_rank: int) -> Tensor:
@@ -82,8 +90,8 @@ class Shape:
         )
 
 
-def ours(preset: str, order: str, shape: Shape, per_node: int) -> Step:
-    config = shape.config(preset, order, per_node)
+def ours(who: str, order: str, shape: Shape, per_node: int) -> Step:
+    config = shape.config(who, order, per_node)
     mesh = make_mesh(config, World(dist.get_world_size(), per_node), CPU)
     decoder = build_decoder(config, mesh)
     engine = shard_decoder(decoder, config, mesh)
@@ -177,7 +185,7 @@ def _clip(module: nn.Module, pp: Any) -> None:
 
 def build(name: str, shape: Shape, per_node: int) -> Step:
     who, order = name.split(", ")
-    make = partial(ours, who) if who in PRESETS else partial(peer, KEPT[who])
+    make = partial(ours, who) if who in OURS else partial(peer, KEPT[who])
     return make(order, shape, per_node)
 
 
