@@ -273,6 +273,7 @@ def pass_on(values: dict[str, Any]) -> None:
         run.checkpointing.save(run.progress)
 
 
+@pytest.mark.slow
 def test_what_is_owed_goes_from_layout_to_layout_and_is_paid(tmp_path: Path) -> None:
     """From tied ends of a pipeline to one parameter and back, over every layout in turn."""
     base = {**OWING, "log_dir": str(tmp_path / "logs"), "train_iters": 6}
