@@ -45,9 +45,11 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two workers: while the ranks of one wait for each other, the other's compute. What measures links runs alone.
+# Two workers: while the ranks of one wait for each other, the other's compute. Files in their order: those with ranks
+# first, the many short ones fill the end. What measures links runs alone.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --ignore tests/netlab $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" \
+		--ignore tests/netlab $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/netlab $(PYTEST_ARGS)
 
 # The full parity products and other long runs: about two hours on 2 cores.
