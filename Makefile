@@ -52,7 +52,7 @@ test: lint
 		--ignore tests/netlab $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/netlab $(PYTEST_ARGS)
 
-# The full parity products and other long runs: about two hours on 2 cores.
+# The full parity products and other long runs: some three hours on 2 cores.
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
