@@ -111,6 +111,7 @@ class Writer(FileSystemWriter):
         self.files: dict[str, FileEntry] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the plan's tensors into the rank's one file, synced; note its size and checksum. Done on return."""
         results = []
         if plan.items:
             buffer = io.BytesIO()  # grows once to the largest chunk

@@ -169,7 +169,7 @@ def _on_rank(cases: Sequence[Case], steps: int) -> list[Outcome]:
             out.append(_run(case, case.config(), mesh, steps))
         except Exception as error:
             raise RuntimeError(f"case {case.id}: {error}") from error
-        mesh._claims.clear()  # the case's engine is at its end
+        mesh.release()
     return out
 
 

@@ -67,7 +67,7 @@ def on_rank(cells: Sequence[tuple[str, Layout]]) -> list[Seen]:
             out.append(train(configuration(row, layout), mesh))
         except Exception as error:
             raise RuntimeError(f"{row} on {layout.name}: {error}") from error
-        mesh._claims.clear()  # the cell's engine is at its end
+        mesh.release()
     return out
 
 

@@ -58,8 +58,11 @@ def test_the_cover_has_every_pair_of_the_product():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_cover(world):
-    check([c for c in cover() if c.world == world], FEW_STEPS)
+@pytest.mark.parametrize(
+    "steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)], ids=["few steps", "all steps"]
+)
+def test_cover(world, steps):
+    check([c for c in cover() if c.world == world], steps)
 
 
 def test_eight_ranks():

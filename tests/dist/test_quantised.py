@@ -314,7 +314,7 @@ def odd_cases(draw) -> Case:
     )
 
 
-@settings(max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(st.lists(odd_cases(), min_size=12, max_size=12))
 def test_any_size(cases):
     run_ranks(4, any_size, cases, timeout=300)

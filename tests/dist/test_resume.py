@@ -243,8 +243,8 @@ def relayout(
     pairs: list[tuple[str, str]],
     changes: dict,
     layouts: dict[str, tuple[int, dict]] = LAYOUTS,
-) -> None:
-    """Train 3 iterations on each source and go on for 2 on each target; losses as if it had stayed."""
+) -> list[tuple]:
+    """Train 3 iterations on each source, go on for 2 on each target. What has not the losses as if it had stayed."""
     common = {**changes, "log_dir": str(tmp_path / "logs"), "train_iters": 5, "global_batch_size": 4}
     first = {"exit_interval": 3}
     jobs = {name: (layouts[name][0], {**common, **layouts[name][1]}) for name in sources}
@@ -257,49 +257,58 @@ def relayout(
         )
         for source, target in pairs
     }
-    for (source, target), (got, *_) in train_each(moved).items():
-        wanted = stayed[source][0]
+    wrong: list[tuple] = []
+    for pair, (got, *_) in train_each(moved).items():
+        wanted = stayed[pair[0]][0]
         (_, loss), (_, after) = got.losses
         (_, wanted_loss), (_, wanted_after) = wanted.losses[3:]
-        assert got.start == 3, (source, target)
-        assert abs(loss - wanted_loss) <= 1e-6 * wanted_loss, (source, target, loss, wanted_loss)
         # one update later: the moments and the step count came along, too
-        assert abs(after - wanted_after) <= 1e-5 * wanted_after, (source, target, after, wanted_after)
+        near = (
+            abs(loss - wanted_loss) <= 1e-6 * wanted_loss and abs(after - wanted_after) <= 1e-5 * wanted_after
+        )
+        if got.start != 3 or not near:
+            wrong.append((*pair, got.start, loss, wanted_loss, after, wanted_after))
+    assert len(moved) == len(pairs) > 0
+    return wrong
 
 
 def test_every_layout_goes_on_from_every_source(tmp_path: Path) -> None:
     pairs = [(source, target) for source in SOURCES for target in LAYOUTS if source != target]
-    relayout(tmp_path, list(SOURCES), pairs[::8], {})  # 8 and 14 layouts each: another set from every source
+    assert not relayout(
+        tmp_path, list(SOURCES), pairs[::8], {}
+    )  # 8 and 14 layouts each: another set from every source
 
 
 @pytest.mark.slow
 def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
-    relayout(tmp_path, list(LAYOUTS), list(itertools.permutations(LAYOUTS, 2)), {})
+    assert not relayout(tmp_path, list(LAYOUTS), list(itertools.permutations(LAYOUTS, 2)), {})
 
 
-# name: (what every run has, sources). Of pairs every ninth is drawn, each model from another start; with -m slow all.
+# name: (what every run has, sources, those that are run always). Of pairs each model draws others.
 MODELS = {
-    "llama": ({"num_layers": 4}, PIPELINE_SOURCES[:1]),
-    "llama, tied": ({"num_layers": 4, **TIED}, PIPELINE_SOURCES[2:4]),
-    "bloom, tied": ({"num_layers": 4, **BLOOM}, PIPELINE_SOURCES[1:2]),
+    "llama": ({"num_layers": 4}, PIPELINE_SOURCES, PIPELINE_SOURCES[:1]),
+    "llama, tied": ({"num_layers": 4, **TIED}, PIPELINE_SOURCES[::2], PIPELINE_SOURCES[2:3]),
+    "bloom, tied": ({"num_layers": 4, **BLOOM}, PIPELINE_SOURCES[1::2], PIPELINE_SOURCES[1:2]),
 }
 
 
+@pytest.mark.parametrize("amount", ["few", pytest.param("many", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_pipelines_go_on_from_every_layout_and_every_layout_from_pipelines(
-    tmp_path: Path, model: str
+    tmp_path: Path, model: str, amount: str
 ) -> None:
-    changes, sources = MODELS[model]
+    changes, many, few = MODELS[model]
+    sources, every = (few, 9) if amount == "few" else (many, 3)
     pairs = [(source, target) for source in sources for target in PIPELINES if source != target]
     start = list(MODELS).index(model)
-    relayout(tmp_path, list(sources), pairs[start::9], changes, PIPELINES)
+    assert not relayout(tmp_path, list(sources), pairs[start::every], changes, PIPELINES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [{}, TIED], ids=["untied", "tied"])
 def test_every_pipeline_goes_on_from_every_other_layout(tmp_path: Path, tied: dict) -> None:
     pairs = list(itertools.permutations(PIPELINES, 2))
-    relayout(tmp_path, list(PIPELINES), pairs, {"num_layers": 4, **tied}, PIPELINES)
+    assert not relayout(tmp_path, list(PIPELINES), pairs, {"num_layers": 4, **tied}, PIPELINES)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +319,7 @@ def test_every_pipeline_goes_on_from_every_other_layout(tmp_path: Path, tied: di
 def test_fused_and_transposed_storage_changes_layout(tmp_path: Path, family: dict) -> None:
     """GPT stores fused and transposed matrices, BLOOM fused ones; both tie their embeddings."""
     ring = ["1 rank", "tp 2 x zero3", "tp 4", "zero3 4, 2 nodes"]
-    relayout(tmp_path, ring, list(zip(ring, [*ring[1:], ring[0]], strict=True)), family)
+    assert not relayout(tmp_path, ring, list(zip(ring, [*ring[1:], ring[0]], strict=True)), family)
 
 
 def test_a_pipelines_checkpoint_is_read_by_one_process(tmp_path: Path) -> None:
