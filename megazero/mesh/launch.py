@@ -1,4 +1,7 @@
-"""Who am I: the only reader of launcher environment variables (torchrun, SLURM, single process). No torch."""
+"""Who am I: the only reader of launcher environment variables (torchrun, SLURM, single process). No torch.
+
+CUDA's own variables are read and set here, too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_CONNECTIONS = 32  # that CUDA has
+USUAL_CONNECTIONS = 8  # what CUDA takes where nothing is said
+MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 
 @dataclass(frozen=True)
@@ -88,3 +96,40 @@ def first_host(nodelist: str) -> str:
         raise ValueError(f"SLURM node list {nodelist!r}")
     prefix, inside, suffix = match[1], match[2], match[3]
     return prefix + re.split(r"[-,]", inside)[0] + suffix if inside else prefix
+
+
+def cuda_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What to set in this environment before CUDA starts, and notes on values of its own that are replaced.
+
+    - Kernels are loaded at the start: the first launch of one that is loaded lazily waits for all kernels under way,
+      and a collective or a receive among them may be waiting for just that launch on another rank.
+    - Streams that share a hardware connection run their kernels in the order of launch, so a receive that waits
+      holds up what was launched after it on another stream. There are some 20: to compute, two to gather and two to
+      reduce, and one for each communicator (two per data-parallel axis, tensor parallel, the pipeline's pairs, its
+      ends, all ranks). So all connections that CUDA has; a number of the user's is kept from CUDA's default on.
+    """
+    settings, notes = {MODULE_LOADING: "EAGER", CONNECTIONS: f"{MOST_CONNECTIONS}"}, []
+    loading, connections = environ.get(MODULE_LOADING), environ.get(CONNECTIONS)
+    if loading not in (None, "EAGER"):
+        notes.append(
+            f"{MODULE_LOADING}={loading} of the environment is replaced by EAGER: a kernel that is loaded at its "
+            "first launch waits for collectives that wait for other ranks"
+        )
+    if connections is not None and connections.strip().isdecimal() and int(connections) >= USUAL_CONNECTIONS:
+        settings[CONNECTIONS] = connections
+    elif connections is not None:
+        notes.append(
+            f"{CONNECTIONS}={connections} of the environment is replaced by {MOST_CONNECTIONS}: with fewer than "
+            f"{USUAL_CONNECTIONS}, what a rank computes stands behind messages that wait for other ranks"
+        )
+    return settings, tuple(notes)
+
+
+def prepare_cuda() -> tuple[str, ...]:
+    """Put ``cuda_settings`` into this process's environment, before CUDA starts (asking for devices starts it).
+
+    Returns the notes.
+    """
+    settings, notes = cuda_settings(os.environ)
+    os.environ.update(settings)
+    return notes

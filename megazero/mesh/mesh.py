@@ -152,27 +152,61 @@ def create_mesh(
 
     shards: (P, G, OS). dp_outermost: ranks in the order dp, pp, tp instead of pp, dp, tp (outermost first).
     ends: join the first and the last stage of each pipeline by an axis of their own (``Mesh.ends``).
-    ranks_per_node: defaults to the whole world, i.e. one node.
+    ranks_per_node: defaults to the whole world, i.e. one node. device: its communicators are made here, too.
     Collective: every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     grid = make_grid(world_size, ranks_per_node or world_size, tp, pp, shards, dp_outermost)
+    device = torch.device(device)
+    if world_size > 1:
+        _level_group_counts(world_size, rank, device, timeout)
     axes = {spec.name: _make_axis(spec, rank, timeout) for spec in grid.axes}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
-    return Mesh(grid, rank, torch.device(device), axes, joined)
+    mesh = Mesh(grid, rank, device, axes, joined)
+    _connect(mesh)
+    return mesh
+
+
+def _level_group_counts(world_size: int, rank: int, device: torch.device, timeout: timedelta | None) -> None:
+    """Make groups of one rank until every rank has as many groups as the one with the most. Collective.
+
+    torch names a group of ``use_local_synchronization`` by its ranks and by how many groups the process has: ranks of
+    unequal number, as a program with groups of its own leaves them, would wait for each other under different names.
+    This is the first collective of the default group: here its communicator is made.
+    """
+    own = len(dist.distributed_c10d._world.pg_names)  # get_pg_count() leaves such groups out
+    counts = torch.empty(world_size, dtype=torch.int64, device=device)
+    all_gather_flat(counts, torch.tensor([own], device=device))
+    for _ in range(int(counts.max()) - own):
+        _new_group([rank], timeout)
+
+
+def _connect(mesh: Mesh) -> None:
+    """One small collective on every communicator of the axes, in the order of the axes, which all ranks share.
+
+    NCCL makes a communicator, and the connections that a verb needs, at the first use. The ranks wait for each other
+    in that and memory is allocated, which waits for kernels under way: in the middle of a step these may be waiting
+    for this rank. A pipeline's communicators are of pairs, which its schedule knows: ``pp/links.py: connect``.
+    """
+    for axis in (*mesh.axes.values(), *([mesh.ends] if mesh.ends else [])):
+        if axis.spec.role == "pp" or axis.size == 1:
+            continue
+        row = torch.zeros(axis.size, device=mesh.device)
+        all_gather_flat(row, row[:1].clone(), group=axis.gather_group)
+        if axis.reduce_group is not axis.gather_group:
+            dist.all_to_all_single(torch.empty_like(row), row, group=axis.reduce_group)
 
 
 def _join_ends(grid: Grid, rank: int, timeout: timedelta | None) -> Axis | None:
     pp = grid.axis("pp")
     line = pp.ranks(rank)
     if pp.index(rank) not in (0, pp.size - 1):
-        # torch names a group by its ranks and by how many groups the process has: every rank must make as many.
-        dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+        _new_group([rank], timeout)  # every rank must make as many: _level_group_counts
         return None
     first, last = line[0], line[-1]
     spec = AxisSpec("ends", "ends", 2, last - first, grid.link(first, last))
-    group = dist.new_group([first, last], timeout=timeout, use_local_synchronization=True)
+    group = _new_group([first, last], timeout)
     return Axis(spec, int(rank == last), (first, last), group, group)
 
 
@@ -181,13 +215,14 @@ def _make_axis(spec: AxisSpec, rank: int, timeout: timedelta | None) -> Axis:
     if spec.size == 1:
         return Axis(spec, 0, ranks, None, None)
 
-    def new() -> dist.ProcessGroup:
-        # Only the members meet: a full enumeration costs world/size rendezvous on every rank.
-        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-
-    gather = new()
-    reduce = gather if spec.role == "tp" else new()
+    gather = _new_group(ranks, timeout)
+    reduce = gather if spec.role == "tp" else _new_group(ranks, timeout)
     return Axis(spec, spec.index(rank), ranks, gather, reduce)
+
+
+def _new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    # Only the members meet: a full enumeration costs world/size rendezvous on every rank.
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -> None:

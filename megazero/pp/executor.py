@@ -9,7 +9,7 @@ ramp-up; and its failures name no action.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import pairwise
@@ -23,7 +23,7 @@ from megazero.comm.lane import CommunicationError
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Message, make_schedule, sends
-from megazero.pp.timeline import Span
+from megazero.pp.timeline import Span, post_after
 
 # (stage, what the stage before returned or None, micro-batch) -> activations, or the summed loss of the last stage
 StageForward = Callable[[StageSpec, Tensor | None, Any], Tensor]
@@ -54,7 +54,8 @@ class Carrier(Protocol):
 
 class _Plan(NamedTuple):
     actions: tuple[Action, ...]
-    incoming: dict[int, tuple[Message, ...]]
+    incoming: Mapping[int, tuple[Message, ...]]
+    after: Mapping[Message, int]
 
 
 class Pipeline:
@@ -97,11 +98,12 @@ class Pipeline:
         """All forwards and backwards of a step. Returns this rank's summed loss, fp64 (0 without the last stage)."""
         plan = self.plan(len(micro_batches))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        self.links.open(plan.incoming)
+        self.links.open(plan.incoming, plan.after)
         try:
             for action in plan.actions:
                 with self._naming(action):
                     loss = self._run(action, micro_batches[action.micro_batch])
+                    self.links.advance()
                 if loss is not None:
                     total += loss
             self.links.close()
@@ -113,7 +115,7 @@ class Pipeline:
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor | None:
         """Forwards only: losses of the micro-batches [k] on ranks with the last stage, None elsewhere."""
         plan = self._evaluation(len(micro_batches))
-        self.links.open(plan.incoming)
+        self.links.open(plan.incoming, plan.after)
         losses: list[Tensor] = []
         try:
             for action in plan.actions:
@@ -126,6 +128,7 @@ class Pipeline:
                         losses.append(y.double())
                     else:
                         self._send("activation", action, y, action.stage + 1)
+                    self.links.advance()
             self.links.close()
         except BaseException:
             self._abort()
@@ -229,7 +232,7 @@ class Pipeline:
     def _of_rank(self, schedule: Sequence[Sequence[Action]]) -> _Plan:
         every = sends(schedule, self.size)
         incoming = {source: m for (source, target), m in every.items() if target == self.rank and m}
-        return _Plan(tuple(schedule[self.rank]), incoming)
+        return _Plan(tuple(schedule[self.rank]), incoming, post_after(schedule, self.size))
 
     def _part(self, action: Action) -> int:
         """The engine's number of a stage: its place among this rank's."""

@@ -1,8 +1,9 @@
 """Point-to-point messages between the stages of one pipeline.
 
 Sends do not block. Receives are posted in the order in which the sender computes (schedules.py: sends), some ahead
-of use. So the messages from one rank to another match by their order alone, as NCCL needs it, and a message is there
-when a stage asks for it if the link was fast enough.
+of use, but none before this rank has issued the actions that it must not delay (timeline.py: post_after). So the
+messages from one rank to another match by their order alone, as NCCL needs it, what waits for the whole device waits
+for no own action, and a message is there when a stage asks for it if the link was fast enough.
 
 On gloo a send or receive cannot be asked whether it is done: a thread for each peer and direction waits for it, and
 the stage waits for the thread, letting the engine's chains move on meanwhile. On CUDA waiting is the stream's
@@ -48,6 +49,8 @@ class Links:
         self.poll, self.timed = poll, timed
         self.threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
         self.expected: dict[int, deque[Message]] = {}  # by source, not posted yet
+        self.after: Mapping[Message, int] = {}  # own actions to be issued before a receive is posted
+        self.issued = 0  # own actions of this step
         self.posted: dict[int, dict[Message, tuple[Tensor, Any]]] = {}  # by source, not asked for yet
         self.sent: deque[tuple[Tensor, int, Any]] = deque()  # with the target
         self.aborted = False
@@ -67,10 +70,11 @@ class Links:
                 elif own == target:
                     dist.recv(token, ranks[source], group=group)
 
-    def open(self, expected: Mapping[int, Sequence[Message]]) -> None:
-        """Begin a step or an evaluation that receives these messages, by source rank, in the order of sending.
+    def open(self, expected: Mapping[int, Sequence[Message]], after: Mapping[Message, int]) -> None:
+        """Begin a step or an evaluation.
 
-        RuntimeError after ``abort``.
+        expected: the messages to receive, by source rank, in the order of sending. after: how many own actions must
+        be issued before each may be posted (timeline.py: post_after). RuntimeError after ``abort``.
         """
         if self.aborted and self.mesh.pp.size > 1:
             raise RuntimeError(
@@ -79,8 +83,13 @@ class Links:
             )
         self.expected = {source: deque(messages) for source, messages in expected.items()}
         self.posted = {source: {} for source in expected}
-        for source in self.expected:
-            self._post(source)
+        self.after, self.issued = after, 0
+        self._post_all()
+
+    def advance(self) -> None:
+        """One more own action is issued: its kernels are launched, its message is on its way."""
+        self.issued += 1
+        self._post_all()
 
     def send(self, tensor: Tensor, target: int) -> None:
         """tensor: contiguous, of the links' shape. target: pipeline rank."""
@@ -118,10 +127,18 @@ class Links:
         pp = self.mesh.pp
         return pp.gather_group if target > source else pp.reduce_group
 
+    def _post_all(self) -> None:
+        for source in self.expected:
+            self._post(source)
+
     def _post(self, source: int, wanted: Message | None = None) -> None:
-        """Post receives until ``wanted`` is among them and AHEAD are."""
+        """Post receives that may be posted by now, until ``wanted`` is among them and AHEAD are."""
         expected, posted = self.expected[source], self.posted[source]
-        while expected and (len(posted) < AHEAD or wanted is not None and wanted not in posted):
+        while (
+            expected
+            and self.after[expected[0]] <= self.issued
+            and (len(posted) < AHEAD or wanted is not None and wanted not in posted)
+        ):
             message = expected.popleft()
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
             peer = self.mesh.pp.ranks[source]

@@ -210,17 +210,32 @@ def _check_complete(kinds: set[Kind], stage: int, micro_batch: int) -> None:
 def sends(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[tuple[int, int], tuple[Message, ...]]:
     """(source rank, target rank) -> its messages in the order in which the source computes them.
 
-    Every pair of distinct ranks is a key. A forward sends its activation to the next stage, a backward (its input's
-    half, if split) a gradient to the one before; nothing is sent where one rank holds both.
+    Every pair of distinct ranks is a key.
     """
-    stages = 1 + max(action.stage for actions in schedule for action in actions)
+    stages = stage_count(schedule)
     out: dict[tuple[int, int], list[Message]] = {pair: [] for pair in permutations(range(pp), 2)}
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.kind == Kind.WEIGHT:
-                continue
-            kind, step = ("activation", 1) if action.kind == Kind.FORWARD else ("gradient", -1)
-            target = action.stage + step
-            if 0 <= target < stages and target % pp != rank:
-                out[rank, target % pp].append(Message(kind, action.stage, target, action.micro_batch))
+            if message := sent_by(action, stages, pp):
+                out[rank, message.target_stage % pp].append(message)
     return {pair: tuple(messages) for pair, messages in out.items()}
+
+
+def sent_by(action: Action, stages: int, pp: int) -> Message | None:
+    """What an action sends to another rank. stages: virtual stages in all.
+
+    A forward sends its activation to the next stage, a backward (its input's half, if split) a gradient to the one
+    before; nothing is sent where one rank holds both.
+    """
+    if action.kind == Kind.WEIGHT:
+        return None
+    kind, step = ("activation", 1) if action.kind == Kind.FORWARD else ("gradient", -1)
+    target = action.stage + step
+    if not 0 <= target < stages or target % pp == action.stage % pp:
+        return None
+    return Message(kind, action.stage, target, action.micro_batch)
+
+
+def stage_count(schedule: Sequence[Sequence[Action]]) -> int:
+    """Virtual stages in all."""
+    return 1 + max(action.stage for actions in schedule for action in actions)

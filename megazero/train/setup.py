@@ -29,7 +29,7 @@ from megazero.data import build_datasets, load_tokenizer
 from megazero.data.build import Dataset
 from megazero.data.files import replacing
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
-from megazero.mesh.launch import Launch
+from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, discover_ranks_per_node, init_distributed
 from megazero.models.flops import parameter_count
 from megazero.train.batch_size import BatchSchedule
@@ -120,6 +120,7 @@ def pick_device(config: RunConfig, launch: Launch) -> torch.device:
 
 def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -> Trainer:
     """Everything before the first iteration, in the order in which mistakes are cheapest to find."""
+    notes = prepare_cuda()  # before anyone asks for devices: that starts CUDA
     device = pick_device(config, launch)
     if config.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
@@ -142,6 +143,9 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
     progress = checkpointing.load()
     outputs, progress = open_outputs(config, mesh, schedules, progress, stack)
+    progress = dataclasses.replace(
+        progress, notes=(*progress.notes, *(notes if device.type == "cuda" else ()))
+    )
     _describe(config, mesh, outputs.console, decoder.config, progress)
     signals = None
     if config.training.exit_signal_handler:
