@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.comm.lane import CommunicationError
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
-from megazero.pp.schedules import Action, Kind, Message, make_schedule, sends
+from megazero.pp.schedules import Action, Kind, Message, make_evaluation, make_schedule, sends
 from megazero.pp.timeline import Span, post_after
 
 # (stage, what the stage before returned or None, micro-batch) -> activations, or the summed loss of the last stage
@@ -214,20 +214,7 @@ class Pipeline:
         return self._of_rank(schedule)
 
     def _evaluation(self, micro_batches: int) -> _Plan:
-        """Stage by stage over groups of as many micro-batches as ranks: all ranks are busy, few messages wait."""
-        groups = [range(i, min(i + self.size, micro_batches)) for i in range(0, micro_batches, self.size)]
-        return self._of_rank(
-            tuple(
-                tuple(
-                    Action(Kind.FORWARD, stage.index, m)
-                    for group in groups
-                    for stage in self.stages
-                    if stage.rank == rank
-                    for m in group
-                )
-                for rank in range(self.size)
-            )
-        )
+        return self._of_rank(make_evaluation(self.size, len(self.own), micro_batches))
 
     def _of_rank(self, schedule: Sequence[Sequence[Action]]) -> _Plan:
         every = sends(schedule, self.size)

@@ -93,6 +93,20 @@ def make_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> Sched
     return tuple(tuple(_actions(name, pp, virtual, micro_batches, rank)) for rank in range(pp))
 
 
+def make_evaluation(pp: int, virtual: int, micro_batches: int) -> Schedule:
+    """Forwards, stage by stage over groups of as many micro-batches as ranks: all are busy, few messages wait."""
+    groups = [range(i, min(i + pp, micro_batches)) for i in range(0, micro_batches, pp)]
+    return tuple(
+        tuple(
+            Action(Kind.FORWARD, chunk * pp + rank, m)
+            for group in groups
+            for chunk in range(virtual)
+            for m in group
+        )
+        for rank in range(pp)
+    )
+
+
 def _actions(name: str, pp: int, virtual: int, micro_batches: int, rank: int) -> Iterator[Action]:
     warmup, delay = _phases(name, pp, virtual, micro_batches, rank)
     slots = [(k // pp % virtual, k // (pp * virtual) * pp + k % pp) for k in range(virtual * micro_batches)]

@@ -13,6 +13,7 @@ from megazero import zero
 from megazero.comm.lane import CommunicationError
 from megazero.config import World, make_config
 from megazero.mesh.mesh import create_mesh
+from megazero.pp.schedules import make_evaluation, make_schedule, sends
 from megazero.pp.timeline import Times
 from megazero.train import parallelize
 from megazero.train.trainer import Trainer
@@ -20,6 +21,7 @@ from tests.benchmarks.sleeping import Case, sleeping_pipeline
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import Q8
 from tests.dist.runs import TINY, train
+from tests.pipeline_walk import depends
 
 SHORT = Times(1e-3, 1e-3, 1e-3)
 
@@ -66,6 +68,46 @@ def test_every_pair_is_connected_before_its_messages_and_in_one_order(schedule, 
         assert all(verb in ("isend", "irecv") for verb, *_ in said[len(pairs) :])
         firsts |= {ends for _, ends in pairs}
     assert len(firsts) == (6 if virtual > 1 else 4)
+
+
+def posts_of_a_run(case: Case, evaluates: bool) -> tuple[int, int]:
+    """Of a step's or an evaluation's receives on this rank: how many were posted too early, and how many in all."""
+    pipeline, _ = sleeping_pipeline(case, create_mesh(pp=case.pp))
+    done, posted, run, forward, post = [], [], pipeline._run, pipeline.forward, dist.irecv
+    pipeline._run = lambda *arguments: (run(*arguments), done.append(True))[0]
+
+    def irecv(tensor, peer, group=None):
+        posted.append((peer, len(done)))
+        return post(tensor, peer, group=group)
+
+    def forwards(*arguments):
+        y = forward(*arguments)
+        if evaluates:
+            done.append(True)  # its message is not sent yet
+        return y
+
+    pipeline.forward, dist.irecv = forwards, irecv
+    try:
+        batches = [None] * case.micro_batches
+        with torch.set_grad_enabled(not evaluates):
+            (pipeline.evaluate if evaluates else pipeline.step)(batches)
+    finally:
+        dist.irecv = post
+    size = case.pp, case.virtual, case.micro_batches
+    schedule = make_evaluation(*size) if evaluates else make_schedule(case.schedule, *size)
+    needed, coming = depends(schedule, case.pp), sends(schedule, case.pp)
+    queues = {source: iter(m) for (source, target), m in coming.items() if target == pipeline.rank}
+    return sum(issued < needed[next(queues[peer])] for peer, issued in posted), len(posted)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("schedule, virtual", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("gpipe", 1)])
+def test_a_receive_is_posted_when_the_own_actions_that_it_depends_on_are_issued(schedule, virtual, evaluates):
+    """On NCCL it occupies the device until the message comes, and those actions may wait for the whole device."""
+    counts = run_ranks(3, posts_of_a_run, Case(schedule, 3, virtual, 6, SHORT), evaluates)
+    kinds = 1 if evaluates else 2
+    assert [early for early, _ in counts] == [0] * 3
+    assert sum(posts for _, posts in counts) == kinds * 6 * (3 * virtual - 1)
 
 
 def going_on(evaluates: bool) -> str:

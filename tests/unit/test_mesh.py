@@ -1,11 +1,14 @@
 """Rank grid, cuts at the node boundary, launcher environment, host-name cross-check."""
 
 import itertools
+import os
+import time
+from contextlib import ExitStack
 
 import pytest
 
 from megazero.mesh.grid import INTER, INTRA, data_ranks_per_node, make_grid
-from megazero.mesh.launch import first_host, read_launch
+from megazero.mesh.launch import cuda_settings, first_host, read_launch
 
 
 @pytest.mark.parametrize("tp,pp,nodes,per_node", [(1, 1, 2, 3), (2, 1, 2, 4), (2, 2, 4, 4), (1, 1, 1, 4)])
@@ -71,3 +74,48 @@ def test_host_names_are_cross_checked():
         check_hosts(["a", "b", "a", "b"], 2)
     with pytest.raises(ValueError, match="different numbers"):
         check_hosts(["a", "a", "b"], 2)
+
+
+CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+
+
+@pytest.mark.parametrize(
+    "connections, taken, noted",
+    [(None, "32", False), ("1", "32", True), ("7", "32", True), ("many", "32", True), ("", "32", True)]
+    + [("8", "8", False), ("16", "16", False), ("32", "32", False), ("64", "64", False)],
+)
+def test_connections_that_cannot_work_are_replaced_with_a_note(connections, taken, noted):
+    settings, notes = cuda_settings({} if connections is None else {CONNECTIONS: connections})
+    assert settings == {LOADING: "EAGER", CONNECTIONS: taken}
+    assert [f"{CONNECTIONS}={connections} of the environment is replaced by 32" in n for n in notes] == [
+        True
+    ] * noted
+
+
+def test_kernels_are_loaded_at_the_start_with_a_note_where_the_environment_says_else():
+    assert cuda_settings({LOADING: "EAGER"}) == cuda_settings({})
+    settings, notes = cuda_settings({LOADING: "LAZY"})
+    assert settings[LOADING] == "EAGER" and len(notes) == 1 and f"{LOADING}=LAZY" in notes[0]
+
+
+def test_cuda_finds_its_settings_when_it_starts(monkeypatch):
+    import torch
+
+    from megazero.config import World, make_config
+    from megazero.train import setup
+    from tests.dist.runs import TINY
+
+    found = []
+
+    def starts() -> bool:
+        found.append((os.environ[CONNECTIONS], os.environ[LOADING]))
+        return False
+
+    monkeypatch.setenv(CONNECTIONS, "1")
+    monkeypatch.setenv(LOADING, "LAZY")
+    for name in ("is_available", "device_count", "init", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, starts)
+    with ExitStack() as stack, pytest.raises(ValueError, match="sees no CUDA device"):
+        config = make_config({**TINY, "device": "cuda"}, World(1, 1))
+        setup.prepare(config, read_launch({}), stack, time.monotonic())
+    assert found == [("32", "EAGER")]

@@ -1,4 +1,4 @@
-"""Waiting for a pipeline message: an end of one look at it is not its own time-out."""
+"""Pipeline messages: when receives are posted; an end of one look at a message is not its own time-out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
 from megazero.pp.links import Links
+from megazero.pp.schedules import SCHEDULES, make_evaluation, make_schedule, schedule_problem
+from megazero.pp.timeline import post_after
+from tests.pipeline_walk import depends, ends, posted
 
 
 class JustLate(Future):
@@ -71,3 +74,42 @@ def test_when_nothing_else_moves_it_waits_for_the_message_alone():
 
     links(poll)._wait(work, 1)
     assert polls == [True]
+
+
+def early(posts, needed) -> tuple[int, int]:
+    """How many messages are posted before all own actions that they depend on are issued; and how many in all."""
+    placed = [(needed[message], k) for log in posts for k, some in enumerate(log) for message in some]
+    return sum(need > k for need, k in placed), len(placed)
+
+
+def schedules(pp: int):
+    """Steps and evaluations of every legal size with this number of ranks."""
+    for name in SCHEDULES:
+        for virtual in range(1, 5):
+            for m in sorted({1, 2, pp - 1, pp, 2 * pp, 2 * pp + 1}):
+                if not schedule_problem(name, pp, virtual, m):
+                    yield make_schedule(name, pp, virtual, m)
+    for virtual in (1, 2, 3):
+        for m in (1, pp, 3 * pp - 1):
+            yield make_evaluation(pp, virtual, m)
+
+
+@pytest.mark.parametrize("pp", range(2, 9))
+def test_no_receive_is_posted_before_what_it_depends_on_and_ranks_that_wait_for_all_posted_ones_end(pp):
+    for schedule in schedules(pp):
+        needed = depends(schedule, pp)
+        posts = posted(
+            schedule, pp, post_after(schedule, pp)
+        )  # raises if what is asked for may not be posted yet
+        assert early(posts, needed) == (0, len(needed))
+        assert ends(schedule, pp, posts)
+
+
+@pytest.mark.parametrize("pp, micro_batches, found", [(2, 8, (14, 16)), (8, 32, (392, 448))])
+def test_the_walk_finds_receives_that_are_posted_too_early(pp, micro_batches, found):
+    schedule = make_schedule("1f1b", pp, 1, micro_batches)
+    needed = depends(schedule, pp)
+    at_once = posted(schedule, pp, dict.fromkeys(needed, 0))
+    assert early(at_once, needed) == found and not ends(schedule, pp, at_once)
+    by_own_actions = posted(schedule, pp, needed)  # on one rank enough, but two wait for each other
+    assert early(by_own_actions, needed) == (0, found[1]) and not ends(schedule, pp, by_own_actions)

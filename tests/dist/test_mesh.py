@@ -1,0 +1,112 @@
+"""Groups and communicators of real ranks: all are made before the first step, whatever groups there were before."""
+
+from __future__ import annotations
+
+from graphlib import TopologicalSorter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.mesh.mesh import create_mesh
+from megazero.train.trainer import Trainer
+from tests.dist.pool import run_ranks
+from tests.dist.runs import train
+
+SHORT = {"train_iters": 3, "eval_iters": 1, "eval_interval": 1, "log_interval": 1}
+Communicator = tuple[str, tuple[int, ...]]  # the group's name; ranks of a pair, or () for all of the group
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the communicator, as NCCL has them, of every collective and message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[Communicator] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if name.startswith("c10d."):
+            (group,) = (dist.ProcessGroup.unbox(a) for a in args if "ProcessGroup" in str(type_of(a)))
+            pair = ()
+            if name.startswith(("c10d.send", "c10d.recv")):
+                pair = tuple(sorted((dist.get_rank(), dist.get_global_rank(group, args[2]))))
+            self.used.append((group.group_name, pair))
+        return func(*args, **(kwargs or {}))
+
+
+def type_of(value: Any) -> Any:
+    return value._type() if isinstance(value, torch.ScriptObject) else None
+
+
+def communicators(values: dict[str, Any]) -> tuple[list[Communicator], list[Communicator]]:
+    """In a run: those used before the first iteration and those used from then on, each once, in order."""
+    recorder, run, start = Recorder(), Trainer.run, []
+
+    def marked(self: Trainer) -> None:
+        start.append(len(recorder.used))
+        run(self)
+
+    Trainer.run = marked  # type: ignore[method-assign]
+    try:
+        with recorder:
+            train(values)
+    finally:
+        Trainer.run = run  # type: ignore[method-assign]
+    first, later = recorder.used[: start[0]], recorder.used[start[0] :]
+    return list(dict.fromkeys(first)), list(dict.fromkeys(later))
+
+
+@pytest.mark.parametrize(
+    "layout, groups",
+    [
+        # data parallel (gather, reduce), the ends of a tied pipeline, its two directions, all ranks
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "zero_preset": "zero3",
+                "ranks_per_node": 1,
+                "untie_embeddings_and_output_weights": False,
+            },
+            6,
+        ),
+        # the two axes of hpz (gather, reduce), all ranks
+        ({"zero_preset": "hpz", "ranks_per_node": 2}, 5),
+        # tensor parallel, the pipeline's two directions, all ranks
+        ({"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 4),
+    ],
+    ids=["pp2-dp2", "hpz", "pp2-tp2"],
+)
+def test_every_communicator_is_made_before_the_first_step_and_in_one_order(layout, groups, tmp_path):
+    order: dict[Communicator, set[Communicator]] = {}
+    for first, later in run_ranks(4, communicators, {**layout, **SHORT, "log_dir": str(tmp_path)}):
+        assert set(later) <= set(first), "made in the middle of the run"
+        assert len({name for name, _ in first}) == groups
+        for before, after in pairwise(first):
+            order.setdefault(after, set()).add(before)
+    list(TopologicalSorter(order).static_order())  # raises where ranks that make them would wait in a ring
+
+
+def unequal(extra: int) -> list[float]:
+    """A program made groups of its own on rank 0 alone, before it asks for a mesh; what the mesh's axes sum."""
+    if dist.get_rank() == 0:
+        for _ in range(extra):
+            dist.new_group([0], use_local_synchronization=True)
+    sums = []
+    for _ in range(2):  # the second finds equal numbers
+        mesh = create_mesh(pp=3, ends=True)
+        one = torch.ones(1)
+        for axis in (mesh.pp, mesh.ends):
+            if axis is not None:
+                dist.all_reduce(one, group=axis.reduce_group)
+        sums.append(one.item())
+    return sums
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+def test_ranks_that_belong_to_unequally_many_groups_make_a_mesh(extra):
+    first, middle, last = run_ranks(3, unequal, extra, timeout=5)
+    assert first == last == [6.0, 6.0] and middle == [3.0, 3.0]

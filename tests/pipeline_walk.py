@@ -1,0 +1,104 @@
+"""What a pipeline's receives depend on, when the links post them, and whether ranks that wait for all of them end.
+
+Nothing here knows the rule by which receives are posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.lane import no_timing
+from megazero.comm.traffic import Traffic
+from megazero.pp.links import Links
+from megazero.pp.schedules import Action, Kind, Message, done_by, in_order, needs, sends, sent_by, stage_count
+
+Schedule = Sequence[Sequence[Action]]
+Posts = list[
+    list[list[Message]]
+]  # by rank: what is posted before its action k is issued; at last, after the last
+
+
+def depends(schedule: Schedule, pp: int) -> dict[Message, int]:
+    """Of every message, how many of its receiver's actions it depends on: back through all ranks' programs."""
+    stages = stage_count(schedule)
+    seen = {
+        rank: [0] * pp for rank in range(pp)
+    }  # how many actions of each rank a rank's last one comes after
+    done: dict[Action, list[int]] = {}
+    for rank, action in in_order(schedule, stages):
+        before = [seen[rank], *(done[event] for event in needs(action, stages))]
+        seen[rank] = done[done_by(action)] = [max(counts) for counts in zip(*before, strict=True)]
+        seen[rank][rank] += 1
+    every = [message for pair in sends(schedule, pp).values() for message in pair]
+    kinds = {"activation": Kind.FORWARD, "gradient": Kind.INPUT}
+    sent = {x: done[Action(kinds[x.kind], x.source_stage, x.micro_batch)] for x in every}
+    return {message: counts[message.target_stage % pp] for message, counts in sent.items()}
+
+
+def wanted(action: Action, stages: int, pp: int) -> Message | None:
+    """The message from another rank that an action waits for."""
+    if action.kind == Kind.WEIGHT:
+        return None
+    kind, source = ("activation", -1) if action.kind == Kind.FORWARD else ("gradient", 1)
+    source += action.stage
+    if not 0 <= source < stages or source % pp == action.stage % pp:
+        return None
+    return Message(kind, source, action.stage, action.micro_batch)
+
+
+def posted(schedule: Schedule, pp: int, after: Mapping[Message, int]) -> Posts:
+    """What the links of every rank post, and when, if each action asks for its message and is then issued."""
+    return [_posted_by(rank, schedule, pp, after) for rank in range(pp)]
+
+
+def _posted_by(rank: int, schedule: Schedule, pp: int, after: Mapping[Message, int]) -> list[list[Message]]:
+    every = {source: m for (source, target), m in sends(schedule, pp).items() if target == rank and m}
+    coming = {source: iter(messages) for source, messages in every.items()}
+    log: list[list[Message]] = [[]]
+
+    def irecv(tensor: torch.Tensor, peer: int, group: object) -> object:
+        log[-1].append(next(coming[peer]))
+        return SimpleNamespace(wait=lambda: None)
+
+    axis = SimpleNamespace(ranks=range(pp), index=rank, size=pp, gather_group=None, reduce_group=None)
+    mesh = SimpleNamespace(device=torch.device("cpu"), rank=rank, pp=axis)
+    links = Links(mesh, (1,), torch.float32, Traffic(), lambda: False, no_timing)  # type: ignore[arg-type]
+    links._watched = lambda direction, other, work: work  # type: ignore[method-assign]
+    with patch.object(dist, "irecv", irecv):
+        links.open(every, after)
+        for action in schedule[rank]:
+            if message := wanted(action, stage_count(schedule), pp):
+                links.receive(message, message.source_stage % pp)
+            log.append([])
+            links.advance()
+    return log
+
+
+def ends(schedule: Schedule, pp: int, posts: Posts) -> bool:
+    """True if the schedule ends when every action waits for all messages that its rank has posted or sent before."""
+    stages, at = stage_count(schedule), [0] * pp
+    met: dict[Message, int] = {}  # how many of its two ends are there
+    waits = [list(log[0]) for log in posts]
+
+    def meet(messages: Sequence[Message]) -> None:
+        for message in messages:
+            met[message] = met.get(message, 0) + 1
+
+    for first in waits:
+        meet(first)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule):
+            while at[rank] < len(actions) and all(met[message] == 2 for message in waits[rank]):
+                sent = sent_by(actions[at[rank]], stages, pp)
+                at[rank] += 1
+                waits[rank] = [*([sent] if sent else []), *posts[rank][at[rank]]]
+                meet(waits[rank])
+                moved = True
+    return at == [len(actions) for actions in schedule]
