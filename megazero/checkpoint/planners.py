@@ -52,7 +52,7 @@ class SliceSavePlanner(DefaultSavePlanner):
     def __init__(self, records: Sequence[SliceRecord]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.records = records
-        self.views: dict[tuple[str, torch.Size | None], torch.Tensor] = {}
+        self.views: dict[tuple[str, torch.Size | None], tuple[torch.Tensor, torch.dtype]] = {}
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -72,16 +72,18 @@ class SliceSavePlanner(DefaultSavePlanner):
                 f"'{index.fqn}' has two owners of the box at {tuple(offsets)} on one rank: give one of the "
                 "records owner=False (tied parameters have one owner)"
             )
-        self.views[index.fqn, offsets] = view
+        dtype = record.stored.get(kind, view.dtype)
+        self.views[index.fqn, offsets] = view, dtype
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets, sizes),
-            properties=TensorProperties(dtype=view.dtype),
+            properties=TensorProperties(dtype=dtype),
             size=torch.Size(record.placement.shape),
         )
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self.views[index.fqn, index.offset].contiguous()  # copies a transposed box only
+        view, dtype = self.views[index.fqn, index.offset]
+        return view.to(dtype).contiguous()  # copies a box that is converted or transposed only
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """As DCP's, which refuses overlaps, but with the tensor and the cause named (2.11 names neither)."""

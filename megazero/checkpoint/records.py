@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -19,6 +19,8 @@ class SliceRecord:
     start, stop: flat indices into the row-major local tensor; an empty range is legal.
     tensors: kind ('weights', 'master', 'exp_avg', ...) to a contiguous 1-D tensor of ``stop - start``
         elements, any dtype and device; saving reads it, loading writes it in place.
+    stored: kind to the dtype it is stored in, where that is not its tensor's: saving converts box by box as it
+        writes, so that no second copy of a tensor is held. Loading passes it over.
     owner: whether this rank writes the range. Every stored element needs one owner; replicas (of
         data-parallel ranks, tied parameters) have ``owner=False`` and load all the same.
     """
@@ -28,6 +30,7 @@ class SliceRecord:
     stop: int
     tensors: Mapping[str, torch.Tensor]
     owner: bool = True
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         elements = prod(self.placement.local_shape)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 Chain = Generator[dist.Work, None, None]
+STALLS = 1024  # waits whose events are kept; of older ones the seconds, since nobody need ever take them
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
 
@@ -65,7 +66,8 @@ class Lane:
         self.tickets: deque[Ticket] = deque()
         self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if device.type == "cuda" else []
         self.latest: dict[str, Any] = {}  # CUDA: event of each unit's last chain
-        self.stalls: list[tuple[Any, Ticket]] = []  # CUDA: events before the compute stream's waits
+        self.stalls: deque[tuple[Any, Ticket]] = deque()  # CUDA: events before the compute stream's waits
+        self.stood: defaultdict[str, float] = defaultdict(float)  # seconds of older waits
 
     def submit(
         self, label: str, plan: tuple[Leg, ...], chain: Chain, keep: tuple[torch.Tensor, ...] = ()
@@ -130,16 +132,21 @@ class Lane:
 
     def take_stalls(self) -> dict[str, float]:
         """Seconds the compute stream stood waiting since the last call, by hop (CUDA; synchronises)."""
-        out: defaultdict[str, float] = defaultdict(float)
-        for before, ticket in self.stalls:
-            stood = 0.0
-            for leg, landed in zip(ticket.plan, ticket.landed, strict=True):
-                landed.synchronize()
-                until = max(stood, before.elapsed_time(landed) / 1e3)  # negative: had landed before the wait
-                out[f"exposed_{leg.hop}"] += until - stood
-                stood = until
-        self.stalls.clear()
-        return dict(out)
+        while self.stalls:
+            self._add_up(*self.stalls.popleft())
+        out = dict(self.stood)
+        self.stood.clear()
+        return out
+
+    def _add_up(self, before: Any, ticket: Ticket) -> None:
+        """Seconds of one wait, by hop."""
+        stood = 0.0
+        before.synchronize()
+        for leg, landed in zip(ticket.plan, ticket.landed, strict=True):
+            landed.synchronize()
+            until = max(stood, before.elapsed_time(landed) / 1e3)  # negative: had landed before the wait
+            self.stood[f"exposed_{leg.hop}"] += until - stood
+            stood = until
 
     def _finish_work(self, ticket: Ticket) -> None:
         try:
@@ -190,6 +197,8 @@ class Lane:
             before = torch.cuda.Event(enable_timing=True)
             before.record(stream)
             self.stalls.append((before, ticket))
+            if len(self.stalls) > STALLS:
+                self._add_up(*self.stalls.popleft())
         stream.wait_event(ticket.event)
         ticket.keep = ()  # its memory is the compute stream's, which now comes after the chain
 

@@ -12,6 +12,7 @@ from torch import nn
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Mesh
+from megazero.zero.binding import recurrent_weights_kept
 from megazero.zero.build import Init, UnitSpec, build_units
 from megazero.zero.engine import Engine, StepInfo
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
@@ -53,14 +54,16 @@ def shard(
     traffic: counters of the bytes this rank sends; default: the engine's own.
 
     Returns the engine. Collective; every rank must pass the same. Raises ValueError for units that nest or mix
-    dtypes and for policies that the shard factors do not allow.
+    dtypes, for policies that the shard factors do not allow, for parameters and modules that training would damage
+    (``admission.py``), and for optimizers that are not elementwise: the factory is tried on a few small tensors.
     """
     policy = policy or Policy()
     choose = traits or _no_decay_for_vectors
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
     if tied and mesh.ends is None:
         raise ValueError(f"tied={dict(tied)} needs the axis of the pipeline's ends: create_mesh(ends=True)")
-    plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
+    with recurrent_weights_kept(module):
+        plan = build_units(module, units, mesh, policy, chosen, init, parts, tied)
     slices = SliceOptimizer(plan.units, chosen, optimizer or default_adamw())
     mesh.claim()
     return Engine(module, mesh, policy, plan, chosen, slices, clip_norm, timed, traffic or Traffic())

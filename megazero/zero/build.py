@@ -12,6 +12,7 @@ from torch import nn
 from megazero.comm.codec import Blockwise, Codec
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis, Mesh
+from megazero.zero.admission import refuse_unfit
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 from megazero.zero.policy import Codecs, Levels, Policy
@@ -46,8 +47,10 @@ def build_units(
     tied: parameters of the pipeline's ends, each a unit of its own: name here to name common to both.
 
     A parameter shared by several modules belongs to the first spec that holds it; the others' hooks gather
-    that unit too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init.
+    that unit too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init, and for
+    what admission.py refuses.
     """
+    refuse_unfit(module, policy.dtype)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
@@ -71,7 +74,7 @@ def build_units(
             for unit in made:
                 unit.part = part_of.get(id(group[0]), 0)
             units += made
-            # Swapping keeps identity, so ids stay valid.
+            # Bindings keep the Parameter objects, so ids stay valid.
             owner.update((id(p), unit) for unit in made for p in unit.params.values())
     needs = [(m, _unique(owner[id(p)] for p in m.parameters() if id(p) in owner)) for g in groups for m in g]
     inside = {id(x) for m, _ in needs for x in m.modules()}

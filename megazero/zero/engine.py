@@ -38,6 +38,8 @@ from megazero.zero.reduction import commit_residual
 from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding
 from megazero.zero.unit import Unit
 
+WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
+
 
 @dataclass(frozen=True)
 class StepInfo:
@@ -113,7 +115,7 @@ class Engine:
             raise RuntimeError(
                 "begin_step was called twice: call step() after the step's last backward, or abort_step()"
             )
-        self._check_frozen()
+        self._check_parameters()
         self.divisor = self.rounding.divisor = float(divisor)
         self.reducing.micro_batches, self.reducing.exact = micro_batches, self.exact_gradients
         for unit in self.units:
@@ -193,7 +195,8 @@ class Engine:
 
         Collective. Each rank must write the same values: its slices of them become the master weights; of a
         parameter that was written in part, the rest, too, where the weights are rounded. Clone what is to outlive
-        the block; a numpy view of a parameter would pin its storage, which is then freed.
+        the block; a numpy view of a parameter would pin its storage, which is then freed. Raises RuntimeError for a
+        write without ``write``.
         """
         if self.passes.micro_batches:
             raise RuntimeError("gathered() inside a step: call step() first")
@@ -209,6 +212,8 @@ class Engine:
             if write:
                 for unit, before in zip(units, seen, strict=True):
                     self._take_written(unit, before)
+            for unit in units:
+                unit.check_unwritten("inside gathered()", WRITING)
         finally:
             for unit in units:
                 unit.pinned -= 1
@@ -249,8 +254,11 @@ class Engine:
 
     # -- parts of them ---------------------------------------------------------------------------
 
-    def _check_frozen(self) -> None:
+    def _check_parameters(self) -> None:
         for unit in self.units:
+            for binding in unit.bindings:
+                binding.check_place()
+            unit.check_unwritten("outside of a step", WRITING)
             now = [n for n, p in unit.params.items() if p.requires_grad]
             if now != unit.trainable:
                 changed = sorted(set(now) ^ set(unit.trainable))
@@ -272,6 +280,8 @@ class Engine:
             for slot, low, high, at in unit.layout.ranges(unit.levels.p):
                 unit.copy[at : at + high - low].copy_(unit.full[slot.start + low : slot.start + high])
         unit.master_version += 1
+        for binding in unit.bindings:
+            binding.accept()
 
     def _exchange(self) -> tuple[float, dict[str, float]]:
         """Norm over unique slices, and the sampled rounding errors; ranks compare the hash of what they issued."""

@@ -7,16 +7,15 @@ replication: one leaf tensor for the optimizer, a view of the master, with .grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from megazero.zero.elementwise import OptimizerFactory, refuse_unless_elementwise
 from megazero.zero.unit import Unit
-
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,15 @@ class SliceOptimizer:
     """Owns the runs and the torch optimizer over their leaves."""
 
     def __init__(
-        self, units: Iterable[Unit], traits: Mapping[str, Traits], factory: OptimizerFactory
+        self, units: Sequence[Unit], traits: Mapping[str, Traits], factory: OptimizerFactory
     ) -> None:
         self.runs = [run for unit in units for run in make_runs(unit, traits)]
         groups: dict[tuple, dict[str, Any]] = {}
         for each in traits.values():  # every rank has every group, even one it holds no slice of
             if not each.frozen:
                 groups.setdefault(each.options, {"params": [], **dict(each.options)})
+        for unit in units[:1]:
+            refuse_unless_elementwise(factory, groups, unit.sum_dtype, unit.device)
         for run in self.runs:
             groups[run.traits.options]["params"].append(run.leaf)
         if not groups:
@@ -95,7 +96,6 @@ class SliceOptimizer:
         if not self.runs:  # torch refuses an optimizer without parameters
             next(iter(groups.values()))["params"].append(nn.Parameter(torch.zeros(0)))
         self.torch = factory(list(groups.values()))
-        _refuse_unless_elementwise(self.torch)
 
     def squared_norm(self, count_replicated: bool, count_tied: bool = True) -> torch.Tensor:
         """Sum of squares of this rank's gradient slices, fp64 scalar; those that tensor-parallel ranks replicate, or
@@ -184,14 +184,3 @@ def clip_factor(norm: float, limit: float | None, divisor: float) -> float:
     """
     clip = min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0
     return clip / divisor
-
-
-def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Slices are 1-D cuts of parameters: an optimizer that needs a whole matrix would compute something else."""
-    matrix = {"Muon", "LBFGS", "Adafactor"}
-    name = type(optimizer).__name__
-    if name in matrix:
-        raise ValueError(
-            f"{name} is not elementwise: it needs whole parameters, and ZeRO gives it slices; "
-            "nearest legal choices: AdamW, Adam, SGD, Adagrad, RMSprop"
-        )

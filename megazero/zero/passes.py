@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.build import Plan
 from megazero.zero.gathering import Gathering
+from megazero.zero.graph import brings_gradients
 from megazero.zero.order import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
+from megazero.zero.outside import guard_reads
 from megazero.zero.reducing import Reducing
 from megazero.zero.unit import Unit
 
@@ -37,16 +40,18 @@ class Passes:
         self.parts = [[u for u in plan.units if u.part == part] for part in range(plan.parts)]
         self.backwards = [0] * plan.parts
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
-        self._in_backward = False
+        self._in_backward = False  # a graph task of autograd is running that uses parameters
+        self._counts = False  # it is a backward of the step, which torch.autograd.grad is not
         self._splits = False  # the program has backwards of the input alone
         self._micro_batch = 0
         # Gradients that arrived with the input's, by part and micro-batch: they go with the weights'.
         self._held: dict[tuple[int, int], dict[Unit, dict[str, torch.Tensor]]] = {}
         self._owner = {id(p): (u, n) for u in plan.units for n, p in u.params.items()}
+        hooks = {m: [] for m in module.modules()}
         for hooked, needs in plan.needs:
-            self._hook_forward(hooked, needs)
+            hooks[hooked] += self._hook_forward(hooked, needs)
         self._hook_gradients()
-        self._guard_state_dicts(module)
+        guard_reads(plan.units, hooks)
 
     def open_step(self, micro_batches: int, segments: Sequence[Segment]) -> None:
         self.micro_batches, self.backwards = micro_batches, [0] * len(self.parts)
@@ -60,12 +65,12 @@ class Passes:
         if min(self.backwards) != self.micro_batches:
             raise RuntimeError(
                 f"step() after {min(self.backwards)} backwards of {self.micro_batches}: every micro-batch that "
-                "begin_step() announced needs one backward"
+                "begin_step() announced needs one backward; torch.autograd.grad is none"
             )
 
     def abort(self) -> None:
         """Forget a forward or backward that was broken off."""
-        self._in_backward = False
+        self._in_backward = self._counts = False
         self._held.clear()
         self.program.open(())
         for unit in self.units:
@@ -125,12 +130,14 @@ class Passes:
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def _hook_forward(self, module: nn.Module, needs: list[Unit]) -> None:
-        module.register_forward_pre_hook(lambda m, args: self._pre_forward(needs, args))
-        module.register_forward_hook(
-            lambda m, a, out: self._post_forward(needs, out),
-            always_call=True,  # a forward that raised has stopped using its parameters, too
-        )
+    def _hook_forward(self, module: nn.Module, needs: list[Unit]) -> list[RemovableHandle]:
+        return [
+            module.register_forward_pre_hook(lambda m, args: self._pre_forward(needs, args)),
+            module.register_forward_hook(
+                lambda m, a, out: self._post_forward(needs, out),
+                always_call=True,  # a forward that raised has stopped using its parameters, too
+            ),
+        ]
 
     def _hook_gradients(self) -> None:
         # Python's collector does not see into these hooks: a strong reference would keep the engine, its buffers and
@@ -141,17 +148,6 @@ class Passes:
                 unit.params[name].register_post_accumulate_grad_hook(
                     partial(_grad_arrived, passes, index, name)
                 )
-
-    def _guard_state_dicts(self, root: nn.Module) -> None:
-        owner = {id(p): unit for unit in self.units for p in unit.params.values()}
-        for module in root.modules():
-            held = list(dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner))
-            module.register_state_dict_pre_hook(
-                lambda *_, held=held: _refuse_sharded(held, "state_dict", "gathered()")
-            )
-            module.register_load_state_dict_pre_hook(
-                lambda *_, held=held: _refuse_sharded(held, "load_state_dict", "gathered(write=True)")
-            )
 
     def _pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
         if torch._C._current_graph_task_id() != -1:  # a recompute
@@ -188,6 +184,13 @@ class Passes:
         for unit in needs:
             unit.active -= 1
             self.gathering.release(unit)
+        for unit in needs:
+            if not unit.pinned:  # else gathered() looks when its block ends
+                unit.check_unwritten(
+                    "in a forward",
+                    "do not write into parameters in a forward (nor let torch do it: max_norm=...), or do it between "
+                    "steps, inside `with engine.gathered(write=True)`",
+                )
         self.poll()
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(needs, output)
@@ -205,15 +208,18 @@ class Passes:
             )
 
     def _pre_backward(self, needs: list[Unit]) -> None:
-        self._open_backward()
+        if not self._in_backward:
+            self._open_backward(counts=self._segment_is_backward() or brings_gradients(self._owner))
         for unit in needs:
-            if not unit.in_backward:
-                unit.in_backward = True
+            if self._counts and not unit.in_backward:
                 self.gathering.use(unit)
+            else:
+                self.gathering.ensure(unit)
+            unit.in_backward = True
         self.poll()
 
     def _grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
-        self._open_backward()
+        self._open_backward(counts=True)
         current = self.program.current
         if current is not None and current.kind == INPUT:
             if param.grad is None:  # put off, and autograd says so
@@ -238,30 +244,40 @@ class Passes:
             self.reducing.completed(unit)
         self.poll()
 
-    def _open_backward(self) -> None:
-        if self._in_backward:
-            return
-        if self.program.current is None or self.program.current.kind == FORWARD:
-            self._enter(BACKWARD)
-        assert self.program.current is not None
-        kind, part = self.program.current
-        self._check_announced(part)
-        self._in_backward = True
-        if kind == BACKWARD:
-            self.reducing.open(self._reduction_order(part))
-        torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
+    def _segment_is_backward(self) -> bool:
+        return self.program.current is not None and self.program.current.kind in (BACKWARD, INPUT)
+
+    def _open_backward(self, counts: bool) -> None:
+        """A graph task has begun, or turns out to be a backward."""
+        begins = counts and not self._counts
+        if begins:
+            if not self._segment_is_backward():
+                self._enter(BACKWARD)
+            assert self.program.current is not None
+            self._check_announced(self.program.current.part)
+        if not self._in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
+            self._in_backward = True
+        if begins:
+            self._counts = True
+            kind, part = self.program.current
+            if kind == BACKWARD:
+                self.reducing.open(self._reduction_order(part))
 
     def _close_backward(self) -> None:
-        """End of one micro-batch's backward: units that still lack gradients contribute zeros."""
-        assert self.program.current is not None
-        kind, part = self.program.current
-        if kind == BACKWARD:
-            self.reducing.close()
-            self.backwards[part] += 1
-        self._in_backward = False
-        for unit in self.units:
-            self._end_use(unit)
-        self.program.leave()
+        """End of one graph task. Of a micro-batch's backward: units that still lack gradients contribute zeros."""
+        if self._counts:
+            assert self.program.current is not None
+            kind, part = self.program.current
+            if kind == BACKWARD:
+                self.reducing.close()
+                self.backwards[part] += 1
+        if self._counts or not torch.is_grad_enabled():  # a graph of gradients is yet to be used
+            for unit in self.units:
+                self._end_use(unit)
+        if self._counts:
+            self.program.leave()
+        self._in_backward = self._counts = False
 
     def _end_use(self, unit: Unit) -> None:
         if unit.in_backward:
@@ -278,12 +294,3 @@ def _grad_arrived(passes: weakref.ref[Passes], index: int, name: str, param: nn.
     alive = passes()
     if alive is not None:
         alive._grad_ready(alive.units[index], name, param)
-
-
-def _refuse_sharded(held: list[Unit], call: str, inside: str) -> None:
-    """Outside of ``gathered`` parameters may be absent, stale, or overwritten from the master weights."""
-    if not all(u.pinned for u in held):
-        raise RuntimeError(
-            f"the module's parameters are sharded: use `with engine.{inside}: module.{call}(...)`, or a sharded "
-            "checkpoint"
-        )

@@ -33,17 +33,28 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
             raise RuntimeError(
                 "save_records() needs engine.refresh() before it: R is behind the master weights"
             )
-        weights = unit.used() if unit.delta else unit.master.to(unit.dtype)
         owed = _owed(engine, unit)
-        for slot, low, high, at in unit.layout.ranges(unit.levels.os):
-            tensors = {WEIGHTS: weights[at : at + high - low]}
+        for slot, low, high, at, held in _ranges_in_copy(unit):
+            own = slice(at, at + high - low)
+            # Views: the store converts the weights as it writes them.
+            tensors = {WEIGHTS: unit.copy[held : held + high - low] if unit.delta else unit.master[own]}
             if unit.dtype != unit.sum_dtype or engine.policy.codecs.delta:
-                tensors[MASTER] = unit.master[at : at + high - low]
+                tensors[MASTER] = unit.master[own]
             if owed is not None:
-                tensors[RESIDUAL] = owed[at : at + high - low]
-            tensors.update(engine.optimizer.elementwise_state(unit, at, at + high - low))
+                tensors[RESIDUAL] = owed[own]
+            tensors.update(engine.optimizer.elementwise_state(unit, own.start, own.stop))
             records.append(_record(engine, placements, unit, slot, (low, high), tensors))
     return records
+
+
+def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
+    """``Layout.ranges`` of the OS slice, each with where it starts in R."""
+    layout, os, p = unit.layout, unit.levels.os, unit.levels.p
+    return [
+        (*found, inside.start + found[3] - piece.compact)
+        for piece, inside in zip(layout.pieces(os), layout.within(os, p), strict=True)
+        for found in layout.ranges_of(piece)
+    ]
 
 
 def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
@@ -147,7 +158,8 @@ def _record(
 ) -> SliceRecord:
     placement = (placements or {}).get(slot.name) or _own_placement(slot)
     twin = engine.traits[slot.name].replicated and engine.mesh.tp.index > 0 or is_second_end(engine, unit)
-    return SliceRecord(placement, *bounds, tensors, owner=not (engine.mesh.is_replica or twin))
+    owner = not (engine.mesh.is_replica or twin)
+    return SliceRecord(placement, *bounds, tensors, owner, stored={WEIGHTS: unit.dtype})
 
 
 def _own_placement(slot: Slot) -> Placement:

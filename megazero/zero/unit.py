@@ -44,7 +44,8 @@ from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise
 from megazero.comm.lane import Ticket
-from megazero.zero.layout import Layout
+from megazero.zero.binding import Binding
+from megazero.zero.layout import Layout, Slot
 from megazero.zero.policy import Codecs, Levels
 
 EXACT = Codecs()
@@ -81,6 +82,7 @@ class Unit:
             False  # the other end of the pipeline holds the same parameter, in a unit of the same name
         )
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
+        self.bindings: list[Binding] = []  # of the Parameters, made by adopt
         self.full_present = self.copy_present = True
         self._plan_wire()
         self.master = self._make_master()
@@ -168,19 +170,23 @@ class Unit:
             for slot, low, high, at in self.layout.ranges(self.levels.p):
                 self.copy[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
             self.copy_version = self.master_version
-        for slot in self.layout.slots:
-            view = self.full[slot.start : slot.start + slot.numel].view(slot.shape)
-            param = self.params[slot.name]
-            if param.device != view.device or param.dtype != view.dtype:
-                # set_data refuses another device or dtype; swapping keeps the one Parameter object.
-                fresh = nn.Parameter(view.new_empty(0), requires_grad=param.requires_grad)
-                fresh.__dict__.update(param.__dict__)
-                torch.utils.swap_tensors(param, fresh)
-            # .data keeps the Parameter's own version counter: gathers into full do not look like edits.
-            param.data = view
-            param.grad = None
+        self.bindings = [
+            Binding(slot.name, self.params[slot.name], self._view(slot)) for slot in self.layout.slots
+        ]
         if self.levels.p:
             self.drop_full()
+
+    def _view(self, slot: Slot) -> torch.Tensor:
+        return self.full[slot.start : slot.start + slot.numel].view(slot.shape)
+
+    def check_unwritten(self, when: str, cure: str) -> None:
+        """Raises RuntimeError if the user wrote into a parameter since the engine last took its values."""
+        for binding in self.bindings:
+            if binding.written:
+                raise RuntimeError(
+                    f"parameter {binding.name!r} of unit {self.name!r} was written in place {when}: the engine keeps "
+                    f"what its optimizer holds, so the write is lost on some layouts; {cure}"
+                )
 
     def materialise_full(self) -> None:
         if not self.full_present:

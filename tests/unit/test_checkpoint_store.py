@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import warnings
+import weakref
 import zlib
 from math import prod
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megazero.checkpoint import directory, manifest, storage, store
+from megazero.checkpoint import directory, manifest, planners, storage, store
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.checkpoint.records import SliceRecord
@@ -132,6 +133,29 @@ def test_masters_from_weights_and_conversion_only_when_asked(tmp_path):
     assert torch.equal(half[0].tensors["weights"], model()[0].tensors["weights"].bfloat16())
     with pytest.raises(CheckpointError, match="it holds no 'exp_avg', only 'weights'"):
         store.load(path, records=model(), kinds=("exp_avg",))
+
+
+def test_tensors_converted_as_they_are_written_give_the_same_files(tmp_path, monkeypatch):
+    """And one box's conversion is held at a time."""
+    monkeypatch.setattr(planners, "CHUNK_ELEMENTS", 6)
+    master = record("w", (8, 3)).tensors["weights"]
+    placement, held, most = Placement.plain("w", (8, 3)), [], []
+    lookup = planners.SliceSavePlanner.lookup_object
+
+    def watched(planner, index):
+        tensor = lookup(planner, index)
+        held.append(weakref.ref(tensor))
+        most.append(sum(ref() is not None for ref in held))
+        return tensor
+
+    cast = SliceRecord(placement, 0, 24, {"weights": master.bfloat16()})
+    lazy = SliceRecord(placement, 0, 24, {"weights": master}, stored={"weights": torch.bfloat16})
+    one = store.save(tmp_path / "cast", store.Snapshot(1, [cast]))
+    monkeypatch.setattr(planners.SliceSavePlanner, "lookup_object", watched)
+    other = store.save(tmp_path / "lazy", store.Snapshot(1, [lazy]))
+    for name in ("__0_0.distcp", ".metadata"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    assert most == [1] * 4
 
 
 def test_another_model_is_named_tensor_by_tensor(tmp_path):

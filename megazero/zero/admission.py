@@ -1,0 +1,46 @@
+"""Which modules the engine takes: what it would damage is refused by name, before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+TRAINED = (torch.bfloat16, torch.float32, torch.float64)
+# Of frozen parameters: what fp32 holds exactly and every backend sends.
+FROZEN = (*TRAINED, torch.float16, torch.uint8, torch.int8, torch.bool)
+
+
+def refuse_unfit(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raises ValueError for parameters of dtypes, and for modules, that training would damage.
+
+    dtype: of ``Policy.dtype``, which floating-point parameters are converted to.
+    """
+    for name, param in module.named_parameters():
+        _refuse_dtype(name, param, dtype)
+    for name, inner in module.named_modules():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
+            raise ValueError(
+                f"module {name!r}: max_norm={inner.max_norm} writes into the weight in every forward, past the "
+                "optimizer's own copy of it: use max_norm=None, and clip rows in the forward if they must be"
+            )
+
+
+def _refuse_dtype(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> None:
+    legal = TRAINED if param.requires_grad else FROZEN
+    converts = dtype is not None and dtype != param.dtype
+    if (dtype or param.dtype) in legal and (param.is_floating_point() or not converts):
+        return
+    kind = "trained" if param.requires_grad else "frozen"
+    becomes = f", which Policy(dtype) makes {dtype}" if converts else ""
+    if param.is_complex():
+        cure = "keep torch.view_as_real of it as the parameter, and torch.view_as_complex in the forward"
+    elif not param.is_floating_point():
+        cure = "register it as a buffer: it is then left as it is"
+    elif param.dtype == torch.float16 or dtype == torch.float16:
+        cure = "its gradients need loss scaling; nearest: bfloat16, module.bfloat16() or Policy(dtype=torch.bfloat16)"
+    else:
+        cure = "nearest: bfloat16, module.bfloat16() or Policy(dtype=torch.bfloat16)"
+    raise ValueError(
+        f"parameter {name!r} is {kind} and {param.dtype}{becomes}: {kind} parameters are "
+        f"{', '.join(str(d).removeprefix('torch.') for d in legal)}; {cure}"
+    )

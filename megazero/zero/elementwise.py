@@ -1,0 +1,99 @@
+"""Whether an optimizer is elementwise, found by running it: ZeRO gives it slices, each rank its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+SHAPE, CUT = (4, 6), 10  # the cut is not at a row's end
+STEPS = 12  # some optimizers change their way of working after 10
+LR = 0.01  # instead of the user's, which may start at 0
+NEAREST = "nearest legal choices: AdamW, Adam, SGD, Adagrad, RMSprop"
+
+
+def refuse_unless_elementwise(
+    factory: OptimizerFactory,
+    options: Iterable[tuple[tuple[str, Any], ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raises ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its own.
+
+    options: of each parameter group. dtype, device: of the master weights. A few small tensors are stepped; the
+    random generators stay as they are. Optimizers that draw random numbers are refused, too: ranks that hold the
+    same slice would draw different ones.
+    """
+    groups = list(options)
+    if not groups:
+        return
+    values, gradients = _probe(dtype, device)
+    whole, name = _run(factory, groups, values, gradients, seed=0)
+    try:
+        parts = [
+            _run(factory, groups, values.flatten()[part], [g.flatten()[part] for g in gradients], seed=0)[0]
+            for part in (slice(0, CUT), slice(CUT, None))
+        ]
+    except Exception as error:
+        raise ValueError(
+            f"{name} is not elementwise: it steps a matrix, and not a slice of it, which is what ZeRO gives it "
+            f"({error}); {NEAREST}"
+        ) from error
+    joined = torch.cat(parts, 1)
+    if torch.allclose(whole.flatten(1), joined, rtol=1e-4, atol=1e-6, equal_nan=True):
+        return
+    again, _ = _run(factory, groups, values, gradients, seed=1)
+    if not torch.equal(whole, again):
+        raise ValueError(
+            f"{name} draws random numbers in its step: ranks that hold the same slice would draw different ones and "
+            f"drift apart; {NEAREST}"
+        )
+    raise ValueError(
+        f"{name} is not elementwise: it steps a matrix otherwise than the two parts of it, so ZeRO's slices would "
+        f"train something else (it uses norms, rows or sums of what it is given); {NEAREST}"
+    )
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A matrix and its gradients of some steps. The two parts differ in scale, and one gradient in five is large, so
+    that what is scaled or clipped by a norm shows."""
+    at = torch.arange(1, SHAPE[0] * SHAPE[1] + 1, dtype=torch.float64).view(SHAPE)
+    size = torch.where(at <= CUT, 3.0, 0.05)
+    steps = [at.mul(step).sin() * size * (100 if step % 5 == 3 else 1) for step in range(1, STEPS + 1)]
+    return (at.cos() * size).to(device, dtype), [g.to(device, dtype) for g in steps]
+
+
+def _run(
+    factory: OptimizerFactory,
+    groups: Sequence[tuple[tuple[str, Any], ...]],
+    values: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    seed: int,
+) -> tuple[torch.Tensor, str]:
+    """[groups, *shape of values] after the steps, and the optimizer's name."""
+    params = [nn.Parameter(values.clone()) for _ in groups]
+    device = values.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        optimizer = factory([{"params": [p], **dict(own)} for p, own in zip(params, groups, strict=True)])
+        name = type(optimizer).__name__
+        if hasattr(optimizer, "train"):  # schedule-free optimizers refuse to step without
+            optimizer.train()
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if rate is not None:
+                group["lr"] = torch.full_like(rate, LR) if isinstance(rate, torch.Tensor) else LR
+        for gradient in gradients:
+            for param in params:
+                param.grad = gradient.clone()
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise ValueError(
+                    f"{name}.step() does not work on a dense tensor and without arguments, which is how it will be "
+                    f"called ({error}); {NEAREST}"
+                ) from error
+    return torch.stack([p.detach() for p in params]), name
