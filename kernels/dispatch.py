@@ -63,9 +63,9 @@ def use_kernel(messages: torch.Tensor, values: torch.Tensor) -> bool:
 def _warn_of_references() -> None:
     """Once per process."""
     warnings.warn(
-        "Triton is not installed: quantised messages on CUDA are coded by their torch references, which give the same "
-        "bits in many passes over memory instead of one; install the triton of this torch (pip install triton), or "
-        "send exact messages",
+        "Triton is not installed: quantised messages on CUDA are coded by their torch references, which give the "
+        "same bits in many passes over memory instead of one; install Triton (pip install triton), or send exact "
+        "messages",
         RuntimeWarning,
         stacklevel=2,
     )
