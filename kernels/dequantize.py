@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
-from megazero.kernels.values import load_values, raw, store_values
+from megazero.kernels.values import load_values, raw, scales_at, store_values
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool = False) -> None:
@@ -79,7 +79,7 @@ def load_tile(
     biased = tl.load(messages + at, mask=valid[:, None], other=0).to(tl.int32) + BIAS
     p = tl.arange(0, PACK)[None, :, None]
     digits = ((biased[:, None, :] >> (p * BITS)) & ((1 << BITS) - 1)) - OFFSET
-    top = tl.load(halves + row * (row_bytes // 2) + row_blocks * (PART // 2) + b, mask=valid, other=0)
+    top = tl.load(halves + scales_at(row, b, row_bytes, row_blocks, PART), mask=valid, other=0)
     scale = (top.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return digits.to(tl.float32) * scale[:, None, None]
 

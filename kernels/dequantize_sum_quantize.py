@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 from megazero.kernels.dequantize_accumulate import Summed, sum_tile
-from megazero.kernels.dispatch import TILE, jit, tl, use_kernel
+from megazero.kernels.dispatch import TILE, tl, use_kernel
 from megazero.kernels.format import Format
-from megazero.kernels.noise import Noise, word_tile
-from megazero.kernels.quantize import encode_rows, encode_tile, launch_arguments, store_tile
+from megazero.kernels.noise import Noise, drawing_jit, launch_arguments, word_tile
+from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
 
 
 def dequantize_sum_quantize(
@@ -57,7 +57,7 @@ def reference(
     encode_rows(load, out, share, next_form, noise)
 
 
-@jit
+@drawing_jit
 def _kernel(
     messages, halves, out, out_halves, sources, row_blocks, row_bytes, out_blocks, out_bytes, total,
     word0, key0, key1,

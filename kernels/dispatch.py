@@ -9,7 +9,9 @@ interpreter.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +26,8 @@ TILE = 4096  # elements a program takes: 16-byte accesses by 128 threads, of 4-b
 CHUNK = 1 << 18
 
 
-def _plain(function: Callable) -> Any:
-    return function
+def _plain(function: Callable | None = None, **_: Any) -> Any:
+    return _plain if function is None else function
 
 
 def _triton() -> tuple[Any, Any]:
@@ -44,10 +46,29 @@ jit, tl = _triton()
 def use_kernel(messages: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether an operation on messages (uint8) and values (or further messages) runs as a Triton kernel.
 
-    fp64 values (parity modules) take the reference: their sums are kept in fp64.
+    messages are contiguous: the kernels take rows to lie one behind another (the references do not need it).
+    fp64 values (parity modules) take the reference: their sums are kept in fp64. On CUDA without Triton the first
+    call warns.
     """
-    on_device = INTERPRETED or (messages.is_cuda and values.is_cuda)
-    return AVAILABLE and on_device and values.dtype != torch.float64
+    assert messages.is_contiguous(), (messages.shape, messages.stride())
+    on_cuda = messages.is_cuda and values.is_cuda
+    if values.dtype == torch.float64 or not (INTERPRETED or on_cuda):
+        return False
+    if not AVAILABLE:
+        _warn_of_references()
+    return AVAILABLE
+
+
+@cache
+def _warn_of_references() -> None:
+    """Once per process."""
+    warnings.warn(
+        "Triton is not installed: quantised messages on CUDA are coded by their torch references, which give the "
+        "same bits in many passes over memory instead of one; install Triton (pip install triton), or send exact "
+        "messages",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def blocks_per_program(block: int) -> int:

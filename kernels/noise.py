@@ -17,6 +17,9 @@ import torch
 from megazero.kernels.dispatch import jit, tl
 
 LIMIT = 1 << 33  # elements of a stream: 2 per 32-bit counter
+# Decorates a kernel that draws. These arguments of it differ from step to step and from unit to unit; Triton would
+# make a constant of a 1, and compile anew for multiples of 16.
+drawing_jit = jit(do_not_specialize=("word0", "key0", "key1"))
 NOISE_UNIT = 2.0**-16
 
 
@@ -63,6 +66,11 @@ class Noise:
         for part in (self.seed, self.step, self.stream):
             key = _finalize(key ^ _finalize(part & 0xFFFFFFFFFFFFFFFF))
         return signed(key), signed(key >> 32)
+
+
+def launch_arguments(noise: Noise | None) -> tuple[int, int, int]:
+    """word0, key0, key1 of a kernel that draws, int32 all: the first element's counter wraps, as it does there."""
+    return (signed(noise.start // 2), *noise.keys) if noise is not None else (0, 0, 0)
 
 
 class Draws:

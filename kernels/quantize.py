@@ -21,8 +21,17 @@ from megazero.kernels.format import (
     SMALLEST_SCALE,
     Format,
 )
-from megazero.kernels.noise import NOISE_UNIT, Draws, Noise, draws_tile, signed, word_tile
-from megazero.kernels.values import load_values, raw
+from megazero.kernels.noise import (
+    NOISE_UNIT,
+    Draws,
+    Noise,
+    drawing_jit,
+    draws_tile,
+    launch_arguments,
+    signed,
+    word_tile,
+)
+from megazero.kernels.values import load_values, raw, scales_at
 
 
 def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
@@ -218,10 +227,10 @@ def store_tile(
     j = tl.arange(0, PART)
     tl.store(messages + (row * row_bytes + b * PART)[:, None] + j[None, :], payload, mask=valid[:, None])
     top = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-    tl.store(halves + row * (row_bytes // 2) + row_blocks * (PART // 2) + b, top, mask=valid)
+    tl.store(halves + scales_at(row, b, row_bytes, row_blocks, PART), top, mask=valid)
 
 
-@jit
+@drawing_jit
 def _kernel(
     x, messages, halves, total, row_blocks, row_bytes, word0, key0, key1,
     BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -237,11 +246,6 @@ def _kernel(
     word = word_tile(g, word0, PACK, PART)
     payload, scale = encode_tile(values, word, key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
     store_tile(payload, scale, g, valid, messages, halves, row_bytes, row_blocks, PART)
-
-
-def launch_arguments(noise: Noise | None) -> tuple[int, int, int]:
-    """word0, key0, key1 of the kernels."""
-    return (noise.start // 2, *noise.keys) if noise is not None else (0, 0, 0)
 
 
 def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None) -> None:

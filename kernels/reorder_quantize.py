@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megazero.kernels.dispatch import blocks_per_program, jit, tl, use_kernel
+from megazero.kernels.dispatch import blocks_per_program, tl, use_kernel
 from megazero.kernels.format import Format
-from megazero.kernels.noise import Noise, word_tile
-from megazero.kernels.quantize import encode_rows, encode_tile, launch_arguments, store_tile
+from megazero.kernels.noise import Noise, drawing_jit, launch_arguments, word_tile
+from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
 from megazero.kernels.values import load_values, raw
 
 
@@ -92,7 +92,7 @@ def reference(
     encode_rows(load, messages, n, form, noise, origin=lambda row: order.source(row) * n)
 
 
-@jit
+@drawing_jit
 def _kernel(
     x, messages, halves, total, row_blocks, row_bytes, nodes, node_size, stages, word0, key0, key1,
     BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,

@@ -16,6 +16,13 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit
+def scales_at(row, b, row_bytes, row_blocks, PART: tl.constexpr):
+    """Where a message's scales lie, in int16 from the buffer's start: blocks b int64 of rows int64. The payload
+    before them may be 4 GiB or more, so that its size is no int32."""
+    return row * (row_bytes // 2) + tl.cast(row_blocks, tl.int64) * (PART // 2) + b
+
+
+@jit
 def load_values(x, at, mask):
     """fp32 values at x + at, 0 where masked; x points to fp32, fp16 or bf16 as int16."""
     loaded = tl.load(x + at, mask=mask, other=0)

@@ -18,6 +18,7 @@ from megazero.kernels import (
 )
 from megazero.kernels.format import Format
 from megazero.kernels.noise import Noise
+from megazero.kernels.values import scales_at
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,20 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 
+@dispatch.jit
+def _scales_at(out, b, row_bytes, row_blocks, PART: dispatch.tl.constexpr):
+    at = scales_at(dispatch.tl.load(out), b, row_bytes, row_blocks, PART)
+    dispatch.tl.store(out, at)
+
+
+def far_scales() -> str:
+    """Where block 5 of row 7 has its scale, by the kernels, in rows of 2 ** 28 blocks of 64 bytes (16 GiB)."""
+    out = torch.tensor([7])
+    _scales_at[(1,)](out, 5, 1 << 34, 1 << 28, 64)
+    return str(out.item())
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    json.dump({case.name: different(case, "cpu") for case in CASES}, sys.stdout)
+    results = {case.name: different(case, "cpu") for case in CASES}
+    json.dump({**results, "scales_at": [far_scales()]}, sys.stdout)

@@ -1,71 +1,137 @@
-"""Compiles every kernel for a GPU, which needs none. Prints a JSON object: kernel -> the widths of its global
-accesses and what would break equality with the references. Run as a program, without the interpreter."""
+"""Launches every operation on CPU tensors as for a GPU, up to the compiled kernel, which needs none. Prints a JSON
+object: launch -> the widths of its global accesses, what would break equality with the references, and how many
+kernels were compiled for all that it draws. Run as a program, without the interpreter."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+torch.version.cuda = torch.version.cuda or "any"  # dispatch then loads Triton, as with a CUDA build
+from megazero.kernels import (  # noqa: E402
+    dequantize,
+    dequantize_accumulate,
+    dequantize_sum_quantize,
+    dispatch,
+    quantize,
+    reorder_quantize,
+)
+from megazero.kernels.format import Format  # noqa: E402
+from megazero.kernels.noise import Noise  # noqa: E402
+from megazero.kernels.reorder_quantize import Order  # noqa: E402
 
-def compiled(kernel, pointers: dict[str, str], constants: dict[str, object]) -> dict[str, list[str]]:
-    """The kernel's PTX for compute capability 9.0 with 16-byte aligned pointers and row sizes, summarised."""
-    import triton
+from tests.kernel_cases import buffer  # noqa: E402
+
+ROWS, BLOCKS = 3, 132  # of a launch; neither row nor block counts are multiples of 16
+
+
+@dataclass(frozen=True)
+class Keyed(Noise):
+    """Noise whose keys are not hashed but given."""
+
+    given: tuple[int, int] = (0, 0)
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        return self.given
+
+
+# What Triton specialises by itself: 1 and multiples of 16; and a counter of more than 31 bits.
+DRAWN = (
+    Keyed(0, 0, 0, 4, (-5, 3)),
+    Keyed(0, 0, 0, 0, (0, 1)),
+    Keyed(0, 0, 0, 2, (1, 16)),
+    Keyed(0, 0, 0, (1 << 32) + 32, (16, 0)),
+)
+
+
+def capture() -> list[Any]:
+    """From here on launches on CPU tensors compile for compute capability 9.0 and do not run; the list grows by
+    the compiled kernel of each."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
 
-    signature, values, hints = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(i,)] = "constexpr", constants[name]
-            continue
-        signature[name] = pointers.get(name, "i32")
-        if name in pointers or name in ("row_bytes", "out_bytes", "row_stride"):
-            hints[(i,)] = [["tt.divisibility", 16]]
-    made = triton.compile(
-        ASTSource(kernel, signature, values, hints),
-        target=GPUTarget("cuda", 90, 32),
-        options={"enable_fp_fusion": False},
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target
+        )
     )
-    ptx = made.asm["ptx"]
+    run, compiled = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(run(self, *args, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    dispatch.INTERPRETED = True  # CPU tensors take the kernels
+    return compiled
+
+
+def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], None]]:
+    """Every operation as a function of its noise; tensors of ``rows`` rows of ``blocks`` blocks."""
+    eight, four, clipped = Format(8, 128), Format(4, 64), Format(4, 64, 4)
+
+    def encoded(form: Format) -> torch.Tensor:
+        return buffer(form, rows, blocks * form.block, "cpu")
+
+    def values(form: Format, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(rows, blocks * form.block, dtype=dtype)
+
+    def reorder(noise: Noise) -> None:
+        order = Order(ranks, ranks, ranks)
+        n = blocks * four.block
+        x = torch.zeros(order.pieces * n, dtype=torch.bfloat16)
+        reorder_quantize.reorder_quantize(x, buffer(four, order.pieces, n, "cpu"), four, order, noise)
+
+    def sum_quantize(noise: Noise) -> None:
+        n = blocks * eight.block
+        out = buffer(four, 1, n, "cpu")
+        dequantize_sum_quantize.dequantize_sum_quantize(encoded(eight), n, eight, out, four, noise)
+
+    half = torch.bfloat16
+    decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
+    return {
+        "quantize": lambda noise: quantize.quantize(
+            values(eight, torch.float32), encoded(eight), eight, noise
+        ),
+        "quantize with clip": lambda noise: quantize.quantize(
+            values(clipped, torch.float16), encoded(clipped), clipped, noise
+        ),
+        "reorder_quantize": reorder,
+        "dequantize": lambda _: decode(encoded(eight), values(eight, half), eight),
+        "dequantize and add": lambda _: decode(encoded(eight), values(eight, half), eight, add=True),
+        "accumulate": lambda _: accumulate(encoded(four), values(four, torch.float32)[0], four, True),
+        "sum_quantize": sum_quantize,
+    }
+
+
+def summary(compiled: list[Any]) -> dict[str, Any]:
+    """Of the kernels of one operation's launches: the first one's PTX in short, and how many there are."""
+    ptx = compiled[0].asm["ptx"]
     return {
         "accesses": sorted(set(re.findall(r"(?:ld|st)\.global\.[\w.]+", ptx))),
         "inexact": sorted(set(re.findall(r"\w+\.(?:approx|full)\.\w+|\w+\.ftz\.\w+|fma\.\w+\.\w+", ptx))),
+        "compilations": len({id(kernel) for kernel in compiled}),
     }
 
 
 def main() -> None:
-    torch.version.cuda = torch.version.cuda or "any"  # dispatch then loads Triton, as with a CUDA build
-    from megazero.kernels import (  # fmt: skip
-        dequantize,
-        dequantize_accumulate,
-        dequantize_sum_quantize,
-        dispatch,
-        quantize,
-        reorder_quantize,
-    )
-
-    tile = dispatch.TILE
-    buffers = {"messages": "*i8", "halves": "*i16"}
-    sums = {"LARGEST": 1 << 30, "STOCHASTIC": True}
-    eight, four = {"BITS": 8, "BLOCK": 128, "R": tile // 128}, {"BITS": 4, "BLOCK": 64, "R": tile // 64}
-    two_hops = {"NEXT_BITS": 4, "NEXT_BLOCK": 64, "CLIP": 0, "ELEMENTS": tile}
-    out = {**buffers, "out": "*i8", "out_halves": "*i16"}
-    jobs = {
-        "quantize": (quantize, {**buffers, "x": "*fp32"}, {**eight, **sums, "CLIP": 0}),
-        "quantize with clip": (quantize, {**buffers, "x": "*fp16"}, {**four, **sums, "CLIP": 4}),
-        "reorder_quantize": (reorder_quantize, {**buffers, "x": "*i16"}, {**four, **sums, "CLIP": 0}),
-        "dequantize": (dequantize, {**buffers, "out": "*i16"}, {**eight, "ADD": False}),
-        "dequantize and add": (dequantize, {**buffers, "out": "*i16"}, {**eight, "ADD": True}),
-        "accumulate": (dequantize_accumulate, {**buffers, "out": "*fp32"}, {**four, "ACCUMULATE": True}),
-        "sum_quantize": (dequantize_sum_quantize, out, {**eight, **two_hops, **sums}),
-    }
-    made = {
-        name: compiled(module._kernel, pointers, constants)
-        for name, (module, pointers, constants) in jobs.items()
-    }
+    compiled = capture()
+    made = {}
+    for size, (rows, blocks, ranks) in {"": (ROWS, BLOCKS, 3), " of one block": (1, 1, 1)}.items():
+        for name, launch in launches(rows, blocks, ranks).items():
+            compiled.clear()
+            for noise in DRAWN:
+                launch(noise)
+            made[name + size] = summary(compiled)
     json.dump(made, sys.stdout)
 
 

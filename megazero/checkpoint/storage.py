@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint storage, with checksums and without unrestricted unpickling.
+"""torch.distributed.checkpoint storage, with checksums and without unrestricted unpickling (metadata.py).
 
 The files stay what torch writes: other DCP tools can read them.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import zlib
 from io import FileIO
 from pathlib import Path
@@ -16,84 +15,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import FileEntry
-
-METADATA_FILE = ".metadata"
-
-_CLASSES = (
-    dcp_metadata.Metadata,
-    dcp_metadata.MetadataIndex,
-    dcp_metadata.TensorStorageMetadata,
-    dcp_metadata.TensorProperties,
-    dcp_metadata.ChunkStorageMetadata,
-    dcp_metadata.StorageMeta,
-    dcp_metadata._MEM_FORMAT_ENCODING,
-    dcp_filesystem._StorageInfo,
-    torch.Size,
-)
-_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
-    **_DTYPES,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # 'torch.strided' to the object
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds DCP's metadata classes and refuses to look up anything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise CheckpointError(
-                f"'{METADATA_FILE}' asks to run '{module}.{name}', which no checkpoint of megazero does: the "
-                "file is damaged or malicious and was not loaded; take a checkpoint from a source you trust"
-            ) from None
-
-
-def read_metadata(path: Path) -> Metadata:
-    """The tensors' description of the checkpoint directory ``path``, without running code from it."""
-    try:
-        with open(path / METADATA_FILE, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(
-            f"'{path / METADATA_FILE}' cannot be read ({type(error).__name__}: {error}); load another checkpoint"
-        ) from error
-    tensors = getattr(metadata, "state_dict_metadata", None)
-    storage = getattr(metadata, "storage_data", None)
-    if not (
-        isinstance(metadata, Metadata)
-        and isinstance(tensors, dict)
-        and isinstance(storage, dict)
-        and all(isinstance(value, TensorStorageMetadata) for value in tensors.values())
-        and all(_safe(value) for value in storage.values())
-    ):
-        raise CheckpointError(
-            f"'{path / METADATA_FILE}' is no description of tensors; load another checkpoint"
-        )
-    return metadata
-
-
-def _safe(info: Any) -> bool:
-    """Whether a storage entry names a plain file of the directory, read without extensions."""
-    name = getattr(info, "relative_path", None)
-    return (
-        isinstance(name, str)
-        and name == os.path.basename(name)
-        and name not in ("", ".", "..")
-        and not getattr(info, "transform_descriptors", None)
-    )
+from megazero.checkpoint.metadata import read_metadata
 
 
 class Writer(FileSystemWriter):
@@ -149,7 +77,7 @@ def _compact(data: Any) -> torch.Tensor:
 
 
 class Reader(FileSystemReader):
-    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata by the allow-list.
+    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
 
     The signature has no ``kwargs``: torch then does not fall back to per-rank metadata files.
     """

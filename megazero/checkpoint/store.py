@@ -37,10 +37,11 @@ from megazero.checkpoint.manifest import (
     to_json,
     write_file,
 )
+from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import SliceLoadPlanner, SliceSavePlanner, stored_tensors
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.storage import METADATA_FILE, Reader, Writer, read_metadata
+from megazero.checkpoint.storage import Reader, Writer
 
 __all__ = [
     "CheckpointError",

@@ -31,6 +31,8 @@ from megazero.data.files import replacing
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
 from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, discover_ranks_per_node, init_distributed
+from megazero.models import Decoder
+from megazero.models.attention_kernels import math_note
 from megazero.models.flops import parameter_count
 from megazero.train.batch_size import BatchSchedule
 from megazero.train.checkpointing import Checkpointing, Progress
@@ -45,7 +47,7 @@ from megazero.train.guards import (
 )
 from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
 from megazero.train.metrics import MetricsWriter
-from megazero.train.parallelize import build_decoder, build_pipeline, make_mesh, shard_decoder
+from megazero.train.parallelize import DTYPES, build_decoder, build_pipeline, make_mesh, shard_decoder
 from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Outputs, Schedules, Trainer
@@ -146,7 +148,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     progress = dataclasses.replace(
         progress, notes=(*progress.notes, *(notes if device.type == "cuda" else ()))
     )
-    _describe(config, mesh, outputs.console, decoder.config, progress)
+    _describe(config, mesh, outputs.console, decoder, progress)
     signals = None
     if config.training.exit_signal_handler:
         signals = stack.enter_context(StopSignals(STOP_SIGNALS))
@@ -317,14 +319,16 @@ def open_outputs(
 
 
 def _describe(
-    config: RunConfig, mesh: Mesh, console: TrainConsole, decoder: object, progress: Progress
+    config: RunConfig, mesh: Mesh, console: TrainConsole, decoder: Decoder, progress: Progress
 ) -> None:
     grid = mesh.grid
     facts: dict[str, object] = {
-        "parameters": f"{parameter_count(decoder):,}",  # type: ignore[arg-type]
+        "parameters": f"{parameter_count(decoder.config):,}",
         "device": str(mesh.device),
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
     }
     console.header(f"megazero on {grid.world_size} ranks", facts)
-    for line in (*progress.notes, *config.describe(World(grid.world_size, grid.ranks_per_node))):
+    math = math_note(decoder.config, decoder.tp, mesh.device, DTYPES[config.precision.params_dtype])
+    described = config.describe(World(grid.world_size, grid.ranks_per_node))
+    for line in (*progress.notes, *described, *([f"note: {math}"] if math else [])):
         console.note(line)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megazero.checkpoint import directory, manifest, planners, storage, store
 from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.metadata import read_metadata
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.checkpoint.records import SliceRecord
 
@@ -295,7 +296,7 @@ def test_malicious_tensor_file_is_refused(tmp_path):
     buffer = io.BytesIO()
     torch.save(Malice(os.mkdir, str(target)), buffer)
     data = (path / "__0_0.distcp").read_bytes()
-    metadata = storage.read_metadata(path)
+    metadata = read_metadata(path)
     for info in metadata.storage_data.values():
         info.offset, info.length = 0, len(buffer.getvalue())
     (path / ".metadata").write_bytes(pickle.dumps(metadata))

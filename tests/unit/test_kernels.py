@@ -46,6 +46,11 @@ def test_kernels_equal_their_references(case: str, interpreted: dict[str, list[s
     assert interpreted[case] == []
 
 
+def test_offsets_reach_beyond_31_bits(interpreted: dict[str, list[str]]) -> None:
+    """The scales of a row of 16 GiB lie 2 ** 33 int16 from its start."""
+    assert interpreted["scales_at"] == [str(7 * (1 << 34) // 2 + (1 << 33) + 5)]
+
+
 def test_without_cuda_the_reference_runs_and_triton_stays_out() -> None:
     code = (
         "import sys, megazero.kernels.reorder_quantize, megazero.kernels.dequantize_sum_quantize, torch\n"
@@ -56,6 +61,19 @@ def test_without_cuda_the_reference_runs_and_triton_stays_out() -> None:
     assert done.stdout.strip() == "True", done.stderr
     x = torch.zeros(8)
     assert dispatch.use_kernel(x, x) == dispatch.INTERPRETED
+
+
+def test_cuda_without_triton_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    x = torch.zeros(8).as_subclass(OnCuda)
+    monkeypatch.setattr(dispatch, "AVAILABLE", False)
+    with pytest.warns(RuntimeWarning, match="pip install triton") as warned:
+        assert not dispatch.use_kernel(x, x)
+        assert not dispatch.use_kernel(x, x)
+        assert not dispatch.use_kernel(x, x.double())  # has no kernel anywhere
+    assert len(warned) == 1
 
 
 def test_paper_order_of_slices() -> None:

@@ -1,0 +1,232 @@
+"""Reads ``.metadata``, torch.distributed.checkpoint's description of the tensors, without running what it asks for.
+
+The file is a pickle: a program that looks up names, calls them and sets attributes. Here it gets stand-ins, which
+keep what they are given and nothing else, so that no object that outlives the file is within its reach: an attribute
+set on a class, a function or an enumeration's member would stay for the life of the process. What was kept is then
+checked field by field and made into torch's classes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megazero.checkpoint.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The tensors' description of the checkpoint directory ``path``, without running code from it.
+
+    Raises CheckpointError where the file is missing or holds anything but fields of such a description.
+    """
+    try:
+        with open(path / METADATA_FILE, "rb") as file:
+            return _made(Metadata)(_Unpickler(file).load())
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise CheckpointError(
+            f"'{path / METADATA_FILE}' is no description of tensors ({type(error).__name__}: {error}): it is damaged "
+            "or malicious and was not loaded; load another checkpoint, from a source you trust"
+        ) from error
+
+
+class _Kept:
+    """Stand-in for an object. Pickle looks for ``__setstate__`` before it sets attributes: of the object it keeps
+    the state, of the class it misses an argument (TypeError)."""
+
+    __slots__ = ("state",)
+
+    def __setstate__(self, state: Any) -> None:
+        if hasattr(self, "state"):
+            raise ValueError("an object's fields are set twice")
+        self.state = state
+
+
+class _Call:
+    """Stand-in for a function, or for a class that is called: an object without attributes to set."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("attributes of a function are set")
+
+
+def _size(lengths: Any) -> torch.Size:
+    if type(lengths) is not tuple or any(type(length) is not int or length < 0 for length in lengths):
+        raise ValueError("a size is no tuple of lengths")
+    return torch.Size(lengths)
+
+
+def _encoding_by_name(owner: Any, name: Any) -> int:
+    """What early releases of Python 3.11 write for an enumeration's member: getattr(class, name)."""
+    if owner is not _ENCODING:
+        raise ValueError("an attribute of something else than the memory formats is read")
+    return _MEM_FORMAT_ENCODING[name].value
+
+
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+_ENCODING = _Call(
+    lambda value: _MEM_FORMAT_ENCODING(value).value
+)  # a member could be written to, a number cannot
+_PATH = _Call(lambda *parts: os.path.join(*parts))
+
+
+def _named(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+_CLASSES = (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+    TensorProperties,
+    ChunkStorageMetadata,
+    StorageMeta,
+    _StorageInfo,
+)
+_KEPT: dict[type, type[_Kept]] = {cls: type(cls.__name__, (_Kept,), {"__slots__": ()}) for cls in _CLASSES}
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{_named(cls): kept for cls, kept in _KEPT.items()},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    _named(torch.Size): _Call(_size),
+    ("torch.serialization", "_get_layout"): _Call(_LAYOUTS.__getitem__),
+    _named(_MEM_FORMAT_ENCODING): _ENCODING,
+    ("builtins", "getattr"): _Call(_encoding_by_name),
+    ("pathlib", "PosixPath"): _PATH,
+    ("pathlib._local", "PosixPath"): _PATH,  # Python 3.13
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives out stand-ins and looks nothing up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise ValueError(
+                f"it asks to run '{module}.{name}', which no checkpoint of megazero does"
+            ) from None
+
+
+# A check turns what a field of the file holds into the field's value, or raises.
+_Check = Callable[[Any], Any]
+
+
+def _is(*types: type) -> _Check:
+    def check(value: Any) -> Any:
+        if type(value) not in types:
+            raise ValueError(f"a {type(value).__name__} where a {types[0].__name__} belongs")
+        return value
+
+    return check
+
+
+def _list(check: _Check) -> _Check:
+    return lambda values: [check(value) for value in _is(list)(values)]
+
+
+def _dict(key: _Check, value: _Check) -> _Check:
+    return lambda values: {key(k): value(v) for k, v in _is(dict)(values).items()}
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _state(kind: type, kept: Any) -> Any:
+    if type(kept) is not _KEPT[kind] or not hasattr(kept, "state"):
+        raise ValueError(f"no {kind.__name__} where one belongs")
+    return kept.state
+
+
+def _made(kind: type) -> _Check:
+    """The check of an object of torch's class ``kind`` with the fields of ``_FIELDS``."""
+
+    def check(kept: Any) -> Any:
+        state, fields = _is(dict)(_state(kind, kept)), _FIELDS[kind]
+        unknown = sorted(map(repr, state.keys() - fields.keys()))
+        if unknown:
+            raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}")
+        return kind(**{name: fields[name](value) for name, value in state.items()})
+
+    return check
+
+
+def _properties(kept: Any) -> TensorProperties:
+    """torch keeps a tuple, with a number for the memory format."""
+    dtype, layout, requires_grad, memory_format, pin_memory = _is(tuple)(_state(TensorProperties, kept))
+    made = TensorProperties(
+        _is(torch.dtype)(dtype),
+        _is(torch.layout)(layout),
+        _is(bool)(requires_grad),
+        pin_memory=_is(bool)(pin_memory),
+    )
+    encoding = _MEM_FORMAT_ENCODING(_is(int)(memory_format))
+    made.__setstate__((made.dtype, made.layout, made.requires_grad, encoding, made.pin_memory))
+    return made
+
+
+def _plain_file(name: Any) -> str:
+    """A file of the checkpoint's directory, not one elsewhere."""
+    if _is(str)(name) != os.path.basename(name) or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is no name of a file in the directory")
+    return name
+
+
+def _path_of_keys(path: Any) -> tuple[str | int, ...]:
+    return tuple(_is(str, int)(key) for key in _is(tuple)(path))
+
+
+_SIZE, _TEXT, _NUMBER = _is(torch.Size), _is(str), _is(int)
+_FIELDS: dict[type, dict[str, _Check]] = {
+    ChunkStorageMetadata: {"offsets": _SIZE, "sizes": _SIZE},
+    TensorStorageMetadata: {
+        "properties": _properties,
+        "size": _SIZE,
+        "chunks": _list(_made(ChunkStorageMetadata)),
+    },
+    MetadataIndex: {"fqn": _TEXT, "offset": _or_none(_SIZE), "index": _or_none(_NUMBER)},
+    _StorageInfo: {
+        "relative_path": _plain_file,
+        "offset": _NUMBER,
+        "length": _NUMBER,
+        "transform_descriptors": _is(NoneType),  # a file that is read through extensions is refused
+    },
+    StorageMeta: {
+        "checkpoint_id": _or_none(_TEXT),
+        "save_id": _or_none(_TEXT),
+        "load_id": _or_none(_TEXT),
+        "modules": _list(_TEXT),
+    },
+    Metadata: {
+        "state_dict_metadata": _dict(_TEXT, _made(TensorStorageMetadata)),
+        "planner_data": _or_none(_dict(_TEXT, _path_of_keys)),
+        "storage_data": _dict(_made(MetadataIndex), _made(_StorageInfo)),
+        "storage_meta": _or_none(_made(StorageMeta)),
+        "version": _or_none(_TEXT),
+    },
+}

@@ -1,0 +1,45 @@
+"""Which of torch's attention kernels runs: a fused one, or "math", which keeps a matrix [s, s] per head and sample.
+
+The fused kernels differ in dtypes (flash attention takes 16 bits), masks (flash attention takes none) and grouped
+key/value heads (of the memory-efficient kernel, which takes fp32, by the release of torch). So torch is asked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.backends import cuda
+
+from megazero.models.decoder_config import DecoderConfig
+from megazero.models.positions import Positions
+from megazero.tp import TensorParallel
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Whether a fused CUDA kernel takes q [b, heads, s, d], k and v [b, kv heads, s, d] as they are, causal where
+    there is no additive mask. False for tensors elsewhere.
+
+    cuDNN's kernel is not asked: where the other two refuse, torch prefers math to it.
+    """
+    inputs = cuda.SDPAParams(q, k, v, mask, dropout, mask is None, q.shape[1] != k.shape[1])
+    return cuda.can_use_flash_attention(inputs) or cuda.can_use_efficient_attention(inputs)
+
+
+def math_note(
+    config: DecoderConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """What to say at the start of a run whose attention gets no fused kernel on a GPU; None where it gets one."""
+    if device.type == "cpu":
+        return None
+    heads = tp.share(config.num_heads, "num_heads")
+    q = torch.zeros(64, 1, heads, config.head_size, device=device, dtype=dtype, requires_grad=True)
+    mask = Positions(config, tp).mask(q)
+    q = q.permute(1, 2, 0, 3)
+    if fused(q, q, q, mask, config.attention_dropout):
+        return None
+    biased = " with ALiBi" if mask is not None else ""
+    return (
+        "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused one takes "
+        f"{heads} heads of {config.head_size} in {str(dtype).removeprefix('torch.')}{biased} on this GPU; bf16 and a "
+        "head size (--kv-channels) that is a multiple of 8 get one"
+    )

@@ -1,0 +1,187 @@
+"""``.metadata`` is read as data: what torch writes loads, and no program in it reaches anything that outlives it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as of_torch
+
+from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.metadata import read_metadata
+
+DCP = "torch.distributed.checkpoint.metadata"
+CLASSES = (of_torch.Metadata, of_torch.StorageMeta, of_torch.TensorProperties, of_torch.MetadataIndex)
+MEMBER = of_torch._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that torch wrote by itself: nested names, a path in its description."""
+    path = tmp_path_factory.mktemp("dcp")
+    state = {
+        "a": {"w": torch.zeros(3, 2), "half": torch.zeros(4, dtype=torch.bfloat16)},
+        "l": [torch.ones(())],
+    }
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.fixture
+def metadata(written: Path) -> of_torch.Metadata:
+    return pickle.loads((written / ".metadata").read_bytes())
+
+
+def read(path: Path, data: bytes) -> of_torch.Metadata:
+    (path / ".metadata").write_bytes(data)
+    return read_metadata(path)
+
+
+def like(path: Path, metadata: of_torch.Metadata) -> of_torch.Metadata:
+    """metadata as read_metadata gives it: the path where it was written is text."""
+    metadata = copy.copy(metadata)
+    metadata.storage_meta = copy.copy(metadata.storage_meta)
+    metadata.storage_meta.checkpoint_id = str(path)
+    return metadata
+
+
+def test_what_torch_writes_is_read(written: Path, metadata: of_torch.Metadata) -> None:
+    found = read_metadata(written)
+    assert found == like(written, metadata)
+    assert found.planner_data["l.0"] == ("l", 0)
+    for index, info in metadata.storage_data.items():
+        assert type(index) is of_torch.MetadataIndex and found.storage_data[index] == info
+    properties = found.state_dict_metadata["a.half"].properties
+    assert type(properties) is of_torch.TensorProperties
+    assert properties.dtype == torch.bfloat16 and properties.memory_format == torch.contiguous_format
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_and_early_python_311(
+    protocol: int, tmp_path: Path, written: Path, metadata: of_torch.Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = like(written, metadata)
+    if protocol > 2:  # 3.11.2 and older write a member of an enumeration as an attribute of its class
+        reduce = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
+        monkeypatch.setattr(of_torch._MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
+    assert read(tmp_path, pickle.dumps(metadata, protocol)) == expected
+
+
+def test_fields_that_older_releases_lack_have_defaults(tmp_path: Path, metadata: of_torch.Metadata) -> None:
+    del metadata.version, metadata.storage_meta.modules
+    found = read(tmp_path, pickle.dumps(metadata))
+    assert found.version is None and found.storage_meta.modules == []
+
+
+# Pieces of pickle programs.
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def name(module: str, qualified: str) -> bytes:
+    return text(module) + text(qualified) + b"\x93"  # STACK_GLOBAL
+
+
+def fields(**values: bytes) -> bytes:
+    return b"}" + b"".join(text(key) + value + b"s" for key, value in values.items())
+
+
+ONE = b"K\x01"
+METADATA, META = name(DCP, "Metadata"), name(DCP, "StorageMeta")
+LAYOUT, ENCODING = name("torch.serialization", "_get_layout"), name(DCP, "_MEM_FORMAT_ENCODING")
+GETATTR = name("builtins", "getattr")
+PROGRAMS = {
+    "attribute of a class": META + b"N" + fields(poison=ONE) + b"\x86b",  # BUILD with (None, slots)
+    "method of a class": METADATA + b"N" + fields(__init__=META) + b"\x86b",
+    "fields of a class": META + fields(poison=ONE) + b"b",
+    "attribute of a function": LAYOUT + fields(cache=fields(any=ONE)) + b"b",
+    "slots of a function": LAYOUT + b"N" + fields(poison=ONE) + b"\x86b",
+    "member of an enumeration": ENCODING + ONE + b"\x85R" + fields(_value_=b"K\x07", poison=ONE) + b"b",
+    "attribute of a dtype": name("torch", "float32") + fields(poison=ONE) + b"b",
+    "attribute of a size": name("torch", "Size") + b")\x85R" + fields(poison=ONE) + b"b",
+    "fields set twice": META + b")\x81\x94" + fields() + b"b" + fields(poison=ONE) + b"b",
+    "class called": META + ONE + b"\x85R",
+    "size of text": name("torch", "Size") + text("ab") + b"\x85\x85R",
+    "size of negative": name("torch", "Size") + b"J\xff\xff\xff\xff\x85\x85R",
+    "size of many": name("torch", "Size") + ONE + ONE + b"\x86R",
+    "object with arguments": META + ONE + b"\x85\x81",
+    "object with keywords": META + b")" + fields(poison=ONE) + b"\x92",
+    "object of a function": LAYOUT + b")\x81",
+    "attribute read": GETATTR + META + text("__init__") + b"\x86R",
+    "attribute of a member": GETATTR + ENCODING + text("__class__") + b"\x86R",
+    "attribute with default": GETATTR + ENCODING + text("x") + METADATA + b"\x87R",
+    "dotted name": name(DCP, "Metadata.__init__"),
+    "dotted module": name("torch.distributed", "checkpoint.metadata.Metadata"),
+    "dotted member": name(DCP, "_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST"),
+    "GLOBAL": b"cos\nsystem\n",
+    "INST": b"(" + text("true") + b"ios\nsystem\n",
+    "INST of a class with arguments": b"(" + ONE + b"i" + DCP.encode() + b"\nStorageMeta\n",
+    "OBJ": b"(" + name("os", "system") + text("true") + b"o",
+    "OBJ of a class with arguments": b"(" + META + ONE + b"o",
+    "persistent id": b"P1\n",
+    "binary persistent id": ONE + b"Q",
+    "extension": b"\x82\x01",
+    "unknown layout": LAYOUT + text("torch.load") + b"\x85R",
+    "memo that is not there": b"h\x63",
+    "buffer from outside": b"\x97",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_are_refused_and_change_nothing(
+    program: str, tmp_path: Path, metadata: of_torch.Metadata
+) -> None:
+    """The program runs before a description that is otherwise right, and what it leaves is dropped."""
+    body = pickle.dumps(metadata, 4)
+    body = body[11:] if body[2:3] == b"\x95" else body[2:]  # without PROTO and FRAME
+    before = {kind: dict(vars(kind)) for kind in (*CLASSES, of_torch._MEM_FORMAT_ENCODING)}
+    layout = torch.serialization._get_layout
+    seen = (dict(vars(MEMBER)), set(vars(layout)), layout("torch.strided"))
+    with pytest.raises(CheckpointError, match="damaged or malicious"):
+        read(tmp_path, b"\x80\x04" + PROGRAMS[program] + b"0" + body)
+    assert {kind: dict(vars(kind)) for kind in before} == before
+    assert (dict(vars(MEMBER)), set(vars(layout)), layout("torch.strided")) == seen
+
+
+def first(metadata: of_torch.Metadata) -> Any:
+    return next(iter(metadata.state_dict_metadata.values()))
+
+
+UNEXPECTED = {
+    "description": lambda m: vars(m).update(poison=1),
+    "storage": lambda m: vars(m.storage_meta).update(poison=1),
+    "tensor": lambda m: vars(first(m)).update(poison=1),
+    "method": lambda m: vars(first(m)).update(__eq__="x"),
+    "chunk": lambda m: vars(first(m).chunks[0]).update(poison=1),
+    "index": lambda m: object.__setattr__(next(iter(m.storage_data)), "poison", 1),
+    "place": lambda m: vars(next(iter(m.storage_data.values()))).update(poison=1),
+    "key that is no text": lambda m: vars(m.storage_meta).update({1: 1}),
+    "missing field": lambda m: vars(first(m)).pop("size"),
+    "wrong type of a field": lambda m: vars(first(m)).update(size=(3, 2)),
+    "wrong type of an object": lambda m: vars(first(m)).update(properties=m.storage_meta),
+    "wrong type of a number": lambda m: vars(next(iter(m.storage_data.values()))).update(offset=True),
+    "extensions": lambda m: vars(next(iter(m.storage_data.values()))).update(transform_descriptors=["zstd"]),
+    "list in itself": lambda m: first(m).chunks.append(first(m).chunks),
+    "nested planner data": lambda m: m.planner_data.update(a=(("b",),)),
+    "no storage": lambda m: vars(m).update(storage_data=None),
+}
+
+
+@pytest.mark.parametrize("what", UNEXPECTED)
+def test_unexpected_fields_are_refused(what: str, tmp_path: Path, metadata: of_torch.Metadata) -> None:
+    UNEXPECTED[what](metadata)
+    with pytest.raises(CheckpointError, match="damaged or malicious"):
+        read(tmp_path, pickle.dumps(metadata))
+
+
+def test_a_state_changed_through_the_memo_is_checked_as_it_is_in_the_end(tmp_path: Path) -> None:
+    late = METADATA + b")\x81" + b"}q\x00b" + b"h\x00" + text("poison") + ONE + b"s0."
+    with pytest.raises(CheckpointError, match="Metadata has no field 'poison'"):
+        read(tmp_path, b"\x80\x04" + late)
