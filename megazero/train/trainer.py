@@ -7,7 +7,7 @@ import hashlib
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from megazero.models import Decoder
 from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import BatchSchedule
-from megazero.train.checkpointing import Checkpointing, Progress
+from megazero.train.checkpointing import Checkpointing
 from megazero.train.console import TrainConsole
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
 from megazero.train.loggers import Loggers
 from megazero.train.metrics import IterationMetrics, MetricsWriter
+from megazero.train.origin import Progress
 from megazero.train.parallelize import MicroBatch
 from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
@@ -135,7 +136,7 @@ class Trainer:
                     self.bill.add(name, seconds)
         if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
             release_free_memory()
-        self.progress = Progress(iteration, batches.consumed, self.progress.run_id)
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
         self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(self, step: Sequence[Batch], ids: Sequence[Sequence[int]]) -> torch.Tensor:
