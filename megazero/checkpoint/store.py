@@ -193,8 +193,10 @@ def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch
 
 
 def read_state(path: str | os.PathLike) -> dict[str, Any]:
-    """The ``state`` of a checkpoint directory, as saved."""
-    return json.loads((Path(path) / STATE_FILE).read_bytes())
+    """The ``state`` of a checkpoint directory, as saved. CheckpointError if it is damaged or not there."""
+    path = Path(path)
+    check_checksum(path, STATE_FILE, read_manifest(path).files[STATE_FILE])
+    return json.loads((path / STATE_FILE).read_bytes())
 
 
 def verify(path: str | os.PathLike) -> Manifest:

@@ -16,7 +16,8 @@ from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
 from megazero.train.batch_size import BatchSchedule
-from megazero.train.checkpointing import Checkpointing, Progress
+from megazero.train.checkpointing import Checkpointing
+from megazero.train.origin import Progress, find_origin
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -106,11 +107,11 @@ def _run(task: Task, mesh: Mesh) -> Outcome:
     pipeline = build_pipeline(decoder, engine, config, mesh)
     decoder.train()
     checkpoint = replace(config.checkpoint, save=task.save and task.save[1], load=task.load)
-    checkpointing = Checkpointing(
-        replace(config, checkpoint=checkpoint), mesh, engine, decoder.placements(), ""
-    )
-    progress = checkpointing.load()
-    assert progress.iteration == task.start, (progress, task)
+    stored = replace(config, checkpoint=checkpoint)
+    checkpointing = Checkpointing(stored, mesh, engine, decoder.placements(), "")
+    origin = find_origin(stored, mesh)
+    checkpointing.load(origin)
+    assert origin.progress.iteration == task.start, (origin.progress, task)
     sizes = schedule(config, mesh.dp_size)
     consumed = sizes.consumed_after(task.start)
     stages = tuple(stage.index for stage in pipeline.own)

@@ -77,13 +77,20 @@ def blend_order(weights: Sequence[float], size: int) -> Arrays:
 class BlendedDataset:
     """``size`` samples drawn from ``members`` in proportion to ``weights``.
 
+    ordered_for: the number of samples that the members' order was made for; 0 where they are one epoch.
     Raises ValueError when the interleaving draws more of a member than it has.
     """
 
     def __init__(
-        self, members: Sequence[GPTDataset], weights: Sequence[float], size: int, *, cache_dir: Path
+        self,
+        members: Sequence[GPTDataset],
+        weights: Sequence[float],
+        size: int,
+        *,
+        cache_dir: Path,
+        ordered_for: int = 0,
     ) -> None:
-        self.members = list(members)
+        self.members, self.ordered_for = list(members), ordered_for
         shares = normalize(weights)
         description: dict[str, Any] = {"what": "blend", "weights": shares, "size": size}
         arrays = cached_arrays(cache_dir, description, lambda: blend_order(shares, size))

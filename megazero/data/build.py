@@ -19,7 +19,13 @@ SPLITS = ("train", "valid", "test")
 
 
 class Dataset(Protocol):
-    """Samples by position: dict of tokens int64 [s], labels int64 [s], loss_mask float32 [s] (numpy)."""
+    """Samples by position: dict of tokens int64 [s], labels int64 [s], loss_mask float32 [s] (numpy).
+
+    ordered_for: the number of samples that their order was made for; 0 where it is the same for any number.
+    """
+
+    @property
+    def ordered_for(self) -> int: ...
 
     def __len__(self) -> int: ...
 
@@ -39,12 +45,14 @@ def build_datasets(
     tokenizer: TokenizerInfo,
     cache_dir: str | Path | None = None,
     eod_mask_loss: bool = False,
+    ordered_for: tuple[int, int, int] = (0, 0, 0),
 ) -> Datasets:
     """Train, valid and test datasets; None where 0 samples are asked for. Every rank may call it at once.
 
     data_path: words of --data-path (prefixes, or weights and prefixes); None for mock data.
     split: shares of the documents such as "969,30,1". samples: how many each dataset must at least have.
     cache_dir: where the indices are kept; a folder ``cache`` beside the first prefix by default.
+    ordered_for: each dataset's own of an earlier call: its order is kept where it holds ``samples``; 0 for none.
     A blend without weights is one epoch of everything, so it may have fewer samples than asked for.
     Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.
     """
@@ -58,8 +66,8 @@ def build_datasets(
     builder = _Builder(sources, normalize(weights) if weights else None, spec, cache)
     bounds = split_bounds(split)
     built = [
-        builder.build(name, bounds[name], count) if count else None
-        for name, count in zip(SPLITS, samples, strict=True)
+        builder.build(name, bounds[name], count, before) if count else None
+        for name, count, before in zip(SPLITS, samples, ordered_for, strict=True)
     ]
     return built[0], built[1], built[2]
 
@@ -91,15 +99,14 @@ class _Builder:
     ) -> None:
         self.sources, self.weights, self.spec, self.cache_dir = sources, weights, spec, cache_dir
 
-    def build(self, name: str, bounds: tuple[float, float], count: int) -> Dataset:
+    def build(self, name: str, bounds: tuple[float, float], count: int, before: int) -> Dataset:
         """One split of all sources: blended by weights, by size, or the one source alone."""
         if self.weights is not None:
-            prepared = member_sizes(self.weights, count, SURPLUS)
-            members = [self._member(i, name, bounds, n) for i, n in enumerate(prepared)]
-            size = sum(member_sizes(self.weights, count))
-            return BlendedDataset(members, self.weights, size, cache_dir=self.cache_dir)
+            members, number = self._ordered(name, bounds, self.weights, count, before, SURPLUS)
+            size = sum(member_sizes(self.weights, max(count, number)))
+            return BlendedDataset(members, self.weights, size, cache_dir=self.cache_dir, ordered_for=number)
         if len(self.sources) == 1:
-            return self._member(0, name, bounds, count)
+            return self._ordered(name, bounds, [1.0], count, before)[0][0]
         members = [self._member(i, name, bounds, None) for i in range(len(self.sources))]
         sizes = [len(member) for member in members]
         if not any(sizes):
@@ -108,6 +115,28 @@ class _Builder:
                 f"--seq-length, give the split a larger share, or give weights (they repeat data)"
             )
         return BlendedDataset(members, sizes, min(count, sum(sizes)), cache_dir=self.cache_dir)
+
+    def _ordered(
+        self,
+        name: str,
+        bounds: tuple[float, float],
+        weights: Sequence[float],
+        count: int,
+        before: int,
+        surplus: float = 0.0,
+    ) -> tuple[list[GPTDataset], int]:
+        """A member of every source, and the number of samples that their order was made for.
+
+        It is ``before`` where members made for that hold ``count``, too: their epochs decide the order, so with more
+        of them it would be another one. Of a blend a longer order begins with the shorter one.
+        """
+        least = member_sizes(weights, count, surplus)
+        for number in (before or count, count):
+            sizes = member_sizes(weights, number, surplus)
+            members = [self._member(i, name, bounds, size) for i, size in enumerate(sizes)]
+            if all(len(member) >= size for member, size in zip(members, least, strict=True)):
+                break
+        return members, number
 
     def _member(self, which: int, name: str, bounds: tuple[float, float], count: int | None) -> GPTDataset:
         source = self.sources[which]

@@ -133,7 +133,7 @@ class GPTDataset:
         spec: SampleSpec,
         cache_dir: Path,
     ) -> None:
-        self.source, self.spec = source, spec
+        self.source, self.spec, self.ordered_for = source, spec, num_samples or 0
         description = {
             "what": "gpt",
             **source.fingerprint(),

@@ -17,6 +17,8 @@ class MockDataset:
     (seed, split, index) alone. split: 0 train, 1 valid, 2 test.
     """
 
+    ordered_for = 0
+
     def __init__(self, num_samples: int, split: int, spec: SampleSpec) -> None:
         if spec.tokenizer.vocab_size < 3:
             raise ValueError(f"mock data needs a vocabulary of at least 3, not {spec.tokenizer.vocab_size}")

@@ -103,7 +103,7 @@ class BatchSchedule:
     def iterations_within(self, samples: int, begin: int = 0) -> int:
         """The most iterations that consume at most `samples` in all, from `begin` consumed samples.
 
-        With begin = 0 and samples = --train-samples: the length of the run. A last batch that would
+        With samples = --train-samples: how long the run still is from there. A last batch that would
         not be full is left out, in the ramp-up too (Megatron overshoots there).
         """
         iterations, consumed = 0, begin
@@ -114,22 +114,6 @@ class BatchSchedule:
             if done == fit:
                 break
         return iterations
-
-    def iteration_of(self, consumed: int) -> int:
-        """How many iterations consumed exactly `consumed` samples, from the start of the run.
-
-        ValueError if this schedule never stands there (it was changed since the checkpoint).
-        """
-        iteration = self.iterations_within(consumed)
-        below = self.consumed_after(iteration)
-        if below != consumed:
-            above = self.consumed_after(iteration + 1)
-            raise ValueError(
-                f"{consumed} consumed samples are not the end of an iteration of this batch schedule; "
-                f"nearest: {below if consumed - below <= above - consumed else above}. Was --global-batch-size "
-                "or --rampup-batch-size changed since the checkpoint?"
-            )
-        return iteration
 
     def _runs(self, begin: int) -> Iterator[tuple[int, int | None]]:
         """(batch, iterations at it) in order from `begin` samples; the last has None: no end."""

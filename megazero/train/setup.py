@@ -25,8 +25,7 @@ from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.fields import show
 from megazero.config.run import all_options
-from megazero.data import build_datasets, load_tokenizer
-from megazero.data.build import Dataset
+from megazero.data import load_tokenizer
 from megazero.data.files import replacing
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
 from megazero.mesh.launch import Launch, prepare_cuda
@@ -35,8 +34,9 @@ from megazero.models import Decoder
 from megazero.models.attention_kernels import math_note
 from megazero.models.flops import parameter_count
 from megazero.train.batch_size import BatchSchedule
-from megazero.train.checkpointing import Checkpointing, Progress
+from megazero.train.checkpointing import Checkpointing
 from megazero.train.console import Schedule, TrainConsole
+from megazero.train.datasets import make_datasets
 from megazero.train.guards import (
     STOP_SIGNALS,
     ExitConditions,
@@ -47,6 +47,7 @@ from megazero.train.guards import (
 )
 from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
 from megazero.train.metrics import MetricsWriter
+from megazero.train.origin import Progress, find_origin
 from megazero.train.parallelize import DTYPES, build_decoder, build_pipeline, make_mesh, shard_decoder
 from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
@@ -136,14 +137,17 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     refuse_different_options(config, launch.world_size)  # before ranks form groups, each by its own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     mesh = make_mesh(config, world, device, timeout)
-    schedules = make_schedules(config, mesh)
-    datasets = make_datasets(config, tokenizer, schedules)
+    origin = find_origin(
+        config, mesh
+    )  # first: what is left to do, and the data it takes, are counted from there
+    schedules = make_schedules(config, mesh, origin.progress)
+    datasets, progress = make_datasets(config, tokenizer, schedules, origin.progress)
     bill = TimeBill()
     decoder = build_decoder(config, mesh, Traffic())
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
-    progress = checkpointing.load()
+    checkpointing.load(origin)
     outputs, progress = open_outputs(config, mesh, schedules, progress, stack)
     progress = dataclasses.replace(
         progress, notes=(*progress.notes, *(notes if device.type == "cuda" else ()))
@@ -226,8 +230,12 @@ def odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str
     )
 
 
-def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:
-    """Batch size and learning rate over the run. Raises ValueError for sizes that do not divide."""
+def make_schedules(config: RunConfig, mesh: Mesh, begin: Progress) -> Schedules:
+    """Batch size and learning rate over the run, and its last iteration counted from where it begins.
+
+    --train-iters counts iterations whatever their batch; --train-samples ends where the next whole batch would
+    exceed it. Raises ValueError for sizes that do not divide, and for samples that fill no batch.
+    """
     batch, optimizer, training = config.batch, config.optimizer, config.training
     assert batch.micro_batch_size and batch.global_batch_size and optimizer.lr
     sizes = BatchSchedule.constant(batch.global_batch_size, batch.micro_batch_size, mesh.dp_size)
@@ -246,41 +254,17 @@ def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:
         wsd_decay=span.wsd_decay or None,
         wsd_style=optimizer.lr_wsd_decay_style,
     )
-    last = training.train_iters or sizes.iterations_within(training.train_samples or 0)
+    last = training.train_iters or _last_iteration(sizes, training.train_samples or 0, begin)
     return Schedules(sizes, rate, span.unit == "samples", last)
 
 
-def make_datasets(
-    config: RunConfig, tokenizer: TokenizerInfo, schedules: Schedules
-) -> tuple[Dataset | None, Dataset | None]:
-    """Train and validation data, None where not used. Raises ValueError for data too short for the run."""
-    data, length = config.data, config.model.seq_length
-    assert length and config.batch.global_batch_size
-    train, valid, _ = build_datasets(
-        data_path=None if data.mock_data else data.data_path,
-        split=data.split,
-        seq_length=length,
-        seed=config.training.seed,
-        samples=(
-            schedules.batch.consumed_after(schedules.last_iteration),
-            config.training.eval_iters * config.batch.global_batch_size,
-            0,
-        ),
-        tokenizer=tokenizer,
-        cache_dir=data.data_cache_path,
-        eod_mask_loss=data.eod_mask_loss,
-    )
-    for name, flag, data_set, wanted in (
-        ("train", "--train-iters", train, schedules.batch.consumed_after(schedules.last_iteration)),
-        ("valid", "--eval-iters", valid, config.training.eval_iters * config.batch.global_batch_size),
-    ):
-        if data_set is not None and len(data_set) < wanted:
-            most = len(data_set) // config.batch.global_batch_size
-            raise ValueError(
-                f"the {name} data has {len(data_set)} samples and the run takes {wanted}: lower {flag} to at most "
-                f"{most}, add data, or give the blend weights (they repeat data)"
-            )
-    return train, valid
+def _last_iteration(sizes: BatchSchedule, samples: int, begin: Progress) -> int:
+    last = begin.iteration + sizes.iterations_within(samples, begin.consumed_samples)
+    if last == 0:
+        raise ValueError(
+            f"--train-samples {samples} does not fill the first global batch; nearest: {sizes.batch_size(0)}"
+        )
+    return last
 
 
 def open_outputs(

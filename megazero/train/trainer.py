@@ -7,7 +7,7 @@ import hashlib
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from megazero.models import Decoder
 from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import BatchSchedule
-from megazero.train.checkpointing import Checkpointing, Progress
+from megazero.train.checkpointing import Checkpointing
 from megazero.train.console import TrainConsole
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
 from megazero.train.loggers import Loggers
 from megazero.train.metrics import IterationMetrics, MetricsWriter
+from megazero.train.origin import Progress
 from megazero.train.parallelize import MicroBatch
 from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
@@ -80,16 +81,9 @@ class Trainer:
 
     def run(self) -> Progress:
         """Train; returns where it stopped. Raises NonFiniteLoss, CheckpointError, CommunicationError."""
-        batch = self.config.batch
-        assert batch.micro_batch_size and self.train_data is not None
+        assert self.train_data is not None
         saved_at = self.progress.iteration
-        with Batches(
-            self.train_data,
-            micro_batch_size=batch.micro_batch_size,
-            rank=self.mesh.dp_rank,
-            size=self.mesh.dp_size,
-            consumed=self.progress.consumed_samples,
-        ) as batches:
+        with self._batches(self.train_data, consumed=self.progress.consumed_samples) as batches:
             if self.config.training.eval_at_start and self.progress.iteration == 0:
                 self._evaluate()
             while self.progress.iteration < self.schedules.last_iteration:
@@ -118,7 +112,8 @@ class Trainer:
         self._set_rounding(iteration)
         with self.bill.span("data"):
             ids = batches.sample_ids(count)
-            step = [self._to_device(b) for b in batches.next_step(count)]
+            host = batches.next_step(count)  # held until the norm has been read: the copies are done by then
+            step = [self._to_device(batch) for batch in host]
             divisor = self._valid_tokens(step)
         with self.bill.span("compute"):
             self.engine.begin_step(count, divisor, self.pipeline.program(count))
@@ -135,7 +130,7 @@ class Trainer:
                     self.bill.add(name, seconds)
         if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
             release_free_memory()
-        self.progress = Progress(iteration, batches.consumed, self.progress.run_id)
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
         self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(self, step: Sequence[Batch], ids: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -186,12 +181,7 @@ class Trainer:
         per_step = full // (micro * self.mesh.dp_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.decoder.eval()
-        with (
-            Batches(
-                self.valid_data, micro_batch_size=micro, rank=self.mesh.dp_rank, size=self.mesh.dp_size
-            ) as batches,
-            self.engine.evaluation(),
-        ):
+        with self._batches(self.valid_data) as batches, self.engine.evaluation():
             for _ in range(config.training.eval_iters):
                 step = [MicroBatch(**self._to_device(batch)) for batch in batches.next_step(per_step)]
                 losses = self.pipeline.evaluate(step)
@@ -222,7 +212,15 @@ class Trainer:
 
     # -- small parts -----------------------------------------------------------------------------
 
+    def _batches(self, data_set: Dataset, **position: int) -> Batches:
+        """This rank's batches, in pinned memory where they are copied to CUDA: the copy waits otherwise."""
+        micro, pinned = self.config.batch.micro_batch_size, self.mesh.device.type == "cuda"
+        assert micro
+        rank, size = self.mesh.dp_rank, self.mesh.dp_size
+        return Batches(data_set, micro_batch_size=micro, rank=rank, size=size, pin_memory=pinned, **position)
+
     def _to_device(self, batch: Batch) -> Batch:
+        """Nothing waits for the copy; torch gives pinned memory to nobody else before the copies from it are done."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _valid_tokens(self, step: Sequence[Batch]) -> float:

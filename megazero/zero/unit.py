@@ -144,12 +144,13 @@ class Unit:
         self.codecs = replace(self.codecs, weights=None)
         copy = self.copy
         self._plan_wire()
+        self.copy_version = (
+            0  # rounded, or of another format: stale also where the step that told so was skipped
+        )
         if self.delta:
             self.copy = copy  # R goes on
-        elif self.levels.p:
-            self.copy_version = 0
-            if not self.copy_present:
-                self.copy.untyped_storage().resize_(0)
+        elif self.levels.p and not self.copy_present:
+            self.copy.untyped_storage().resize_(0)
 
     def new_wire(self, level: int) -> torch.Tensor:
         """A buffer for the messages that gathers of a level's slice send."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.runs import Seen, samples, train_each, write_data
+from megazero.checkpoint import store
+from megazero.checkpoint.manifest import MANIFEST_FILE, write_file, write_manifest
+from tests.dist.pool import run_ranks
+from tests.dist.runs import Seen, refusals, samples, train_each, write_data
 
 NODES = {"ranks_per_node": 2}
 LAYOUTS = [
@@ -78,3 +83,96 @@ def test_a_changed_order_is_told(tmp_path: Path) -> None:
     assert not first[0].notes
     assert [note.split(" was ")[0] for note in second[0].notes] == ["--seed", "--split"]
     assert "1234 when the checkpoint was written and is 7 now" in second[0].notes[0]
+
+
+def test_a_length_in_samples_ends_there_whatever_the_batches_were(tmp_path: Path) -> None:
+    """Counted from the checkpoint; a length in iterations counts iterations, and samples go on from the consumed."""
+    base = {
+        "train_iters": None,
+        "lr_warmup_iters": None,
+        "train_samples": 50,
+        "log_dir": str(tmp_path / "logs"),
+    }
+    first = {**base, "save": str(tmp_path / "run"), "exit_interval": 2}  # 16 samples
+    length = {**base, "train_samples": None, "train_iters": 5}
+    ramp = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}
+    changed = [
+        ({**base, "global_batch_size": 4}, [4] * 8),
+        ({**base, "global_batch_size": 16}, [16] * 2),
+        ({**base, **ramp}, [8, 12, 12]),
+        ({**base, "train_samples": 17}, []),
+        ({**length, "global_batch_size": 4}, [4] * 3),
+        ({**length, **ramp}, [8, 12, 12]),
+        ({**length, "train_iters": 1}, []),
+    ]
+    runs([(1, first)])
+    jobs = [(1, {**job, "load": str(tmp_path / "run")}) for job, _ in changed]
+    for seen, (job, sizes) in zip(runs(jobs), changed, strict=True):
+        assert [sum(map(len, step)) for step in seen[0].ids] == sizes, job
+        assert [sample for sample, _ in samples(seen)] == list(range(16, 16 + sum(sizes))), job
+
+
+def test_a_changed_length_keeps_the_order_or_tells(tmp_path: Path) -> None:
+    """Of 54 samples an epoch, 48 need one, 72 a second, 104 most of it and 240 more: each alone has another order."""
+    base = {
+        "mock_data": None,
+        "data_path": (write_data(tmp_path / "data", seed=1),),
+        "split": "90,10,0",
+        "train_iters": 9,
+        "log_dir": str(tmp_path / "logs"),
+        "eval_iters": 2,
+    }
+    load = {**base, "load": str(tmp_path / "run")}
+    jobs = {
+        "whole": base,
+        "first": {**base, "save": str(tmp_path / "run"), "exit_interval": 4},
+        "shorter": {**load, "train_iters": 6, "eval_iters": 1},
+        "longer": {**load, "train_iters": 13, "exit_interval": 6, "save": str(tmp_path / "again")},
+        "again": {**load, "train_iters": 12, "eval_iters": 0, "load": str(tmp_path / "again")},
+        "smaller": {**load, "global_batch_size": 4, "train_iters": 14},
+        "fresh": {**base, "train_iters": 13, "exit_interval": 2},
+        "beyond": {**load, "train_iters": 30, "eval_iters": 4, "exit_interval": 5},
+    }
+    seen = dict(zip(jobs, runs([(1, job) for job in jobs.values()]), strict=True))
+    stream = {name: samples(each) for name, each in seen.items()}
+    assert stream["whole"] == (stream["first"] + stream["smaller"])
+    assert stream["shorter"] == stream["whole"][32:48]
+    assert (stream["longer"] + stream["again"])[:40] == stream["whole"][32:]
+    assert {name: each[0].notes for name, each in seen.items() if each[0].notes}.keys() == {"beyond"}
+    assert stream["fresh"] != stream["whole"][:16] and stream["beyond"] != stream["whole"][32:40]
+    train, valid = seen["beyond"][0].notes
+    assert "made for 72" in train and "240 that are wanted now: from sample 32 on" in train
+    assert "made for 16" in valid and "evaluations take other samples" in valid
+    path = store.latest(tmp_path / "again")
+    assert path is not None and store.read_state(path)["ordered_for"] == {"train": 72, "valid": 16}
+
+
+def test_a_checkpoint_that_does_not_say_its_number_is_read_as_before(tmp_path: Path) -> None:
+    base = {"save": str(tmp_path / "run"), "exit_interval": 2, "log_dir": str(tmp_path / "logs")}
+    runs([(1, base)])
+    path = store.latest(tmp_path / "run")
+    assert path is not None
+    state, manifest = store.read_state(path), store.read_manifest(path)
+    del state["ordered_for"]
+    for name in ("state.json", MANIFEST_FILE):
+        (path / name).unlink()
+    entry = write_file(path / "state.json", json.dumps(state).encode())
+    write_manifest(path, replace(manifest, files={**manifest.files, "state.json": entry}))
+    load = {"load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
+    same, changed = runs([(1, load), (1, {**load, "train_iters": 7, "global_batch_size": 4})])
+    assert not same[0].notes
+    assert [note.split(" was ")[0] for note in changed[0].notes] == ["--train-iters", "--global-batch-size"]
+    assert "may come in another order" in changed[0].notes[0]
+
+
+def test_too_little_data_is_counted_from_where_the_run_is(tmp_path: Path) -> None:
+    one, two = (write_data(tmp_path / f"data{seed}", seed=seed) for seed in (1, 2))
+    base = {"mock_data": None, "data_path": (one, two), "split": "90,10,0", "log_dir": str(tmp_path / "logs")}
+    runs([(1, {**base, "save": str(tmp_path / "run"), "exit_interval": 2})])
+    load = {**base, "load": str(tmp_path / "run"), "global_batch_size": 4}
+    by_samples = {"train_iters": None, "lr_warmup_iters": None, "train_samples": 1000}
+    jobs = [{**load, "train_iters": 99}, {**load, **by_samples}, {**base, **by_samples, "train_samples": 7}]
+    iters, wanted, little = run_ranks(1, refusals, jobs)[0]
+    assert "has 114 samples" in iters and "lower --train-iters to at most 26" in iters
+    assert "takes 1000: lower --train-samples to at most 114" in wanted
+    assert "--train-samples 7 does not fill the first global batch; nearest: 8" in little

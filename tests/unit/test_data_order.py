@@ -251,6 +251,36 @@ def test_blend_without_weights_is_one_epoch(data: list[str], tmp_path: Path) -> 
         ours(data, tmp_path, seq_length=99999)
 
 
+def stream(data_set: Any, count: int) -> list[bytes]:
+    return [data_set[i]["tokens"].tobytes() for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["one file", "weights", "sizes"])
+def test_an_order_is_kept_while_its_epochs_reach(data: list[str], tmp_path: Path, kind: str) -> None:
+    """ordered_for of an earlier call: other numbers in the same order, of train and validation data alike."""
+    words = {"one file": data[:1], "weights": ["0.7", data[0], "0.3", data[1]], "sizes": data}[kind]
+
+    def make(train: int, valid: int, before: tuple[int, int, int] = (0, 0, 0)) -> tuple:
+        made = ours(words, tmp_path, samples=(train, valid, 0), split="50,50,0", ordered_for=before)
+        return made[:2]
+
+    first = make(250, 250)
+    numbers = tuple(each.ordered_for for each in first)
+    assert numbers == ((0, 0) if kind == "sizes" else (250, 250))
+    for number in (100, 200, 240, 260):
+        for one, two in zip(first, make(number, number, (*numbers, 0)), strict=True):
+            assert two.ordered_for == one.ordered_for and len(two) >= number
+            shorter = min(len(one), number)
+            assert stream(two, shorter) == stream(one, shorter), number
+    if kind != "sizes":
+        fresh, kept = make(2000, 2000), make(2000, 2000, (*numbers, 0))
+        for one, two, before in zip(fresh, kept, first, strict=True):
+            assert two.ordered_for == 2000 and stream(one, 2000) == stream(two, 2000)
+            assert stream(two, 100) != stream(before, 100)
+        shorter = make(100, 100)
+        assert any(stream(a, 100) != stream(b, 100) for a, b in zip(first, shorter, strict=True))
+
+
 def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:
     train, valid, test = ours(None, tmp_path, samples=(5, 3, 0), seq_length=4000)
     assert (len(train), len(valid), test) == (5, 3, None)

@@ -1,0 +1,150 @@
+"""What a run begins from: found before its schedules, data and model are made, which depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megazero.checkpoint import store
+from megazero.checkpoint.errors import agree_local
+from megazero.checkpoint.manifest import check_sizes
+from megazero.config import RunConfig
+from megazero.mesh.mesh import Mesh
+
+# What the order of samples depends on, besides the files' contents and the number of samples it was made for.
+SAMPLE_ORDER = (
+    ("training", "seed"),
+    ("model", "seq_length"),
+    ("data", "data_path"),
+    ("data", "split"),
+    ("data", "mock_data"),
+)
+# What that number was computed from in checkpoints that do not say it.
+RUN_LENGTH = (
+    ("training", "train_iters"),
+    ("training", "train_samples"),
+    ("batch", "global_batch_size"),
+    ("batch", "rampup_batch_size"),
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is. run_id: of an outside logger, kept over restarts. notes: what a load has to tell.
+
+    ordered_for: samples that the order of each data set ("train", "valid") was made for, 0 where it does not
+    matter; kept over restarts, so that a longer run goes on in the same order.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    run_id: str = ""
+    notes: tuple[str, ...] = ()
+    ordered_for: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """path: the checkpoint, None for random weights; manifest, state: what it says of itself."""
+
+    progress: Progress = Progress()
+    path: Path | None = None
+    manifest: store.Manifest | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
+    """The newest complete checkpoint under --load; random weights only where asked for. Collective.
+
+    Raises CheckpointError, the same on every rank: no checkpoint where one is wanted, one that cannot be read, or
+    one of another run under --save.
+    """
+    origin = _find(config, mesh)
+    _refuse_another_runs_folder(config, mesh, origin.progress.run_id)
+    return origin
+
+
+def world_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _find(config: RunConfig, mesh: Mesh) -> Origin:
+    options = config.checkpoint
+    if options.load is None:
+        return Origin()
+    path = _agreed_latest(options.load, mesh)
+    if path is None:
+        broken = "".join(f"; {line}" for line in _incomplete(options.load))
+        if options.allow_fresh_start and not broken:
+            return Origin()
+        raise store.CheckpointError(
+            f"--load {options.load} holds no complete checkpoint{broken}. Name a folder that does; or leave "
+            "--load out, or add --allow-fresh-start, to start from random weights"
+        )
+    manifest, state = agree_local(
+        world_group(),
+        f"checkpoint '{path}' not loaded",
+        lambda: (store.read_manifest(path), store.read_state(path)),
+    )
+    if options.finetune:
+        return Origin(Progress(), path, manifest, state)
+    knows_number = "ordered_for" in state
+    notes = (
+        *_incomplete(options.load, manifest.step),
+        *_changed_order(config, manifest.configuration, knows_number),
+    )
+    progress = Progress(
+        state["iteration"], state["consumed_samples"], state["run_id"], notes, state.get("ordered_for", {})
+    )
+    return Origin(progress, path, manifest, state)
+
+
+def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> None:
+    """A run that is not the one of the checkpoints under --save would overwrite and prune them."""
+    save = config.checkpoint.save
+    held = _agreed_latest(save, mesh) if save else None
+    if held is None or run_id and store.read_state(held)["run_id"] == run_id:
+        return
+    raise store.CheckpointError(
+        f"--save {save} holds checkpoints of another run, up to '{held.name}': continue that run with "
+        f"--load {save}, or save to another folder"
+    )
+
+
+def _agreed_latest(root: str, mesh: Mesh) -> Path | None:
+    """The first rank's answer: a folder seen over a network may look different elsewhere."""
+    found: list[Any] = [store.latest(root) if mesh.rank == 0 else None]
+    if world_group() is not None:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: bool) -> Iterator[str]:
+    """What was changed since that makes the same count of consumed samples mean other samples.
+
+    knows_number: the checkpoint says how many samples its order was made for.
+    """
+    now = config.to_dict()
+    for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
+        old, new = before.get(section, {}).get(name), now[section][name]
+        if old != new:
+            sure = "" if (section, name) in SAMPLE_ORDER else "may "
+            yield (
+                f"--{name.replace('_', '-')} was {old} when the checkpoint was written and is {new} now: samples "
+                f"{sure}come in another order from here on, so some repeat and some are left out"
+            )
+
+
+def _incomplete(root: str, after: int = -1) -> Iterator[str]:
+    """What is wrong with the checkpoints under ``root`` of steps after ``after`` that are not complete."""
+    for path in sorted(Path(root).glob("iter_*")):
+        step = path.name.removeprefix("iter_")
+        if step.isdecimal() and int(step) > after:
+            try:
+                check_sizes(path, store.read_manifest(path))
+            except (store.CheckpointError, OSError) as error:
+                yield f"{path.name} was left out: {error}"

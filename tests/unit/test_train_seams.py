@@ -1,0 +1,270 @@
+"""The trainer's use of its parts: what runs of one rank say, against a plain torch loop and Megatron's schedules."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.config import RunConfig, World, make_config
+from megazero.data import build_datasets
+from megazero.data.build import Dataset
+from megazero.data.gpt import SampleSpec
+from megazero.data.mock import MockDataset
+from megazero.data.tokenizer import NullTokenizer
+from megazero.mesh.launch import Launch
+from megazero.models import Decoder
+from megazero.models.flops import training_flops
+from megazero.train import setup
+from megazero.train.metrics import read_metrics
+from megazero.train.parallelize import decoder_config
+from megazero.train.schedule import STYLES, WSD_STYLES
+from megazero.train.trainer import Trainer
+from tests.dist.runs import TINY
+
+SMALL = {**TINY, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
+SMALL |= {"ffn_hidden_size": 8, "seq_length": 4}
+BY_SAMPLES = {"train_iters": None, "lr_warmup_iters": None}
+RAMP = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}  # 4, 4, 4, 8, 8, 12, ...
+
+
+def run(values: dict[str, Any], watch: Callable[[Trainer], None] = lambda _: None) -> RunConfig:
+    """A run of one rank in this process. watch: gets the trainer before it runs."""
+    config = make_config(values, World(1, 1))
+    with ExitStack() as stack, redirect_stdout(io.StringIO()):
+        trainer = setup.prepare(config, Launch(0, 1, local_world_size=1), stack, time.monotonic())
+        watch(trainer)
+        trainer.run()
+    return config
+
+
+def megatron_rates(config: RunConfig) -> Iterator[tuple[float, int]]:
+    """(learning rate, global batch) of every iteration, as Megatron's schedulers step."""
+    core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    o, span, batch = config.optimizer, config.lr_span, config.batch
+    holder = SimpleNamespace(param_groups=[{}])
+    scheduler = core.OptimizerParamScheduler(
+        holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style, 0.1, 0.1, 0, "constant",
+        wsd_decay_steps=span.wsd_decay, lr_wsd_decay_style=o.lr_wsd_decay_style,
+    )  # fmt: skip
+    if batch.rampup_batch_size is None:
+        sizes = calculator.ConstantNumMicroBatchesCalculator(
+            batch.global_batch_size, batch.micro_batch_size, 1, False, 0
+        )
+    else:
+        sizes = calculator.RampupBatchsizeNumMicroBatchesCalculator(
+            batch.global_batch_size, batch.micro_batch_size, 1, False, 0, *batch.rampup_batch_size
+        )
+    consumed = 0
+    while True:
+        sizes.update(consumed, consistency_check=True)
+        size = sizes.get_current_global_batch_size()
+        yield holder.param_groups[0]["lr"], size
+        consumed += size
+        scheduler.step(size if span.unit == "samples" else 1)
+
+
+@pytest.mark.parametrize("unit", ["iterations", "samples"])
+def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -> None:
+    """Of every style, past the end of the decay; of one of each kind across a resume, too."""
+    length: dict[str, Any] = {"train_iters": 9, "lr_warmup_iters": 2}
+    decay: dict[str, Any] = {"lr_decay_iters": 7, "min_lr": 1e-3}
+    wsd: dict[str, Any] = {"lr_wsd_decay_iters": 4}
+    if unit == "samples":
+        length = {**BY_SAMPLES, **RAMP, "train_samples": 80, "lr_warmup_samples": 10}
+        decay = {"lr_decay_samples": 70, "min_lr": 1e-3}
+        wsd = {"lr_wsd_decay_samples": 40}
+    styles = [{"lr_decay_style": "constant"}]
+    styles += [{"lr_decay_style": style, **decay} for style in STYLES if style not in ("constant", "WSD")]
+    styles += [{"lr_decay_style": "WSD", "lr_wsd_decay_style": w, **decay, **wsd} for w in WSD_STYLES]
+    for number, style in enumerate(styles):
+        folder = tmp_path / str(number)
+        values = {**SMALL, "micro_batch_size": 4, **length, **style, "log_dir": str(folder)}
+        if "cosine" in style.values():
+            saved = str(folder / "saved")
+            run({**values, "save": saved, "exit_interval": 3})
+            values["load"] = saved
+        config = run(values)
+        lines = read_metrics(folder)
+        assert len(lines) == 9, style
+        wanted = list(zip(megatron_rates(config), range(9), strict=False))
+        got = [((line["learning_rate"], line["batch_size"]), i) for i, line in enumerate(lines)]
+        assert got == wanted, style
+
+
+def reference(config: RunConfig) -> list[dict[str, Any]]:
+    """The lines of an uninterrupted run: whole batches, autograd, torch.optim, clip_grad_norm_."""
+    o, training, batch = config.optimizer, config.training, config.batch
+    torch.manual_seed(0)
+    model = Decoder(decoder_config(config), dtype=torch.float64)
+    model.initialize(training.seed)
+    every = list(model.parameters())
+    groups = [
+        {"params": [p for p in every if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    total = training.train_samples or 0
+    train, valid, _ = build_datasets(
+        data_path=None, split="1", seq_length=config.model.seq_length or 0, seed=training.seed,
+        samples=(total, 10**4, 0), tokenizer=NullTokenizer((config.model.vocab_size or 0) - 1).info,
+        eod_mask_loss=True,
+    )  # fmt: skip
+
+    def mean_loss(data: Dataset | None, first: int, count: int) -> torch.Tensor:
+        assert data is not None
+        rows = [{k: torch.from_numpy(v) for k, v in data[first + i].items()} for i in range(count)]
+        tokens, labels, mask = (
+            torch.stack([row[k] for row in rows]) for k in ("tokens", "labels", "loss_mask")
+        )
+        return (model(tokens, labels) * mask).sum() / mask.sum()
+
+    def evaluation(iteration: int, consumed: int) -> dict[str, Any]:
+        with torch.no_grad():
+            loss = mean_loss(valid, 0, training.eval_iters * (batch.global_batch_size or 0)).item()
+        return {"iteration": iteration, "consumed_samples": consumed, "eval_lm_loss": loss}
+
+    consumed, lines = 0, [evaluation(0, 0)]
+    for iteration, (rate, size) in enumerate(megatron_rates(config), 1):
+        if consumed + size > total:
+            return lines
+        loss = mean_loss(train, consumed, size)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(every, o.clip_grad).item()
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        consumed += size
+        line = {
+            "iteration": iteration,
+            "consumed_samples": consumed,
+            "lm_loss": loss.item(),
+            "grad_norm": norm,
+        }
+        lines.append({**line, "learning_rate": rate, "batch_size": size})
+        if iteration % training.eval_interval == 0:
+            lines.append(evaluation(iteration, consumed))
+    raise AssertionError("unreachable")
+
+
+def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path) -> None:
+    """Every number of every line in fp64, none of the options at its default; and what is saved when."""
+    values = {
+        **SMALL, **BY_SAMPLES, **RAMP, "model_family": "gpt", "params_dtype": "fp64", "micro_batch_size": 2,
+        "train_samples": 110, "eod_mask_loss": True, "seed": 5, "seq_length": 8,
+        "lr": 0.05, "min_lr": 0.01, "lr_warmup_samples": 10, "weight_decay": 0.5, "clip_grad": 0.8,
+        "adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-2,
+        "eval_interval": 3, "eval_iters": 2, "eval_at_start": True, "save_interval": 2,
+        "log_dir": str(tmp_path / "logs"), "save": str(tmp_path / "run"),
+    }  # fmt: skip
+    run({**values, "exit_interval": 5})
+    assert sorted(path.name[-2:] for path in (tmp_path / "run").iterdir()) == ["02", "04", "05"]
+    config = run({**values, "load": str(tmp_path / "run")})
+    assert sorted(path.name[-2:] for path in (tmp_path / "run").iterdir())[3:] == ["06", "08", "10", "11"]
+    wanted, lines = reference(config), read_metrics(tmp_path / "logs")
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 10, 11]
+    assert any(line.get("grad_norm", 0) > config.optimizer.clip_grad for line in lines)
+    flops = training_flops(decoder_config(config), [8], 1)
+    for got, want in zip(lines, wanted, strict=True):
+        assert {name: got.get(name) for name in want} == pytest.approx(want, rel=1e-9), got
+        assert ("eval_lm_loss" in got) == ("eval_lm_loss" in want)
+        if "batch_size" in got:
+            seconds = got["iteration_time_s"]
+            assert got["tokens_per_s"] * seconds == pytest.approx(8 * got["batch_size"])
+            assert got["tflops_per_rank"] * seconds * 1e12 == pytest.approx(flops * got["batch_size"])
+
+
+def test_dropout_draws_anew_in_every_iteration_and_micro_batch(tmp_path: Path) -> None:
+    """The key that the decoder gets: another one per seed, iteration and first sample, none without dropout."""
+    keys: list[list[int | None]] = []
+
+    def watch(trainer: Trainer) -> None:
+        step = trainer.pipeline.step
+        keys.append([])
+
+        def note(batches: Any) -> torch.Tensor:
+            keys[-1].extend(batch.dropout_key for batch in batches)
+            return step(batches)
+
+        trainer.pipeline.step = note  # type: ignore[method-assign]
+
+    values = {
+        **SMALL,
+        "global_batch_size": 2,
+        "train_iters": 3,
+        "lr_warmup_iters": 0,
+        "log_dir": str(tmp_path),
+    }
+    for changes in (
+        {"hidden_dropout": 0.1},
+        {"attention_dropout": 0.1},
+        {"hidden_dropout": 0.1, "seed": 9},
+        {},
+    ):
+        run({**values, **changes}, watch)
+    first, second, reseeded, none = keys
+    assert first == second and len({*first, *reseeded}) == 12 and none == [None] * 6
+    of = SimpleNamespace(config=make_config({**values, "hidden_dropout": 0.1}, World(1, 1)))
+    for iteration in range(2):
+        of.progress = SimpleNamespace(iteration=iteration)
+        assert [Trainer._dropout_key(of, 2 * iteration + i) for i in range(2)] == first[2 * iteration :][:2]
+        assert Trainer._dropout_key(of, 0) == first[0] or iteration
+
+
+class Host:
+    """A tensor on the host that says what was copied, and how."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+
+    def pin_memory(self) -> Host:
+        return Host(pinned=True)
+
+    def to(self, device: torch.device, non_blocking: bool) -> tuple[str, bool, bool]:
+        return device.type, self.pinned, non_blocking
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_are_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What is copied without waiting is the pinned tensor."""
+    monkeypatch.setattr(torch, "from_numpy", lambda _: Host())
+    mesh = SimpleNamespace(device=torch.device(device), dp_rank=0, dp_size=1)
+    trainer: Any = SimpleNamespace(mesh=mesh, config=make_config(SMALL, World(1, 1)))
+    data = MockDataset(4, 0, SampleSpec(4, 1, NullTokenizer(50).info))
+    for position in ({}, {"consumed": 2}):
+        with Trainer._batches(trainer, data, **position) as batches:
+            (batch,) = batches.next_step(1)
+        copied = Trainer._to_device(trainer, batch)
+        assert copied == dict.fromkeys(("tokens", "labels", "loss_mask"), (device, device == "cuda", True))
+
+
+def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluation take their batches from the one place above."""
+    made: list[bool] = []
+    plain = Trainer._batches
+
+    def note(self: Trainer, data_set: Dataset, **position: int) -> Any:
+        made.append("consumed" in position)
+        return plain(self, data_set, **position)
+
+    monkeypatch.setattr(Trainer, "_batches", note)
+    run(
+        {
+            **SMALL,
+            "train_iters": 1,
+            "lr_warmup_iters": 0,
+            "eval_iters": 1,
+            "eval_interval": 1,
+            "log_dir": str(tmp_path),
+        }
+    )
+    assert made == [True, False]
