@@ -34,6 +34,7 @@ from tests.benchmarks.compare_commits_cases import CASES, ITERATIONS, MIDDLE, Ca
 
 CURVES = ("lm_loss", "grad_norm")
 RUN = "import sys; from tests.benchmarks.compare_commits_rank import main; main(sys.argv[1])"
+RESUMED = "resumed: "  # before the name of a case
 Job = dict[str, object]
 
 
@@ -105,7 +106,7 @@ def compare(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> tuple[Diffe
 
 def verdict(row: Row) -> str:
     if row.failed:
-        return f"failed: {row.failed.strip().splitlines()[-1]}"
+        return f"failed: {row.failed.splitlines()[-1]}"
     if row.equal:
         return "equal"
     worst = max(row.differences, key=lambda d: math.inf if math.isnan(d.most) else d.most)
@@ -163,11 +164,10 @@ def compare_trees(cases: Mapping[str, Case], there: Tree, here: Tree, folder: Pa
         if name not in cases:
             place = places[name.removeprefix(RESUMED)]
             both = folder / "here" / place, folder / "resumed" / place
-            rows.append(row(name, ITERATIONS - MIDDLE, *both, wrong or failed[1][name.removeprefix(RESUMED)]))
+            if failed[1][name.removeprefix(RESUMED)]:
+                wrong = "the uninterrupted run failed"
+            rows.append(row(name, ITERATIONS - MIDDLE, *both, wrong))
     return rows
-
-
-RESUMED = "resumed: "
 
 
 def whole(name: str, case: Case, folder: Path) -> Job:
@@ -210,7 +210,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     print(table(rows))
     for each in rows:
-        if each.failed:
+        if "\n" in each.failed:
             print(f"\n{each.case}: {each.failed}", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in rows], indent=1))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
-from megazero.cli.ranks import Ranks, RanksFailed
+from megazero.cli.ranks import DIED, TIMEOUT, Answer, Ranks
 from tests.benchmarks.commit_trees import refuse_other_code
 
 TIMEOUT_S = 300.0  # of one run
@@ -25,14 +25,20 @@ def main(file: str) -> None:
     with Ranks() as ranks:
         for job in json.loads(Path(file).read_text()):
             began = time.monotonic()
-            try:
-                ranks.call(train, job["flags"], world=job["ranks"], timeout=TIMEOUT_S)
-                said[job["name"]] = ""
-            except RanksFailed as error:
-                said[job["name"]] = f"{error}"
+            answers = ranks.ask(train, job["flags"], world=job["ranks"], timeout=TIMEOUT_S)
+            said[job["name"]] = why(answers)
             how = "failed" if said[job["name"]] else f"{time.monotonic() - began:.1f} s"
             print(f"  {job['name']}: {how}", file=sys.stderr, flush=True)
     print(json.dumps(said))
+
+
+def why(answers: Sequence[Answer]) -> str:
+    """What went wrong on one rank, in the words of one that raised rather than of one that waited for it."""
+    failed = sorted((each.error in (DIED, TIMEOUT), rank) for rank, each in enumerate(answers) if each.error)
+    if not failed:
+        return ""
+    rank = failed[0][1]
+    return f"rank {rank}: {answers[rank].trace or answers[rank].text}".strip()
 
 
 def train(flags: Sequence[str]) -> None:
