@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,10 +103,3 @@ def refuse_other_code(modules: Mapping[str, Any] | None = None) -> None:
     wrong = [f"{name} from {file}" for name, file in files.items() if file and not file.startswith(own)]
     if wrong or not files:
         raise RuntimeError(f"not of the tree {own}: {', '.join(wrong) or 'megazero was not imported'}")
-
-
-def finish(name: str, processes: Sequence[subprocess.Popen]) -> None:
-    """Wait for processes of the tree ``name``; RuntimeError if one fails."""
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        raise RuntimeError(f"processes of {name} ended with {codes}; what they said is above")

@@ -112,7 +112,7 @@ def verdict(row: Row) -> str:
     worst = max(row.differences, key=lambda d: math.inf if math.isnan(d.most) else d.most)
     count, of = (sum(getattr(d, key) for d in row.differences) for key in ("elements", "of"))
     return (
-        f"{count:,} of {of:,} elements of {len(row.differences)} tensors differ, by {worst.most:.2g} at most "
+        f"{count:,} of {of:,} elements differ ({len(row.differences)} tensors), by {worst.most:.2g} at most "
         f"({worst.name})"
     )
 
