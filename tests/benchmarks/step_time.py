@@ -1,9 +1,11 @@
 """Step time as a ratio to torch's own, and bytes per rank against the formula.
 
     python tests/benchmarks/step_time.py [--ranks 4] [--rounds 5] [--dtype fp32] [--json FILE]
+    python tests/benchmarks/step_time.py --against HEAD~1 [--only zero3 hpz]     # this tree / another commit
 
 Every contestant trains the same decoder (same module, dtype, optimizer, clipping) on the same tokens, at least
-2048 a rank and step. Contestants take turns within a round; the median over rounds counts, with the range.
+2048 a rank and step (512 with --against, which is about the engine). Contestants take turns within a round; the
+median over rounds counts, with the range.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.benchmarks import step_time_against as against
 
 DTYPES = ("fp32", "bf16")
 PAIRS = {"zero3": "fsdp2", "mics": "hsdp", "ddp": "torch ddp", "zero1": "torch ddp", "hpz": "fsdp2"}
@@ -32,19 +35,9 @@ def run_rank(rank: int, world: int, store: str, options: argparse.Namespace, que
     import torch.distributed as dist
 
     from tests.benchmarks import contestants as c
+    from tests.benchmarks.step_time_rank import join, seconds_per_step
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    torch.set_num_threads(1)
-    if cuda:
-        torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=dist.FileStore(store, world),
-            rank=rank,
-            world_size=world,
-        )
+    device = join(rank, world, store)
     shape = c.Shape(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
     shape = dataclasses.replace(shape, micro_batches=options.micro_batches)
     node = max(1, world // 2)
@@ -59,17 +52,9 @@ def run_rank(rank: int, world: int, store: str, options: argparse.Namespace, que
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(options.rounds + 1):
         for name, step in steps.items():
-            if world > 1:
-                dist.barrier()
-            began = time.perf_counter()
-            for _ in range(options.steps):
-                step()
-            if cuda:
-                torch.cuda.synchronize()
-            if world > 1:
-                dist.barrier()
+            seconds = seconds_per_step(step, options.steps, device)
             if turn:  # the first round warms up
-                times[name].append((time.perf_counter() - began) / options.steps)
+                times[name].append(seconds)
     held = {}
     if world > 1:
         for preset in FORMULA_PRESETS:
@@ -141,22 +126,40 @@ def report(world: int, result: tuple[dict, dict, int, int]) -> dict:
     return {"world": world, "seconds": times, "ratios": ratios, "bytes_over_formula": table}
 
 
+def compare_with_commit(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
+    options.contestants = options.only or list(against.CONTESTANTS)
+    if wrong := [name for name in options.contestants if name not in against.CONTESTANTS]:
+        parser.error(f"--only {wrong[0]!r} with --against; there are {', '.join(against.CONTESTANTS)}")
+    try:
+        times = against.measure(options)
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n".join(against.report(options.against, times)))
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="default: 5; 7 with --against")
     parser.add_argument("--steps", type=int, default=1, help="steps per turn")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument(
         "--only", nargs="*", help="contestants of the several-rank part, e.g. ddp 'torch ddp'"
     )
+    parser.add_argument("--against", metavar="REF", help="a commit of this checkout, instead of torch's own")
     parser.add_argument("--json")
     options = parser.parse_args()
+    options.rounds = options.rounds or (7 if options.against else 5)
     os.environ["OMP_NUM_THREADS"] = "1"
-    results = [report(world, launch(world, options)) for world in dict.fromkeys((1, options.ranks))]
+    results: object
+    if options.against:
+        results = compare_with_commit(parser, options)
+    else:
+        results = [report(world, launch(world, options)) for world in dict.fromkeys((1, options.ranks))]
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 
