@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.unit import Unit
 
+OWN = ("__deepcopy__", "flatten_parameters")  # what the engine sets on modules, besides hooks
+
 
 def guard_reads(units: Sequence[Unit], hooks: Mapping[nn.Module, list[RemovableHandle]]) -> None:
     """Make state_dict, load_state_dict and deepcopy of every module refuse what is not gathered.
