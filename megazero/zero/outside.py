@@ -43,9 +43,7 @@ def _copy_plain(
     module = original()
     assert module is not None
     attributes = vars(module)
-    ours = {
-        name: attributes.pop(name) for name in ("__deepcopy__", "flatten_parameters") if name in attributes
-    }
+    ours: dict[str, Any] = {name: attributes.pop(name) for name in OWN if name in attributes}
     try:
         copied = copy.deepcopy(module, memo)
     finally:

@@ -122,6 +122,9 @@ def recurrent(shards, kind, device):
         optimizer.zero_grad()
         plain(x).backward()
         optimizer.step()
+    with engine.gathered():
+        inner = copy.deepcopy(model.inner)
+    assert vars(inner).keys() == vars(plain.inner).keys()
     got = weights(engine)
     return max(float((got[n] - p.detach()).abs().max()) for n, p in plain.named_parameters())
 
