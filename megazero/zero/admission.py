@@ -20,8 +20,8 @@ def refuse_unfit(module: nn.Module, dtype: torch.dtype | None) -> None:
     for name, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
             raise ValueError(
-                f"module {name!r}: max_norm={inner.max_norm} writes into the weight in every forward, past the "
-                "optimizer's own copy of it: use max_norm=None, and clip rows in the forward if they must be"
+                f"module {name or type(inner).__name__!r}: max_norm={inner.max_norm} writes into the weight in every "
+                "forward, past the optimizer's own copy of it: use max_norm=None, and clip rows in the forward"
             )
 
 

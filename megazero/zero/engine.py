@@ -213,7 +213,8 @@ class Engine:
                 for unit, before in zip(units, seen, strict=True):
                     self._take_written(unit, before)
             for unit in units:
-                unit.check_unwritten("inside gathered()", WRITING)
+                if unit.pinned == 1:  # a block around this one may write
+                    unit.check_unwritten("inside gathered()", WRITING)
         finally:
             for unit in units:
                 unit.pinned -= 1
@@ -258,7 +259,7 @@ class Engine:
         for unit in self.units:
             for binding in unit.bindings:
                 binding.check_place()
-            unit.check_unwritten("outside of a step", WRITING)
+            unit.check_unwritten("since the last step", WRITING)
             now = [n for n, p in unit.params.items() if p.requires_grad]
             if now != unit.trainable:
                 changed = sorted(set(now) ^ set(unit.trainable))

@@ -17,7 +17,7 @@ def brings_gradients(params: Container[int]) -> bool:
     """
     passed = False
     for leaf in _leaves(torch._C._current_autograd_node()):
-        if id(leaf.variable) in params and leaf.variable.requires_grad:
+        if id(leaf.variable) in params:
             if _accumulates(leaf):
                 return True
             passed = True

@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.unit import Unit
 
+OWN = ("__deepcopy__", "flatten_parameters")  # what the engine sets on modules, besides hooks
+
 
 def guard_reads(units: Sequence[Unit], hooks: Mapping[nn.Module, list[RemovableHandle]]) -> None:
     """Make state_dict, load_state_dict and deepcopy of every module refuse what is not gathered.
@@ -41,9 +43,7 @@ def _copy_plain(
     module = original()
     assert module is not None
     attributes = vars(module)
-    ours = {
-        name: attributes.pop(name) for name in ("__deepcopy__", "flatten_parameters") if name in attributes
-    }
+    ours: dict[str, Any] = {name: attributes.pop(name) for name in OWN if name in attributes}
     try:
         copied = copy.deepcopy(module, memo)
     finally:

@@ -42,12 +42,13 @@ class Passes:
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
         self._in_backward = False  # a graph task of autograd is running that uses parameters
         self._counts = False  # it is a backward of the step, which torch.autograd.grad is not
+        self._creates_graph = False  # create_graph=True: its gradients are part of a loss
         self._splits = False  # the program has backwards of the input alone
         self._micro_batch = 0
         # Gradients that arrived with the input's, by part and micro-batch: they go with the weights'.
         self._held: dict[tuple[int, int], dict[Unit, dict[str, torch.Tensor]]] = {}
         self._owner = {id(p): (u, n) for u in plan.units for n, p in u.params.items()}
-        hooks = {m: [] for m in module.modules()}
+        hooks: dict[nn.Module, list[RemovableHandle]] = {m: [] for m in module.modules()}
         for hooked, needs in plan.needs:
             hooks[hooked] += self._hook_forward(hooked, needs)
         self._hook_gradients()
@@ -188,8 +189,7 @@ class Passes:
             if not unit.pinned:  # else gathered() looks when its block ends
                 unit.check_unwritten(
                     "in a forward",
-                    "do not write into parameters in a forward (nor let torch do it: max_norm=...), or do it between "
-                    "steps, inside `with engine.gathered(write=True)`",
+                    "write between steps, inside `with engine.gathered(write=True)`",
                 )
         self.poll()
         if torch.is_grad_enabled() and output is not None:
@@ -249,20 +249,19 @@ class Passes:
 
     def _open_backward(self, counts: bool) -> None:
         """A graph task has begun, or turns out to be a backward."""
-        begins = counts and not self._counts
-        if begins:
+        if counts and not self._counts:
             if not self._segment_is_backward():
                 self._enter(BACKWARD)
             assert self.program.current is not None
-            self._check_announced(self.program.current.part)
+            kind, part = self.program.current
+            self._check_announced(part)
+            if kind == BACKWARD:
+                self.reducing.open(self._reduction_order(part))
+            self._counts = True
         if not self._in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
             self._in_backward = True
-        if begins:
-            self._counts = True
-            kind, part = self.program.current
-            if kind == BACKWARD:
-                self.reducing.open(self._reduction_order(part))
+            self._creates_graph = torch.is_grad_enabled()
 
     def _close_backward(self) -> None:
         """End of one graph task. Of a micro-batch's backward: units that still lack gradients contribute zeros."""
@@ -272,7 +271,7 @@ class Passes:
             if kind == BACKWARD:
                 self.reducing.close()
                 self.backwards[part] += 1
-        if self._counts or not torch.is_grad_enabled():  # a graph of gradients is yet to be used
+        if self._counts or not self._creates_graph:  # else a backward through the gradients is to come
             for unit in self.units:
                 self._end_use(unit)
         if self._counts:

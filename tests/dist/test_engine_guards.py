@@ -122,6 +122,9 @@ def recurrent(shards, kind, device):
         optimizer.zero_grad()
         plain(x).backward()
         optimizer.step()
+    with engine.gathered():
+        inner = copy.deepcopy(model.inner)
+    assert vars(inner).keys() == vars(plain.inner).keys()
     got = weights(engine)
     return max(float((got[n] - p.detach()).abs().max()) for n, p in plain.named_parameters())
 
@@ -275,8 +278,13 @@ def written(shards):
         with engine.gathered():
             model.state_dict()
 
+    def nested():
+        with engine.gathered(write=True), torch.no_grad():
+            model.layers[3].bias.fill_(0.25)
+            read()
+
     model.layers[1].__class__ = nn.Linear
-    said += said_by(on_purpose, read, engine.begin_step)
+    said += said_by(on_purpose, read, nested, engine.begin_step)
     engine.abort_step()
     said += said_by(by_accident, engine.begin_step, on_purpose, engine.begin_step)
     return said, {n: set(w.flatten().tolist()) for n, w in weights(engine).items()}
@@ -289,8 +297,9 @@ def test_writes_that_a_layout_would_lose_are_refused_on_all(shards):
         ("nothing",),
         ("nothing",),
         ("nothing",),
+        ("nothing",),
         ("'layers.3.bias'", "inside gathered()", "write=True"),
-        ("'layers.3.bias'", "write=True"),
+        ("'layers.3.bias'", "since the last step", "write=True"),
         ("nothing",),
         ("nothing",),
     ]
@@ -321,6 +330,7 @@ def penalised(shards):
             loss(model).backward()
         out = model(torch.ones(3, 8).requires_grad_()).sum()
         torch.autograd.grad(out, model.layers[3].bias)  # after the last backward
+        kept = any(u.in_backward or u.levels.p and u.full_present for u in engine.units)
         engine.step()
         optimizer.zero_grad()
         loss(plain).backward()
@@ -330,13 +340,13 @@ def penalised(shards):
     engine.begin_step()
     out = model(torch.ones(3, 8).requires_grad_()).sum()
     torch.autograd.grad(out, [*model.parameters()])
-    return far, said_by(engine.step)
+    return far, kept, said_by(engine.step)
 
 
 @pytest.mark.parametrize("shards", LAYOUTS, ids=str)
 def test_autograd_grad_is_no_backward(shards):
-    for far, said in run_ranks(2, penalised, shards):
-        assert far < 1e-6
+    for far, kept, said in run_ranks(2, penalised, shards):
+        assert far < 1e-6 and not kept
         assert_says([said], [("after 0 backwards of 1", "torch.autograd.grad is none")])
 
 
