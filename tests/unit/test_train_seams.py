@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
@@ -23,8 +24,9 @@ from megazero.mesh.launch import Launch
 from megazero.models import Decoder
 from megazero.models.flops import training_flops
 from megazero.train import setup
+from megazero.train.guards import NonFiniteLoss
 from megazero.train.metrics import read_metrics
-from megazero.train.parallelize import decoder_config
+from megazero.train.parallelize import decoder_config, make_policy
 from megazero.train.schedule import STYLES, WSD_STYLES
 from megazero.train.trainer import Trainer
 from tests.dist.runs import TINY
@@ -111,7 +113,11 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
         {"params": [p for p in every if p.ndim > 1], "weight_decay": o.weight_decay},
         {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    optimizer: torch.optim.Optimizer
+    if o.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=o.sgd_momentum)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     total = training.train_samples or 0
     train, valid, _ = build_datasets(
         data_path=None, split="1", seq_length=config.model.seq_length or 0, seed=training.seed,
@@ -156,23 +162,37 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
     raise AssertionError("unreachable")
 
 
-def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path) -> None:
-    """Every number of every line in fp64, none of the options at its default; and what is saved when."""
+ADAMW = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-2}
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
+
+
+@pytest.mark.parametrize("options", [ADAMW, SGD], ids=["adamw", "sgd"])
+def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
     values = {
         **SMALL, **BY_SAMPLES, **RAMP, "model_family": "gpt", "params_dtype": "fp64", "micro_batch_size": 2,
         "train_samples": 110, "eod_mask_loss": True, "seed": 5, "seq_length": 8,
         "lr": 0.05, "min_lr": 0.01, "lr_warmup_samples": 10, "weight_decay": 0.5, "clip_grad": 0.8,
-        "adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-2,
+        **options,
         "eval_interval": 3, "eval_iters": 2, "eval_at_start": True, "save_interval": 2,
         "log_dir": str(tmp_path / "logs"), "save": str(tmp_path / "run"),
     }  # fmt: skip
-    run({**values, "exit_interval": 5})
+    logged: list[Any] = []
+
+    def watch(trainer: Trainer) -> None:
+        trainer.outputs.loggers.log = lambda _, line: logged.append(line)  # type: ignore[method-assign]
+
+    run({**values, "exit_interval": 5}, watch)
     assert sorted(path.name[-2:] for path in (tmp_path / "run").iterdir()) == ["02", "04", "05"]
-    config = run({**values, "load": str(tmp_path / "run")})
-    assert sorted(path.name[-2:] for path in (tmp_path / "run").iterdir())[3:] == ["06", "08", "10", "11"]
+    config = run({**values, "load": str(tmp_path / "run")}, watch)
+    saved = sorted((tmp_path / "run").iterdir())
+    assert [path.name[-2:] for path in saved[3:]] == ["06", "08", "10", "11"]
+    (run_id,) = {store.read_state(path)["run_id"] for path in saved}
+    assert run_id
     wanted, lines = reference(config), read_metrics(tmp_path / "logs")
     assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 10, 11]
     assert any(line.get("grad_norm", 0) > config.optimizer.clip_grad for line in lines)
+    assert [{**line, "resumed_from": 5} for line in logged] == [{**line, "resumed_from": 5} for line in lines]
     flops = training_flops(decoder_config(config), [8], 1)
     for got, want in zip(lines, wanted, strict=True):
         assert {name: got.get(name) for name in want} == pytest.approx(want, rel=1e-9), got
@@ -218,6 +238,60 @@ def test_dropout_draws_anew_in_every_iteration_and_micro_batch(tmp_path: Path) -
         of.progress = SimpleNamespace(iteration=iteration)
         assert [Trainer._dropout_key(of, 2 * iteration + i) for i in range(2)] == first[2 * iteration :][:2]
         assert Trainer._dropout_key(of, 0) == first[0] or iteration
+
+
+def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp_path: Path) -> None:
+    updated: list[int] = []
+
+    def watch(trainer: Trainer) -> None:
+        step, optimizer = trainer.engine.step, trainer.engine.optimizer
+
+        def spoiled() -> Any:
+            iteration, before = trainer.progress.iteration + 1, optimizer.runs[0].leaf.detach().clone()
+            if iteration == 3 or iteration > 4:
+                optimizer.runs[0].grad.fill_(torch.inf)
+            info = step()
+            updated.extend([] if torch.equal(before, optimizer.runs[0].leaf) else [iteration])
+            return info
+
+        trainer.engine.step = spoiled  # type: ignore[method-assign]
+
+    with pytest.raises(NonFiniteLoss, match="iteration 14: the gradient norm is inf, and so 10 steps"):
+        run({**SMALL, "train_iters": 20, "log_dir": str(tmp_path)}, watch)
+    lines = read_metrics(tmp_path)
+    assert updated == [2, 4]  # the first has rate 0
+    assert [line["iteration"] for line in lines if line.get("skipped")] == [3, *range(5, 14)]
+
+
+def test_a_run_of_a_given_duration_ends_and_is_saved(tmp_path: Path) -> None:
+    began: list[float] = []
+    values = {**SMALL, "exit_duration_in_mins": 1e-9, "log_dir": str(tmp_path), "save": str(tmp_path / "run")}
+    before = time.monotonic()
+    run(values, lambda trainer: began.append(trainer.exits.began))
+    assert before <= began[0] <= time.monotonic() and store.latest(tmp_path / "run") is not None
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1]
+
+
+def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
+    values = {
+        **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
+        "zero_prefetch_bytes": 777, "seed": 5, "zero_weight_error_bound": 0.1, "zero_gradient_error_bound": 0.2,
+        "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic", "zero_weight_clip_search": 3,
+        "ranks_per_node": 2,
+    }  # fmt: skip
+    grid = SimpleNamespace(world_size=4, ranks_per_node=2)
+    policy: Any = make_policy(make_config(values, World(4, 2)), SimpleNamespace(grid=grid))  # type: ignore[arg-type]
+    assert (policy.exact_numel, policy.chunk_numel, policy.prefetch_bytes, policy.seed) == (40, 999, 777, 5)
+    assert (policy.weight_error_bound, policy.gradient_error_bound) == (0.1, 0.2)
+    weights, gradients = policy.codecs.weights, policy.codecs.gradients_inter
+    assert (weights.form.bits, weights.form.block, gradients.form.bits, gradients.form.block) == (
+        4,
+        32,
+        8,
+        32,
+    )
+    assert policy.codecs.delta and not policy.codecs.feedback and policy.codecs.gradients_intra is None
+    assert (weights.stochastic, gradients.stochastic, weights.clip, gradients.clip) == (False, True, 3, 0)
 
 
 class Host:
