@@ -14,6 +14,7 @@ from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Init, UnitSpec, build_units
 from megazero.zero.engine import Engine, StepInfo
+from megazero.zero.foreign import refuse_foreign_parallelism
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
 from megazero.zero.policy import Codecs, Policy
 
@@ -53,8 +54,9 @@ def shard(
     traffic: counters of the bytes this rank sends; default: the engine's own.
 
     Returns the engine. Collective; every rank must pass the same. Raises ValueError for units that nest or mix
-    dtypes and for policies that the shard factors do not allow.
+    dtypes, for policies that the shard factors do not allow, and for modules that another framework parallelised.
     """
+    refuse_foreign_parallelism(module)
     policy = policy or Policy()
     choose = traits or _no_decay_for_vectors
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
