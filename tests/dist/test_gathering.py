@@ -46,21 +46,13 @@ def shares(name: str, shards: tuple[int, int, int]) -> list[tuple[float, ...]]:
     policy = zero.Policy(prefetch_bytes=(256 << 20) // SCALE**2, chunk_numel=(1 << 27) // SCALE**2, block=16)
     mesh = create_mesh(shards=shards)
     engine = zero.shard(model, mesh=mesh, policy=policy, units=model, optimizer=SGD)
-    of = {
-        unit: next(m for m in model if any(p is q for q in m.parameters() for p in unit.params.values()))
-        for unit in engine.units
-    }
     total = sum(u.full.nbytes for u in engine.units) / len(model)
     called, held = [], []
     use = engine.gathering.use
 
     def watch(needs):
-        first = needs[0] if isinstance(needs, list) else needs
-        module = [u for u in engine.units if of[u] is of[first]]
-        if not isinstance(needs, list) and first is not module[0]:
-            return use(needs)  # a further unit of a module that was called before
-        here = [u for u in module if u.ready or u.ticket is not None]
-        called.append(sum(u.full.nbytes for u in here) / sum(u.full.nbytes for u in module))
+        here = [u for u in needs if u.ready or u.ticket is not None]
+        called.append(sum(u.full.nbytes for u in here) / sum(u.full.nbytes for u in needs))
         use(needs)
         held.append(sum(u.full.nbytes for u in engine.units if u.full_present) / total)
 
@@ -75,7 +67,7 @@ def shares(name: str, shards: tuple[int, int, int]) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_next_module_is_on_its_way_when_it_is_called(name):
-    """Of 7B, 13B and 70B layers in bf16 the bound of bytes alone left 45%, 67% and 90% to be waited for."""
+    """Within the bound of bytes alone the first call found 61% of a 7B layer, 22% of a 13B one, none of a 70B one."""
     for called, held in run_ranks(2, shares, name, (2, 2, 2)):
         assert called == (1.0,) * 8
         assert max(held) <= 2.7, "the module in use, the next, and 256 MiB beyond it (0.66 of a 7B layer)"
