@@ -153,7 +153,7 @@ def _gradients(
 def gathers(copies: Copies, program: Sequence[tuple[str, int]]) -> Counter[int]:
     """How often each unit is gathered over P in a step: once per use, less where it is still there.
 
-    After a use it stays only if it is what is used next; with ``keep_gathered`` as long as its part comes again.
+    After a use it stays only if the next module needs it; with ``keep_gathered`` as long as its part comes again.
     """
     visits = [(i, list(visit)) for i, segment in enumerate(program) for visit in _visits(copies, *segment)]
     out: Counter[int] = Counter()
@@ -163,11 +163,11 @@ def gathers(copies: Copies, program: Sequence[tuple[str, int]]) -> Counter[int]:
         out.update(unit for unit in units if unit not in held)
         held.update(units)
         again = {u for i, later in visits[at + 1 :] if i == segment and kind != "F" for u in later}
-        following = visits[at + 1][1][0] if at + 1 < len(visits) else None
+        following = visits[at + 1][1] if at + 1 < len(visits) else []
         returns = any(later == part and k != "W" for k, later in program[segment + 1 :])
         for unit in units:
             keep = copies.keep_gathered and returns
-            if not (keep or unit == following or unit in again):
+            if not (keep or unit in following or unit in again):
                 held.discard(unit)
     return out
 

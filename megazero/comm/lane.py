@@ -4,8 +4,9 @@ A chain is a generator that issues collectives one after another and yields each
 between two yields (encode, decode, sum) runs when the collective before it has finished. A lane holds the
 chains in flight, first in first out. On gloo a chain moves on when it is polled (at every module hook) or
 waited for; on CUDA it runs through at once on one of the lane's streams, where waiting is an event, not a host
-wait. Successive chains take turns on the streams, so that one's hop inside the node runs beside another's
-across nodes; chains of one unit follow each other.
+wait. There it comes after what the compute stream had been given when ``follow`` was last called. Successive
+chains take turns on the streams, so that one's hop inside the node runs beside another's across nodes; chains
+of one unit follow each other.
 
 Every rank must issue the collectives of one communicator in the same order, whatever its timing. So a chain
 states beforehand which axes it will use (``plan``), and may use an axis only when no older chain still has to.
@@ -68,6 +69,13 @@ class Lane:
         self.latest: dict[str, Any] = {}  # CUDA: event of each unit's last chain
         self.stalls: deque[tuple[Any, Ticket]] = deque()  # CUDA: events before the compute stream's waits
         self.stood: defaultdict[str, float] = defaultdict(float)  # seconds of older waits
+
+    def follow(self) -> None:
+        """CUDA: chains submitted from here on come after all that the compute stream has been given so far."""
+        if self.streams:
+            event = torch.cuda.current_stream().record_event()
+            for stream in self.streams:
+                stream.wait_event(event)
 
     def submit(
         self, label: str, plan: tuple[Leg, ...], chain: Chain, keep: tuple[torch.Tensor, ...] = ()
@@ -172,7 +180,6 @@ class Lane:
     def _run_through(self, ticket: Ticket) -> None:
         stream = self.streams[0]
         self.streams.append(self.streams.pop(0))
-        stream.wait_stream(torch.cuda.current_stream())
         if ticket.label in self.latest:
             stream.wait_event(self.latest[ticket.label])
         watched = self.timed is not no_timing

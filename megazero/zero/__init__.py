@@ -15,6 +15,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.zero.binding import recurrent_weights_kept
 from megazero.zero.build import Init, UnitSpec, build_units
 from megazero.zero.engine import Engine, StepInfo
+from megazero.zero.foreign import refuse_foreign_parallelism
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
 from megazero.zero.policy import Codecs, Policy
 
@@ -54,9 +55,11 @@ def shard(
     traffic: counters of the bytes this rank sends; default: the engine's own.
 
     Returns the engine. Collective; every rank must pass the same. Raises ValueError for units that nest or mix
-    dtypes, for policies that the shard factors do not allow, for parameters and modules that training would damage
-    (``admission.py``), and for optimizers that are not elementwise: the factory is tried on a few small tensors.
+    dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised
+    (``foreign.py``), for parameters and modules that training would damage (``admission.py``), and for optimizers
+    that are not elementwise: the factory is tried on a few small tensors.
     """
+    refuse_foreign_parallelism(module)
     policy = policy or Policy()
     choose = traits or _no_decay_for_vectors
     chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}

@@ -105,7 +105,7 @@ class Engine:
         """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
 
         program: the (kind, part) that the step will run, in order, kinds F, B, I, W of order.py: gathers run ahead by
-            it. Default: a forward and a backward of the whole module for each micro-batch.
+            it. Default: a forward and a backward of the whole module, all parts, for each micro-batch.
         """
         if micro_batches < 1 or not divisor > 0:
             raise ValueError(
@@ -120,8 +120,10 @@ class Engine:
         self.reducing.micro_batches, self.reducing.exact = micro_batches, self.exact_gradients
         for unit in self.units:
             unit.begin_step()
-        segments = [Segment(*s) for s in program] or [Segment(FORWARD), Segment(BACKWARD)] * micro_batches
-        self.passes.open_step(micro_batches, segments)
+        self.passes.open_step(
+            micro_batches, [Segment(*s) for s in program] or self._plain_loop(micro_batches)
+        )
+        self.gathers.follow()
         self.gathering.prefetch()
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]:
@@ -177,8 +179,7 @@ class Engine:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Forwards without gradient, between steps; training goes on bit for bit as if it had not been."""
-        if self.passes.micro_batches:
-            raise RuntimeError("evaluation() inside a step: call step() first")
+        self._between_steps("evaluation()")
         program = self.gathering.program
         program.open(())
         program.enter(Segment(EVALUATION))
@@ -198,8 +199,7 @@ class Engine:
         the block; a numpy view of a parameter would pin its storage, which is then freed. Raises RuntimeError for a
         write without ``write``.
         """
-        if self.passes.micro_batches:
-            raise RuntimeError("gathered() inside a step: call step() first")
+        self._between_steps("gathered()")
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         for unit in units:
@@ -235,8 +235,7 @@ class Engine:
 
         Under the delta refresh this comes before a save: R is what a checkpoint holds as the weights.
         """
-        if self.passes.micro_batches:
-            raise RuntimeError("refresh() inside a step: call step() first")
+        self._between_steps("refresh()")
         for unit in self.units:
             if unit.copy_version != unit.master_version:
                 self.gathering.ensure(unit)
@@ -254,6 +253,19 @@ class Engine:
                 self._send_exactly(name, kind)
 
     # -- parts of them ---------------------------------------------------------------------------
+
+    def _plain_loop(self, micro_batches: int) -> list[Segment]:
+        parts = range(len(self.passes.parts))
+        once = [Segment(FORWARD, part) for part in parts] + [
+            Segment(BACKWARD, part) for part in reversed(parts)
+        ]
+        return once * micro_batches
+
+    def _between_steps(self, call: str) -> None:
+        """Raises RuntimeError inside a step. What was done to weights since the last one comes before gathers."""
+        if self.passes.micro_batches:
+            raise RuntimeError(f"{call} inside a step: call step() first")
+        self.gathers.follow()
 
     def _check_parameters(self) -> None:
         for unit in self.units:

@@ -23,11 +23,14 @@ class Segment(NamedTuple):
     part: int = 0
 
 
+Use = tuple[int, ...]  # indices of the units that one module needs
+
+
 class Order:
-    """Unit indices in order of use within one kind of segment."""
+    """What modules need, in order of use within one kind of segment."""
 
     def __init__(self) -> None:
-        self.sequence: list[int] = []
+        self.sequence: list[Use] = []
         self.position = 0
 
     def begin(self) -> None:
@@ -36,13 +39,13 @@ class Order:
             del self.sequence[self.position :]
             self.position = 0
 
-    def use(self, index: int) -> None:
+    def use(self, needs: Use) -> None:
         """Note a use; where it differs from the record, the record is cut and made anew from here."""
         at = self.position
-        if at < len(self.sequence) and self.sequence[at] != index:
+        if at < len(self.sequence) and self.sequence[at] != needs:
             del self.sequence[at:]
         if at == len(self.sequence):
-            self.sequence.append(index)
+            self.sequence.append(needs)
         self.position += 1
 
 
@@ -71,12 +74,12 @@ class Program:
             self.current = None
             self.at += 1
 
-    def use(self, index: int) -> None:
+    def use(self, needs: Use) -> None:
         assert self.current is not None
-        self.orders[self.current].use(index)
+        self.orders[self.current].use(needs)
 
-    def upcoming(self) -> Iterator[int]:
-        """Units in the order in which the rest of the program will use them, as far as it is recorded."""
+    def upcoming(self) -> Iterator[Use]:
+        """What the modules of the rest of the program will need, in their order, as far as it is recorded."""
         if self.current is not None:
             order = self.orders[self.current]
             yield from order.sequence[order.position :]
@@ -84,7 +87,8 @@ class Program:
             yield from self.orders[self.segments[i]].sequence
 
     def next_is(self, index: int) -> bool:
-        return next(self.upcoming(), None) == index
+        """The module that comes next needs the unit."""
+        return index in next(self.upcoming(), ())
 
     def returns_to(self, part: int) -> bool:
         """A later segment needs the part's parameters."""

@@ -1,14 +1,14 @@
 """The passes of a step: hooks on the module that say "this unit is needed now" and "this gradient is there".
 
 One Passes per engine. A pass is one segment of the step's program (order.py). A pipeline enters and leaves its
-segments; in a loop of plain forwards and backwards they begin with the first hook. Nothing is inferred from the
-hooks' order but the order of use.
+segments; in a loop of plain forwards and backwards the hooks begin them, of the part that their unit is in.
+Nothing is inferred from the hooks' order but the order of use.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from megazero.zero.graph import brings_gradients
 from megazero.zero.order import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.outside import guard_reads
 from megazero.zero.reducing import Reducing
+from megazero.zero.released import outliving
 from megazero.zero.unit import Unit
 
 
@@ -40,9 +41,12 @@ class Passes:
         self.parts = [[u for u in plan.units if u.part == part] for part in range(plan.parts)]
         self.backwards = [0] * plan.parts
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
-        self._in_backward = False  # a graph task of autograd is running that uses parameters
-        self._counts = False  # it is a backward of the step, which torch.autograd.grad is not
+        self._running = False  # a graph task of autograd that uses parameters
+        self._counted: set[int] = set()  # parts whose backward of the step it is: torch.autograd.grad's is none
         self._creates_graph = False  # create_graph=True: its gradients are part of a loss
+        self._forwards = 0  # of hooked modules that are open
+        self._done: list[Unit] = []  # have all their gradients, and may be read until the next module's backward
+        self._declared = False  # segments are entered by ``segment``, not by the hooks
         self._splits = False  # the program has backwards of the input alone
         self._micro_batch = 0
         # Gradients that arrived with the input's, by part and micro-batch: they go with the weights'.
@@ -53,6 +57,8 @@ class Passes:
             hooks[hooked] += self._hook_forward(hooked, needs)
         self._hook_gradients()
         guard_reads(plan.units, hooks)
+        for unit in plan.units:
+            unit.read = self.read
 
     def open_step(self, micro_batches: int, segments: Sequence[Segment]) -> None:
         self.micro_batches, self.backwards = micro_batches, [0] * len(self.parts)
@@ -71,7 +77,10 @@ class Passes:
 
     def abort(self) -> None:
         """Forget a forward or backward that was broken off."""
-        self._in_backward = self._counts = False
+        self._running = self._declared = False
+        self._counted.clear()
+        self._done.clear()
+        self._forwards = 0
         self._held.clear()
         self.program.open(())
         for unit in self.units:
@@ -81,7 +90,9 @@ class Passes:
     def segment(self, kind: str, part: int, micro_batch: int) -> Iterator[None]:
         """A forward, a backward, or a backward of the input alone of one part for one micro-batch."""
         self._enter(kind, part, micro_batch)
+        self._declared = True
         yield
+        self._declared = False
         self.program.leave()
 
     @torch.no_grad()
@@ -104,6 +115,24 @@ class Passes:
         self.reducing.close()
         self.backwards[part] += 1
         self.program.leave()
+
+    def read(self, unit: Unit, refusal: str, operation: Callable[[], Any]) -> Any:
+        """An operation that reads a released unit, as if it were a module that needs the unit; in a backward, too.
+
+        Raises RuntimeError with ``refusal`` outside of both: there ranks need not be doing the same.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._pre_backward([unit])
+            return outliving([unit], operation())
+        if not self._forwards:
+            raise RuntimeError(refusal)
+        output = None
+        self._pre_forward([unit], ())
+        try:
+            output = operation()
+        finally:
+            output = self._post_forward([unit], output)
+        return output
 
     def _deliver(self, unit: Unit, grads: dict[str, torch.Tensor]) -> None:
         for name, grad in grads.items():
@@ -155,17 +184,26 @@ class Passes:
             for unit in needs:
                 self.gathering.ensure(unit)
             return
-        if self.program.current is None:
-            self._enter(FORWARD)
+        self._forwards += 1
+        if not needs:
+            return
+        self._open_forward(needs[0].part)
         assert self.program.current is not None
         for unit in needs:
             uses = self._forward_uses[unit.part]
             if self.program.current.kind == FORWARD and unit not in uses:
                 uses.append(unit)
             unit.active += 1
-            self.gathering.use(unit)
+        self.gathering.use(needs)
         if self._splits and torch.is_grad_enabled():
             self._watch_input(needs, args)
+
+    def _open_forward(self, part: int) -> None:
+        current = self.program.current
+        if current is None and not self.micro_batches:
+            self.gathering.lane.follow()
+        if current is None or current.kind == FORWARD and current.part != part and not self._declared:
+            self._enter(FORWARD, part)
 
     def _watch_input(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
         """In a backward of the input alone no gradient of a weight says that the unit has done its part."""
@@ -179,9 +217,12 @@ class Passes:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(input_done)
 
-    def _post_forward(self, needs: list[Unit], output: Any) -> None:
+    def _post_forward(self, needs: list[Unit], output: Any) -> Any:
+        """Returns what the module returns: its output, of which nothing lies in a buffer that goes now."""
         if torch._C._current_graph_task_id() != -1:
-            return
+            return output
+        output = outliving(needs, output)
+        self._forwards -= 1
         for unit in needs:
             unit.active -= 1
             self.gathering.release(unit)
@@ -192,8 +233,9 @@ class Passes:
                     "write between steps, inside `with engine.gathered(write=True)`",
                 )
         self.poll()
-        if torch.is_grad_enabled() and output is not None:
+        if needs and torch.is_grad_enabled() and output is not None:
             self._watch_backward(needs, output)
+        return output
 
     def _watch_backward(self, needs: list[Unit], output: Any) -> None:
         """The units are needed again when a gradient reaches the module's output."""
@@ -208,18 +250,22 @@ class Passes:
             )
 
     def _pre_backward(self, needs: list[Unit]) -> None:
-        if not self._in_backward:
-            self._open_backward(counts=self._segment_is_backward() or brings_gradients(self._owner))
-        for unit in needs:
-            if self._counts and not unit.in_backward:
-                self.gathering.use(unit)
-            else:
-                self.gathering.ensure(unit)
+        counts = bool(self._counted)
+        if not self._running:
+            counts = self._segment_is_backward() or brings_gradients(self._owner)
+        self._open_backward(needs[0], counts)
+        self._end_uses()
+        wanted = [unit for unit in needs if not unit.in_backward]
+        for unit in wanted:
             unit.in_backward = True
+        if counts and wanted:
+            self.gathering.use(wanted)
+        for unit in needs:
+            self.gathering.ensure(unit)
         self.poll()
 
     def _grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
-        self._open_backward(counts=True)
+        self._open_backward(unit, counts=True)
         current = self.program.current
         if current is not None and current.kind == INPUT:
             if param.grad is None:  # put off, and autograd says so
@@ -238,45 +284,58 @@ class Passes:
         unit.pending.discard(name)
         if not unit.pending:
             if len(unit.trainable) == len(unit.params):
-                # Whatever used these parameters has run backward, or a gradient would be missing. Frozen ones
-                # give no such sign: their unit stays gathered to the end of the backward.
-                self._end_use(unit)
+                # What used these parameters with gradient has run backward, or a gradient would be missing. What
+                # used them detached runs before the gradient leaves the module. Frozen ones give no such sign: their
+                # unit stays gathered to the end of the backward.
+                self._done.append(unit)
             self.reducing.completed(unit)
         self.poll()
 
     def _segment_is_backward(self) -> bool:
         return self.program.current is not None and self.program.current.kind in (BACKWARD, INPUT)
 
-    def _open_backward(self, counts: bool) -> None:
-        """A graph task has begun, or turns out to be a backward."""
-        if counts and not self._counts:
-            if not self._segment_is_backward():
-                self._enter(BACKWARD)
+    def _open_backward(self, unit: Unit, counts: bool) -> None:
+        """A graph task has come to this unit; if it counts, to its part (one part after the other)."""
+        if counts and unit.part not in self._counted:
+            current = self.program.current
+            if self._declared and current is not None and current.part != unit.part:
+                raise RuntimeError(
+                    f"the backward of part {current.part} came to unit {unit.name!r} of part {unit.part}: give each "
+                    "part its own backward inside `with engine.segment(kind, part, micro_batch):`, or use no segments"
+                )
+            self._check_announced(unit.part)
+            if not self._declared:
+                self._enter(BACKWARD, unit.part)
             assert self.program.current is not None
-            kind, part = self.program.current
-            self._check_announced(part)
-            if kind == BACKWARD:
-                self.reducing.open(self._reduction_order(part))
-            self._counts = True
-        if not self._in_backward:
+            if self.program.current.kind == BACKWARD:
+                self.reducing.open(self._reduction_order(unit.part))
+            self._counted.add(unit.part)
+        if not self._running:
             torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
-            self._in_backward = True
+            self._running = True
             self._creates_graph = torch.is_grad_enabled()
 
     def _close_backward(self) -> None:
         """End of one graph task. Of a micro-batch's backward: units that still lack gradients contribute zeros."""
-        if self._counts:
+        if self._counted:
             assert self.program.current is not None
-            kind, part = self.program.current
-            if kind == BACKWARD:
+            if self.program.current.kind == BACKWARD:
                 self.reducing.close()
-                self.backwards[part] += 1
-        if self._counts or not self._creates_graph:  # else a backward through the gradients is to come
+                for part in self._counted:
+                    self.backwards[part] += 1
+        if self._counted or not self._creates_graph:  # else a backward through the gradients is to come
             for unit in self.units:
                 self._end_use(unit)
-        if self._counts:
+        if self._counted:
             self.program.leave()
-        self._in_backward = self._counts = False
+        self._running = False
+        self._counted.clear()
+        self._done.clear()
+
+    def _end_uses(self) -> None:
+        for unit in self._done:
+            self._end_use(unit)
+        self._done.clear()
 
     def _end_use(self, unit: Unit) -> None:
         if unit.in_backward:

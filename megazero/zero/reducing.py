@@ -61,6 +61,7 @@ class Reducing:
                         self.lane.wait(ticket)
                 self.issued.add(f"t{self.index[unit]}")
                 chain = sum_ends(unit, ends, self.exact, self.rounding, self.traffic)
+                self.lane.follow()
                 self.pending.append(self.lane.submit(unit.name, ends_plan(ends), chain))
 
     def wait(self) -> None:
@@ -94,6 +95,7 @@ class Reducing:
             deque(chain, maxlen=0)
             return
         keep = () if staging is None else (staging,)
+        self.lane.follow()  # the gradients are the compute stream's latest
         self.pending.append(self.lane.submit(unit.name, plan, chain, keep))
         # The bound is on staging memory; where there is none (G = 1) the backward need not wait.
         while staging is not None and len(self.pending) > self.policy.pending_reductions:

@@ -47,6 +47,7 @@ from megazero.comm.lane import Ticket
 from megazero.zero.binding import Binding
 from megazero.zero.layout import Layout, Slot
 from megazero.zero.policy import Codecs, Levels
+from megazero.zero.released import Read, Released, hide, refuse_read, released_class
 
 EXACT = Codecs()
 
@@ -95,6 +96,9 @@ class Unit:
         self.copy_version = 0
         self.staging: torch.Tensor | None = None
         self.ticket: Ticket | None = None  # gather in flight
+        self.released: type[Released] = released_class(self)  # the Parameters' class while they are hidden
+        self.shown: list[type] = []  # their own classes meanwhile; empty: they can be read
+        self.read: Read = refuse_read  # what an operation on hidden Parameters does
         self.active = 0  # modules in forward that use it now
         self.in_backward = False
         self.pinned = 0  # open gathered() blocks that hold it
@@ -195,7 +199,8 @@ class Unit:
             self.full_present = True
 
     def drop_full(self) -> None:
-        """Free the gathered parameters (P > 1)."""
+        """Free the gathered parameters (P > 1, or at the end of a step for lifetime 'step')."""
+        hide(self)
         if self.full_present:
             self.full.untyped_storage().resize_(0)
             self.full_present = False

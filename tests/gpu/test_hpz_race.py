@@ -83,7 +83,7 @@ class Wire:
 
 
 class Cluster:
-    """Rank ``rank`` of 2 nodes of 2 with hpZ's shards (P = 2, G = OS = 4), a stack of linear layers.
+    """Rank ``rank`` of 2 nodes of 2, hpZ's shards (P = 2, G = OS = 4) if no others are asked for, linear layers.
 
     truth: per unit the values [n] of the step, random and new in every step. waits: False leaves out every wait
     for a collective. wrong: elements of parameters that differed where a forward or backward read them.
@@ -96,6 +96,8 @@ class Cluster:
         patch: pytest.MonkeyPatch,
         wire_ms: float = 0,
         compute_ms: float = 0,
+        shards: tuple[int, int, int] = (2, 4, 4),
+        policy: zero.Policy | None = None,
     ) -> None:
         self.device, self.rank, self.waits, self.compute_ms = device, rank, True, compute_ms
         patch.setattr(Mesh, "gather_rows", lambda mesh, row: row.expand(mesh.world_size, -1))
@@ -104,7 +106,7 @@ class Cluster:
         patch.setattr(
             dist, "all_to_all_single", lambda out, sent, *_, group, async_op: group.exchange(out, sent)
         )
-        grid = make_grid(4, 2, shards=(2, 4, 4))
+        grid = make_grid(4, 2, shards=shards)
         axes = {spec.name: self._axis(spec, wire_ms) for spec in grid.axes}
         self.module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(
             device, torch.bfloat16
@@ -113,6 +115,7 @@ class Cluster:
             self.module,
             mesh=Mesh(grid, rank, device, axes),
             units=self.module,
+            policy=policy,
             optimizer=partial(torch.optim.SGD, lr=0.1),
         )
         self.truth: dict[Unit, torch.Tensor] = {}
@@ -127,7 +130,8 @@ class Cluster:
         return Axis(spec, spec.index(self.rank), spec.ranks(self.rank), gather, reduce)  # type: ignore[arg-type]
 
     def _before_backward(self, unit: Unit, out: torch.Tensor) -> None:
-        out.register_hook(lambda grad: self._compute(unit))
+        if out.requires_grad:
+            out.register_hook(lambda grad: self._compute(unit))
 
     def _compute(self, unit: Unit) -> None:
         """A slow layer: reads its parameters after a while."""

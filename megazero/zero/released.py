@@ -1,0 +1,156 @@
+"""Parameters while their values are not gathered: reading one names it, or gathers it, and never reads freed memory.
+
+A hidden Parameter is the same object with another class, whose ``__torch_function__`` sees what torch is asked to
+do with it. Shape, dtype, gradient and hooks are there as ever. Other operations are handed to ``Unit.read``: inside
+a forward or backward they gather the unit as a module does that holds it, elsewhere they raise. Gathered Parameters
+have their own class, so that forwards pay nothing; hiding and showing one takes 0.15 us each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from megazero.zero.unit import Unit
+
+Read = Callable[["Unit", str, Callable[[], Any]], Any]  # unit, what is done to which parameter, the operation
+
+# What needs no values: these run on a hidden Parameter.
+_METADATA = frozenset(
+    (
+        *(
+            "__len__",
+            "size",
+            "dim",
+            "ndimension",
+            "numel",
+            "nelement",
+            "element_size",
+            "stride",
+            "storage_offset",
+        ),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "get_device"),
+        *("untyped_storage", "_has_compatible_shallow_copy_type", "requires_grad_", "retain_grad", "grad"),
+        *(
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "new_empty",
+            "new_zeros",
+            "new_ones",
+            "new_full",
+        ),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    )
+)
+_VALUES = frozenset(
+    {"data", "T", "mT", "H", "mH", "real", "imag"}
+)  # attributes that are tensors over the values
+_POINTERS = frozenset(
+    {"data", "data_ptr", "numpy", "__array__", "__dlpack__", "storage"}
+)  # outlive an operation
+_CONVERSIONS = frozenset({"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"})
+_WRITES = frozenset(
+    f"__{name}__"
+    for name in (
+        "setitem",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+    )
+)
+
+
+class Released(nn.Parameter):
+    """Class of a hidden Parameter. A subclass for each unit says which one."""
+
+    unit: ClassVar[weakref.ref[Unit]]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Released parameter: {tuple(self.shape)}, {self.dtype}"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, owner = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
+        attribute = getattr(owner, "__name__", "")
+        if name in ("__set__", "__delete__") and attribute == "data" and args[0] is args[1]:
+            return None
+        if name in _METADATA or name in ("__get__", "__set__", "__delete__") and attribute not in _VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _CONVERSIONS and isinstance(args[0], Released):
+            probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+            result = func(probe, *args[1:], **kwargs)
+            if result is probe or not isinstance(result, torch.Tensor):  # nothing is converted
+                return args[0] if result is probe else result
+        unit = cls.unit()
+        found = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)), None)
+        param = next((n for n, p in unit.params.items() if p is found), "") if unit else ""
+        deed = attribute if name in ("__get__", "__set__") else name
+        what = f"parameter {param!r} of unit {unit.name!r}" if unit else "a parameter whose engine is gone"
+        writes = name in _WRITES or name == "__set__" or name.endswith("_") and not name.endswith("__")
+        if writes or kwargs.get("out") is found is not None:
+            raise RuntimeError(
+                f"{what} was written ({deed}) while it is released: use `with engine.gathered(write=True):`"
+            )
+        if unit is None or deed in _POINTERS:
+            raise RuntimeError(_refusal(what, deed))
+        return unit.read(unit, _refusal(what, deed), lambda: func(*args, **kwargs))
+
+
+def _refusal(what: str, deed: str) -> str:
+    return (
+        f"{what} was read ({deed}) while it is released: its values are there in the forwards of the modules that "
+        "hold it and, on every rank together, in `with engine.gathered():`"
+    )
+
+
+def refuse_read(unit: Unit, refusal: str, operation: Callable[[], Any]) -> Any:
+    raise RuntimeError(refusal)
+
+
+def released_class(unit: Unit) -> type[Released]:
+    return type("Released", (Released,), {"unit": weakref.ref(unit)})
+
+
+def hide(unit: Unit) -> None:
+    """From here on the unit's Parameters have no values."""
+    if not unit.shown:
+        unit.shown = [type(p) for p in unit.params.values()]
+        for param in unit.params.values():
+            param.__class__ = unit.released
+
+
+def show(unit: Unit) -> None:
+    """The unit's Parameters are gathered: they have their own class again."""
+    for param, own in zip(unit.params.values(), unit.shown, strict=False):
+        param.__class__ = own
+    unit.shown = []
+
+
+def outliving(units: Sequence[Unit], output: Any) -> Any:
+    """``output`` with copies for tensors that lie in the units' buffers, which are freed when the use ends."""
+    buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.levels.p}
+
+    def lies_inside(x: Any) -> bool:
+        strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
+        return strided and x.untyped_storage()._cdata in buffers
+
+    if not buffers or not any(map(lies_inside, tree_leaves(output))):
+        return output
+    return tree_map_only(torch.Tensor, lambda x: x.clone() if lies_inside(x) else x, output)
