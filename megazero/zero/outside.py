@@ -24,12 +24,17 @@ def guard_reads(units: Sequence[Unit], hooks: Mapping[nn.Module, list[RemovableH
     owner = {id(p): unit for unit in units for p in unit.params.values()}
     for module, own in hooks.items():
         held = list(dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner))
-        reads = partial(_refuse_sharded, held, "gathered()", "module.state_dict()")
-        writes = partial(_refuse_sharded, held, "gathered(write=True)", "module.load_state_dict(...)")
+        # Functions, not partials: a deep copy of the module would copy what partials hold.
         own = [
             *own,
-            module.register_state_dict_pre_hook(reads),
-            module.register_load_state_dict_pre_hook(writes),
+            module.register_state_dict_pre_hook(
+                lambda *_, held=held: _refuse_sharded(held, "gathered()", "module.state_dict()")
+            ),
+            module.register_load_state_dict_pre_hook(
+                lambda *_, held=held: _refuse_sharded(
+                    held, "gathered(write=True)", "module.load_state_dict(...)"
+                )
+            ),
         ]
         # copy.deepcopy looks for it on the object, and calls it before it reads any parameter.
         module.__deepcopy__ = partial(_copy_plain, weakref.ref(module), held, [h.id for h in own])  # type: ignore[assignment]
@@ -55,7 +60,7 @@ def _copy_plain(
     return copied
 
 
-def _refuse_sharded(held: list[Unit], inside: str, call: str, *_: Any) -> None:
+def _refuse_sharded(held: list[Unit], inside: str, call: str) -> None:
     """Outside of ``gathered`` parameters may be absent, stale, or overwritten from the master weights."""
     if not all(u.pinned for u in held):
         raise RuntimeError(

@@ -35,7 +35,8 @@ _METADATA = frozenset(
             "stride",
             "storage_offset",
         ),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "get_device"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_set_to"),
+        *("get_device", "backward"),
         *("untyped_storage", "_has_compatible_shallow_copy_type", "requires_grad_", "retain_grad", "grad"),
         *(
             "register_hook",
