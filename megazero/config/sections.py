@@ -81,7 +81,9 @@ class ZeroConfig:
         "step to its end: one gather a step for a pipeline stage, for the memory of the stage's parameters",
         choices=LIFETIMES,
     )
-    zero_prefetch_bytes: int = option(256 * 2**20, "bytes of parameters gathered ahead of use", low=0)
+    zero_prefetch_bytes: int = option(
+        256 * 2**20, "bytes of parameters gathered ahead of use, beyond those of the next module", low=0
+    )
     zero_chunk_numel: int = option(
         2**27,
         "elements of a module's parameters that move together; hops of successive chunks run side by side",

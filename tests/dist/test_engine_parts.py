@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 
@@ -77,6 +77,7 @@ class Runner:
     def __init__(self, shards, **policy):
         mesh = create_mesh(shards=shards)
         self.net, self.store = Net(), {}
+        self.joined = False  # a backward of the last part goes on through the others
         self.engine = zero.shard(
             self.net,
             mesh=mesh,
@@ -97,8 +98,9 @@ class Runner:
             getattr(self, {"F": "forward", "W": "weights"}.get(kind, "backward"))(kind, part, m, step)
 
     def forward(self, kind, part, m, step):
-        x = data(self.engine.mesh.rank, m, step) if part == 0 else self.saved[part - 1, m][1].detach()
-        x.requires_grad_(part > 0)
+        x = data(self.engine.mesh.rank, m, step) if part == 0 else self.saved[part - 1, m][1]
+        if part and not self.joined:
+            x = x.detach().requires_grad_()
         y = x
         with self.engine.segment(kind, part, m):
             for layer in self.net.part(part):
@@ -194,6 +196,53 @@ def test_any_order_of_weight_gradients_gives_one_ranks_step(name):
                     torch.testing.assert_close(have[n], want[n], rtol=1e-10, atol=1e-12)
 
 
+# -- a foreign pipeline, which declares no segments --------------------------------------------------
+
+UNDECLARED: dict[str, Plan] = {
+    "part by part": [*FORWARDS, *(("B", part, m) for m in EVERY for part in (1, 0))],
+    "one at a time": [a for m in EVERY for a in [("F", 0, m), ("F", 1, m), ("B", 1, m), ("B", 0, m)]],
+    "interleaved": [
+        *(("F", part, m) for m in (0, 1) for part in range(PARTS)),
+        *(
+            ("B", 1, 0),
+            ("F", 0, 2),
+            ("B", 0, 0),
+            ("B", 1, 1),
+            ("F", 1, 2),
+            ("B", 0, 1),
+            ("B", 1, 2),
+            ("B", 0, 2),
+        ),
+    ],
+    "one backward": [a for m in EVERY for a in [("F", 0, m), ("F", 1, m), ("B", 1, m)]],
+}
+
+
+def undeclared(shards, plan: Plan, announced: bool):
+    """Steps of a runner whose engine is not told which part runs; without B of part 0 one backward does both."""
+    runner = Runner(shards)
+    runner.engine.segment = lambda *_: nullcontext()
+    runner.joined = not any(action[:2] == ("B", 0) for action in plan)
+    norms = []
+    for step in range(3):
+        runner.begin(plan if announced else [])
+        runner.run(plan, step)
+        norms.append(runner.engine.step().grad_norm)
+    shapes = {n: s.shape for u in runner.engine.units for n, s in u.slots.items()}
+    return norms, assemble(runner.store["slices"], shapes), weights(runner.engine)
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_parts_whose_segments_nobody_declares_give_one_ranks_step(name):
+    norms, grads, values = one_rank(3)
+    for shards, announced in (((1, 1, 2), False), ((2, 2, 2), False), ((2, 2, 2), True)):
+        for got in run_ranks(2, undeclared, shards, UNDECLARED[name], announced):
+            assert all(abs(a - b) <= 1e-12 * b for a, b in zip(got[0], norms, strict=True)), shards
+            for have, want in ((got[1], grads), (got[2], values)):
+                for n in want:
+                    torch.testing.assert_close(have[n], want[n], rtol=1e-10, atol=1e-12)
+
+
 # -- wrong use ------------------------------------------------------------------------------------
 
 
@@ -208,6 +257,7 @@ def misuse(shards):
         (plan, lambda r: (r.run(plan), r.engine.weight_gradients(1, 0, []))),
         (plan, lambda r: (r.run(plan[:7]), r.engine.evaluation().__enter__())),
         (plan, lambda r: r.begin(plan)),
+        (whole, lambda r: (setattr(r, "joined", True), r.run([*FORWARDS, ("B", 1, 0)]))),
     ]
     said, same = [], []
     for opened, act in wrong:
@@ -219,6 +269,7 @@ def misuse(shards):
         except RuntimeError as error:
             said.append(str(error))
         runner.engine.abort_step()
+        runner.joined = False
         infos = [r.step(plan) for r in (runner, fresh)]
         same.append(infos[0] == infos[1] and bits_of(runner.engine) == bits_of(fresh.engine))
     return said, same
@@ -233,10 +284,11 @@ def test_misuse_of_parts_is_named_and_a_step_after_it_is_good(shards):
         "backward number 4 in a step of 3",
         "inside a step",
         "begin_step was called twice",
+        "engine.segment(kind, part, micro_batch)",
     ]
     for said, same in run_ranks(2, misuse, shards):
         assert all(same)
-        assert [word in text for word, text in zip(expected, said, strict=True)] == [True] * 6, said
+        assert [word in text for word, text in zip(expected, said, strict=True)] == [True] * 7, said
 
 
 def broken_off(shards, plan: Plan, policy: dict) -> list[int]:

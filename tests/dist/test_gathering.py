@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
 from megazero import zero
@@ -212,6 +215,8 @@ def between_steps(shards):
         "write": lambda p: nn.init.zeros_(p),
         "assign": lambda p: setattr(p, "data", torch.ones(8, 8)),
     }
+    if shards[0] == 1:  # begin_step names these writes: test_engine_guards.py
+        del reads["write"], reads["assign"]
     said = {}
     for name, read in reads.items():
         try:
@@ -219,6 +224,16 @@ def between_steps(shards):
             said[name] = "nothing"
         except RuntimeError as error:
             said[name] = str(error)
+    for _ in range(2):
+        engine.begin_step(1)
+        loss = loss_of(model, 0, 0)
+        try:
+            model.embedding.weight.norm()  # in the second step still gathered, for the backward that comes next
+            said["kept"] = "nothing"
+        except RuntimeError as error:
+            said["kept"] = str(error).replace("embedding", "layers.1")
+        loss.backward()
+        engine.step()
     with engine.gathered():
         there = float(weight.norm())
         assert type(weight) is nn.Parameter
@@ -235,3 +250,52 @@ def test_a_released_parameter_says_so():
         assert plain and set(said.values()) == {"nothing"}, (
             "parameters that are always there are as torch has them"
         )
+
+
+# -- modules of other frameworks ------------------------------------------------------------------
+
+
+class DistributedDataParallel(nn.Module):
+    """megatron-core's, by name."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def refused():
+    mesh = create_mesh(shards=(1, 1, 2))
+    experts, sharded, hidden = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+    experts[1].weight.allreduce = False
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    hidden[0].weight = nn.Parameter(
+        distribute_tensor(hidden[0].weight.detach(), init_device_mesh("cpu", (2,)))
+    )
+    modules = (
+        experts,
+        nn.parallel.DistributedDataParallel(nn.Linear(4, 4)),
+        nn.Sequential(DistributedDataParallel(nn.Linear(4, 4))),
+        sharded,
+        hidden,
+    )
+    said = []
+    for module in modules:
+        try:
+            zero.shard(module, mesh=mesh)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_modules_that_another_framework_parallelised_are_refused():
+    expected = [
+        ("'1.weight'", "allreduce=False", "expert_model_parallel_size 1"),
+        ("the module is a DistributedDataParallel", ".module"),
+        ("submodule '0' is a DistributedDataParallel", ".module"),
+        ("FSDPModule", "fully_shard"),
+        ("'0.weight' is a DTensor", "plain parameters"),
+    ]
+    for said in run_ranks(2, refused):
+        for words, text in zip(expected, said, strict=True):
+            assert all(word in text for word in words), text
