@@ -18,6 +18,8 @@ from tests.dist.quantised import (
     EXACT,
     Q4,
     Q8,
+    S4,
+    S8,
     Case,
     Leaves,
     drawn,
@@ -236,6 +238,32 @@ def test_weights_above_the_bound_fall_back_whatever_holds_them(skipped):
             assert lines == ["weights of unit 'layers.1'"] and infos[1].fallbacks, (case, infos)
             assert seen == [[False, False], [False, True], [False, True], [False, True]], (case, seen)
             assert fallen == {"layers.1": ["weights"]}
+
+
+# -- noise ----------------------------------------------------------------------------------------
+
+
+def streams(case: Case):
+    """Every draw of two steps on this rank, and of the same two steps of another engine."""
+    out = []
+    for _ in range(2):
+        model, engine = make(case, ADAMW)
+        noise, made = engine.rounding.noise, []
+        engine.rounding.noise = lambda *args, noise=noise, made=made: made.append(noise(*args)) or made[-1]
+        for step in range(2):
+            step_with(case, model, engine, step)
+        out.append(sorted(made, key=str))  # what is sent when depends on timing
+    return out
+
+
+def test_no_two_messages_draw_the_same_noise():
+    """Of units, ranks, hops, micro-batches and steps; another run draws the same, with another seed others."""
+    codecs = zero.Codecs(weights=S8, gradients_intra=S8, gradients_inter=S4)
+    case = Case("ddd", 2, codecs, micro_batches=2, options={"seed": 5})
+    every = run_ranks(4, several, streams, [case, case.but(options={"seed": 6})])
+    assert all(first == again for rank in every for first, again in rank)
+    drawn = [noise for rank in every for case in rank for noise in case[0]]
+    assert len(drawn) == 2 * 4 * 2 * 2 * (1 + 2 * 2) and len(set(drawn)) == len(drawn)
 
 
 # -- counted bytes --------------------------------------------------------------------------------
