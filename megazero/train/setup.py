@@ -222,14 +222,9 @@ def odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str
 
 def make_schedules(config: RunConfig, mesh: Mesh) -> Schedules:
     """Batch size and learning rate over the run. Raises ValueError for sizes that do not divide."""
-    batch, optimizer, training = config.batch, config.optimizer, config.training
-    assert batch.micro_batch_size and batch.global_batch_size and optimizer.lr
-    sizes = BatchSchedule.constant(batch.global_batch_size, batch.micro_batch_size, mesh.dp_size)
-    if batch.rampup_batch_size:
-        start, increment, samples = batch.rampup_batch_size
-        sizes = BatchSchedule(
-            start, increment, samples, batch.global_batch_size, batch.micro_batch_size, mesh.dp_size
-        )
+    optimizer, training = config.optimizer, config.training
+    assert optimizer.lr
+    sizes = BatchSchedule.of(config, mesh.dp_size)
     span = config.lr_span
     rate = LearningRate(
         peak=optimizer.lr,
