@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -44,3 +44,16 @@ def run_ranks(
     if failed:
         raise RankError("\n".join(failed))
     return [answer.value for answer in answers]
+
+
+def by_case(
+    world_size: int,
+    several: Callable,
+    function: Callable,
+    cases: Sequence[Any],
+    *args: Any,
+    timeout: float = 300,
+) -> list[tuple[Any, list]]:
+    """Each case with what ``function(case, *args)`` returned, by rank. One call, which ``several`` deals out."""
+    every = run_ranks(world_size, several, function, cases, *args, timeout=timeout)
+    return [(case, list(ranks)) for case, ranks in zip(cases, zip(*every, strict=True), strict=True)]

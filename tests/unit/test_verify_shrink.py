@@ -144,9 +144,10 @@ def test_wrong_configurations_end_with_status_2(capsys) -> None:
     assert main(["--help"]) == 0 and "verify" in capsys.readouterr().out
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_and_plans_need_no_torch() -> None:
     code = (
         "import json, sys; from megazero.cli import COMMANDS, main; main(['--help'])\n"
+        "import megazero.plan.communication\n"
         "assert not [name for name in COMMANDS if main([name, '--help'])]\n"
         "print(json.dumps('torch' in sys.modules))"
     )
