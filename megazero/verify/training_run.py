@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -143,9 +142,3 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
         batches.append(MicroBatch(tokens[rows], labels[rows], mask[rows].to(dtype), key))
     return batches, float(mask.sum())
-
-
-def fresh_folder(parent: str, name: str) -> str:
-    path = Path(parent) / name
-    path.mkdir()
-    return str(path)

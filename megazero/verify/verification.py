@@ -25,7 +25,6 @@ from megazero.verify.training_run import (
     Around,
     RankRecord,
     TrainingRun,
-    fresh_folder,
     nothing_around,
     run_all,
     slice_block,
@@ -104,7 +103,7 @@ class _Passes:
 
     def _run_layout(self) -> tuple[list[RankRecord], list[RankRecord], list[RankRecord], str]:
         """Of every rank: the exact run, the configured one, its resumption; and where the exact one saved."""
-        weights, state = fresh_folder(self.folder, "exact"), fresh_folder(self.folder, "configured")
+        weights, state = (tempfile.mkdtemp(dir=self.folder) for _ in range(2))
         at = self.saved + 1
         runs = [
             TrainingRun(

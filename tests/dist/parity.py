@@ -240,7 +240,7 @@ def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
     """Whole parameters from all ranks' slices. Raises Mismatch."""
     pieces = ((o.tp_rank, *piece) for o in outcomes for piece in o.slices[event])
     found = _assembler(case.model, case.tp).assemble(pieces)
-    wrong = [f"{name}: {over} differ" for name, over in found.differing.items()] + found.faults
+    wrong = [f"{name}: replicas differ over {over}" for name, over in found.differing.items()] + found.faults
     if wrong:
         raise Mismatch(f"{event} {'; '.join(wrong[:3])}")
     return found.whole
