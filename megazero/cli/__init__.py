@@ -1,31 +1,44 @@
-"""The command line: megazero COMMAND. No torch until a command needs it."""
+"""The command line: megazero COMMAND. A command is imported when it is called; no torch before it needs it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
-from megazero.cli.options import VERIFY_HELP
+from megazero.config.nearest import did_you_mean
 
-HELP = """usage: megazero COMMAND [flags]   (megazero COMMAND --help)
 
-commands
-  verify    prove a configuration: run it shrunk on local ranks against one rank, and write a certificate"""
+class Command(NamedTuple):
+    """help: one line. module: its ``main(argv) -> exit status`` is the command; it answers --help without torch."""
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "verify": Command(
+        "prove a configuration: run it shrunk on local ranks against one rank, and write a certificate",
+        "megazero.verify.command",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status: 0 good, 1 a check failed, 2 the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        print(HELP)
+        print(_help())
         return 0 if words else 2
-    command, *rest = words
-    if command != "verify":
-        print(f"megazero {command} does not exist; nearest: megazero verify\n\n{HELP}", file=sys.stderr)
+    name, *rest = words
+    if name not in COMMANDS:
+        near = did_you_mean(name, COMMANDS, "megazero ")
+        print(f"megazero {name} does not exist{near}\n\n{_help()}", file=sys.stderr)
         return 2
-    if "-h" in rest or "--help" in rest:
-        print(VERIFY_HELP)
-        return 0
-    from megazero.cli.verify import command as verify
+    return import_module(COMMANDS[name].module).main(rest)
 
-    return verify(rest)
+
+def _help() -> str:
+    lines = ["usage: megazero COMMAND [flags]   (megazero COMMAND --help)", "", "commands"]
+    return "\n".join([*lines, *(f"  {name:<9} {command.help}" for name, command in COMMANDS.items())])

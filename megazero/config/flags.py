@@ -9,13 +9,17 @@ reports every fault at once together with those of the values, and costs no impo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from megazero.config.fields import Option, show
-from megazero.config.layers import FACTS, Layer, all_switches
+from megazero.config.fields import Option, section_options, show
+from megazero.config.layers import FACTS, Layer, Switch, all_switches, switches
 from megazero.config.model import FAMILIES
 from megazero.config.run import all_options, section_types
+from megazero.config.validate import value_fault
+
+Section = TypeVar("Section")
 
 FILES = {
     "config": "run.yaml: defaults that flags override",
@@ -34,19 +38,56 @@ class Flags:
 
 def read_flags(argv: Sequence[str]) -> Flags:
     """Read Megatron-style flags. Faults are collected in the layer's errors, never raised."""
-    flags, i = Flags(), 0
-    while i < len(argv) and not _is_flag(argv[i]):
-        flags.layer.errors.append(f"{argv[i]!r} does not belong to a flag; flags start with --")
-        i += 1
-    while i < len(argv):
-        word, has_value, inline = argv[i].partition("=")
-        i += 1
-        words = [inline] if has_value else []
-        while i < len(argv) and not _is_flag(argv[i]):
-            words.append(argv[i])
-            i += 1
-        _put(flags, word, words)
+    flags = Flags()
+    for typed in _groups(argv):
+        if _is_flag(typed[0]):
+            _put(flags, *_flag_and_values(typed))
+        else:
+            strays = (f"{word!r} does not belong to a flag; flags start with --" for word in typed)
+            flags.layer.errors.extend(strays)
     return flags
+
+
+def read_section(cls: type[Section], argv: Sequence[str]) -> tuple[Section, list[str], list[str]]:
+    """The flags of one section alone, as a command has them beside those of training.
+
+    Returns the section, where a value with a fault is the default; the other words, in their order; the faults.
+    """
+    options = section_options(cls.__name__, cls)
+    known, layer, rest = switches(options), Layer("flags"), list[str]()
+    for typed in _groups(argv):
+        word, words = _flag_and_values(typed)
+        switch = known.get(_key(word)) if word.startswith("--") else None
+        if switch is None:
+            rest += typed
+        else:
+            _put_switch(layer, switch, word, words)
+    faults = {
+        o.name: fault for o in options if (fault := value_fault(o, layer.values.get(o.name, o.default)))
+    }
+    good = {name: value for name, value in layer.values.items() if name not in faults}
+    return cls(**good), rest, [*layer.errors, *faults.values()]
+
+
+def _groups(argv: Sequence[str]) -> Iterator[list[str]]:
+    """The words of each flag: itself, then its values. A first group without a flag: words that belong to none."""
+    group: list[str] = []
+    for word in argv:
+        if _is_flag(word) and group:
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def _flag_and_values(typed: Sequence[str]) -> tuple[str, list[str]]:
+    word, has_value, inline = typed[0].partition("=")
+    return word, [*([inline] if has_value else []), *typed[1:]]
+
+
+def _key(word: str) -> str:
+    return word.lstrip("-").replace("_", "-")
 
 
 def _is_flag(word: str) -> bool:
@@ -54,7 +95,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _put(flags: Flags, word: str, words: list[str]) -> None:
-    layer, key = flags.layer, word.lstrip("-").replace("_", "-")
+    layer, key = flags.layer, _key(word)
     switch = all_switches().get(key)
     if word == "-h" or key == "help":
         flags.help = True
@@ -71,7 +112,12 @@ def _put(flags: Flags, word: str, words: list[str]) -> None:
         layer.facts.append(key)
     elif switch is None:
         layer.unknown(key, "--", ("help", *FILES))
-    elif switch.sets is not None:
+    else:
+        _put_switch(layer, switch, word, words)
+
+
+def _put_switch(layer: Layer, switch: Switch, word: str, words: list[str]) -> None:
+    if switch.sets is not None:
         _refuse_values(layer, word, words)
         layer.put(switch.option, switch.sets, word)
     else:
@@ -115,16 +161,20 @@ def default_text(opt: Option) -> str:
     return "" if opt.default is None or opt.default == () else f"default: {show(opt.default)}"
 
 
+def options_help(options: Iterable[Option]) -> Iterator[str]:
+    """The part of a --help that lists these options."""
+    for opt in options:
+        default = default_text(opt)
+        yield f"  {spelling(opt)}\n        {opt.help}{f' [{default}]' if default else ''}"
+
+
 def help_text(program: str) -> str:
     """All flags by section."""
     lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)", "", "files"]
     lines += [f"  --{key} FILE\n        {text}" for key, text in FILES.items()]
     for section, cls in section_types().items():
         lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
-        for opt in all_options().values():
-            if opt.section == section:
-                default = default_text(opt)
-                lines.append(f"  {spelling(opt)}\n        {opt.help}{f' [{default}]' if default else ''}")
+        lines += options_help(opt for opt in all_options().values() if opt.section == section)
     lines += ["", "accepted because they always hold"]
     lines += [f"  --{key}\n        {text}" for key, text in FACTS.items()]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -59,9 +59,14 @@ class Switch:
 
 @lru_cache(maxsize=1)
 def all_switches() -> Mapping[str, Switch]:
-    """Key (flag without '--') -> switch."""
+    """Key (flag without '--') -> switch, of every option of training."""
+    return switches(all_options().values())
+
+
+def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
+    """Key -> switch, of these options."""
     table: dict[str, Switch] = {}
-    for opt in all_options().values():
+    for opt in options:
         if opt.kind == "bool":
             table[opt.key], table[opt.negative_key] = Switch(opt, True), Switch(opt, False)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, show
@@ -25,7 +26,7 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     """All error lines. Options in ``skip`` have been reported already and count as unknown."""
     broken, errors = set(skip), []
     for opt in all_options().values():
-        if opt.name not in broken and (fault := _own_fault(opt, config)):
+        if opt.name not in broken and (fault := value_fault(opt, config.get(opt.name))):
             errors.append(fault)
             broken.add(opt.name)
     unknown = {name for name, value in config.values().items() if value is None} | broken
@@ -40,9 +41,8 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     return errors
 
 
-def _own_fault(opt: Option, config: RunConfig) -> str:
+def value_fault(opt: Option, value: Any) -> str:
     """The range or choice that one value breaks, '' if none."""
-    value = config.get(opt.name)
     if value is None:
         return f"{opt.flag} is required" if opt.required else ""
     if opt.choices and value not in opt.choices:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megazero.config import RunConfig
+
 
 @dataclass(frozen=True)
 class BatchSchedule:
@@ -32,6 +34,14 @@ class BatchSchedule:
     @classmethod
     def constant(cls, batch: int, micro_batch: int, data_parallel: int) -> BatchSchedule:
         return cls(batch, 0, 0, batch, micro_batch, data_parallel)
+
+    @classmethod
+    def of(cls, config: RunConfig, data_parallel: int) -> BatchSchedule:
+        """The schedule of a resolved configuration over ``data_parallel`` ranks."""
+        batch = config.batch
+        assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
+        start, increment, samples = batch.rampup_batch_size or (batch.global_batch_size, 0, 0)
+        return cls(start, increment, samples, batch.global_batch_size, batch.micro_batch_size, data_parallel)
 
     def __post_init__(self) -> None:
         quantum = self.quantum

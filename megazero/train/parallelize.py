@@ -11,6 +11,7 @@ Fixed order, and why:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
@@ -229,6 +230,15 @@ class MicroBatch(NamedTuple):
     labels: Tensor
     loss_mask: Tensor
     dropout_key: int | None = None
+
+
+def dropout_key(config: RunConfig, iteration: int, sample: int) -> int | None:
+    """Names the micro-batch that begins with ``sample`` in an iteration (counted from 0), whatever the layout; None
+    without dropout."""
+    if max(config.model.attention_dropout, config.model.hidden_dropout) == 0:
+        return None
+    text = f"{config.training.seed}/{iteration}/{sample}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def build_pipeline(

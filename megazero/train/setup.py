@@ -236,14 +236,9 @@ def make_schedules(config: RunConfig, mesh: Mesh, begin: Progress) -> Schedules:
     --train-iters counts iterations whatever their batch; --train-samples ends where the next whole batch would
     exceed it. Raises ValueError for sizes that do not divide, and for samples that fill no batch.
     """
-    batch, optimizer, training = config.batch, config.optimizer, config.training
-    assert batch.micro_batch_size and batch.global_batch_size and optimizer.lr
-    sizes = BatchSchedule.constant(batch.global_batch_size, batch.micro_batch_size, mesh.dp_size)
-    if batch.rampup_batch_size:
-        start, increment, samples = batch.rampup_batch_size
-        sizes = BatchSchedule(
-            start, increment, samples, batch.global_batch_size, batch.micro_batch_size, mesh.dp_size
-        )
+    optimizer, training = config.optimizer, config.training
+    assert optimizer.lr
+    sizes = BatchSchedule.of(config, mesh.dp_size)
     span = config.lr_span
     rate = LearningRate(
         peak=optimizer.lr,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import resource
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
 from megazero.train.loggers import Loggers
 from megazero.train.metrics import IterationMetrics, MetricsWriter
 from megazero.train.origin import Progress
-from megazero.train.parallelize import MicroBatch
+from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.schedule import LearningRate
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
@@ -136,18 +135,10 @@ class Trainer:
     def _forward_backward(self, step: Sequence[Batch], ids: Sequence[Sequence[int]]) -> torch.Tensor:
         """Sum of this rank's token losses over the step, fp64 scalar on the device; 0 without the last stage."""
         self.decoder.train()
-        keys = [self._dropout_key(row[0]) for row in ids]
+        keys = [dropout_key(self.config, self.progress.iteration, row[0]) for row in ids]
         return self.pipeline.step(
             [MicroBatch(**batch, dropout_key=key) for batch, key in zip(step, keys, strict=True)]
         )
-
-    def _dropout_key(self, sample: int) -> int | None:
-        """Names the micro-batch by its first sample, whatever the layout."""
-        model = self.config.model
-        if max(model.attention_dropout, model.hidden_dropout) == 0:
-            return None
-        text = f"{self.config.training.seed}/{self.progress.iteration}/{sample}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     @property
     def _position(self) -> int:

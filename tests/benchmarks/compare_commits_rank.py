@@ -10,8 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
-from megazero.cli.ranks import DIED, TIMEOUT, Answer, Ranks
 from tests.benchmarks.commit_trees import refuse_other_code
+
+try:
+    from megazero.mesh.local_ranks import DIED, TIMEOUT, Answer, LocalRanks
+except ModuleNotFoundError:  # the other commit's tree may be older than that module
+    from megazero.cli.ranks import DIED, TIMEOUT, Answer  # type: ignore[import-not-found, no-redef]
+    from megazero.cli.ranks import Ranks as LocalRanks  # type: ignore[import-not-found, no-redef]
 
 TIMEOUT_S = 300.0  # of one run
 
@@ -22,7 +27,7 @@ def main(file: str) -> None:
     A run that fails does not end the others: another commit may not know a flag.
     """
     said: dict[str, str] = {}
-    with Ranks() as ranks:
+    with LocalRanks() as ranks:
         for job in json.loads(Path(file).read_text()):
             began = time.monotonic()
             answers = ranks.ask(train, job["flags"], world=job["ranks"], timeout=TIMEOUT_S)

@@ -1,8 +1,8 @@
 """The sharded decoder against the same decoder on one rank, in plain torch.
 
 The sharded side is what the trainer runs: configuration, mesh, decoder, engine. The reference is a bare loop
-over one whole decoder with torch's AdamW and clipping. Ranks send slices; the test process puts them together
-through the decoder's checkpoint placements, so tensor-parallel shards, padding and replicas are checked too.
+over one whole decoder with torch's AdamW and clipping. Ranks send slices; the test process puts them together as
+``megazero verify`` does, so tensor-parallel shards, padding and replicas are checked too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import torch
 from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
-from megazero.models.placements import decoder_placements
-from megazero.tp import TensorParallel
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -31,6 +29,7 @@ from megazero.train.parallelize import (
     make_policy,
     shard_decoder,
 )
+from megazero.verify.full_tensors import Assembler
 from tests.dist.capture import capture_gradients, local_slices
 from tests.dist.parity_cases import Case, Model
 from tests.dist.pool import run_ranks
@@ -231,64 +230,20 @@ class Mismatch(AssertionError):
     """Replicas that differ, elements nobody sent, padding that is not zero."""
 
 
-def _put(view: np.ndarray, values: np.ndarray, what: str) -> None:
-    """Fill a part that is NaN (nobody's yet); where it is filled, the values must be the same bits."""
-    if not (np.isnan(view) | (view == values)).all():
-        raise Mismatch(f"{what}: replicas differ by {np.nanmax(np.abs(view - values)):g}")
-    view[...] = values
-
-
 @cache
-def _placements(model: Model, tp: int, rank: int) -> dict:
-    return decoder_placements(decoder_config(model.config()), TensorParallel(None, rank, tp))
-
-
-def model_name(case: Case, name: str) -> str:
-    """The last stage's own copy of tied embeddings must be the first stage's, bit for bit."""
-    return "embedding.tokens.weight" if name == "head.weight" and case.tied else name
+def _assembler(model: Model, tp: int) -> Assembler:
+    config = model.config()
+    return Assembler(replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp)))
 
 
 def assemble(case: Case, outcomes: Sequence[Outcome], event: str) -> Tensors:
     """Whole parameters from all ranks' slices. Raises Mismatch."""
-    local: dict[tuple[int, str], np.ndarray] = {}
-    for rank in range(case.tp):
-        for name, placement in _placements(case.model, case.tp, rank).items():
-            local[rank, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
-    for outcome in outcomes:
-        for held, low, values in outcome.slices[event]:
-            name = model_name(case, held)
-            part = local[outcome.tp_rank, name][low : low + len(values)]
-            _put(part, values, f"{event} {name}, data parallel")
-    stored: dict[str, np.ndarray] = {}
-    for (rank, name), flat in local.items():
-        placement = _placements(case.model, case.tp, rank)[name]
-        values = flat.reshape(placement.local_shape)
-        if np.isnan(values).any():
-            raise Mismatch(f"{event} {name}: {np.isnan(values).sum()} elements are missing or NaN")
-        whole = stored.setdefault(placement.name, np.full(placement.shape, np.nan))
-        covered = np.zeros(len(values), dtype=bool)
-        for rows, target in _boxes(placement, whole):
-            _put(target, values[rows], f"{event} {name}, tensor parallel")
-            covered[rows] = True
-        if values[~covered].any():
-            raise Mismatch(f"{event} {name}: padding is not zero")
-    return {name: _one_rank(p, stored[p.name]) for name, p in _placements(case.model, 1, 0).items()}
-
-
-def _boxes(placement: Any, stored: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """(local rows, view of the stored tensor) of each segment."""
-    whole = stored.T if placement.transposed else stored
-    if whole.ndim == 2:
-        whole = whole[:, placement.offset1 : placement.offset1 + placement.local_shape[1]]
-    for s in placement.segments:
-        yield slice(s.local, s.local + s.length), whole[s.stored : s.stored + s.length]
-
-
-def _one_rank(placement: Any, stored: np.ndarray) -> np.ndarray:
-    out = np.zeros(placement.local_shape)
-    for rows, source in _boxes(placement, stored):
-        out[rows] = source
-    return out
+    pieces = ((o.tp_rank, *piece) for o in outcomes for piece in o.slices[event])
+    found = _assembler(case.model, case.tp).assemble(pieces)
+    wrong = [f"{name}: replicas differ over {over}" for name, over in found.differing.items()] + found.faults
+    if wrong:
+        raise Mismatch(f"{event} {'; '.join(wrong[:3])}")
+    return found.whole
 
 
 def gradient_errors(model: Model, got: Tensors, want: Tensors) -> dict[str, float]:
@@ -353,16 +308,13 @@ def _curve_faults(case: Case, outcomes: Sequence[Outcome], want: Reference) -> I
 
 def _replica_faults(case: Case, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Gathered parameters are the same bits on all data-parallel replicas, replicated ones on all ranks."""
-    cut = {
-        name
-        for name, p in _placements(case.model, case.tp, 0).items()
-        if p.local_shape != _placements(case.model, 1, 0)[name].local_shape
-    }
+    assembler = _assembler(case.model, case.tp)
+    whole = assembler.replicated
     replicas: dict[tuple[str, int], set[str]] = {}
     for o in outcomes:
         for held, fingerprint in o.prints.items():
-            name = model_name(case, held)
-            replicas.setdefault((name, o.tp_rank if name in cut else 0), set()).add(fingerprint)
+            name = assembler.name(held)
+            replicas.setdefault((name, 0 if name in whole else o.tp_rank), set()).add(fingerprint)
     for (name, _), prints in replicas.items():
         if len(prints) > 1:
             yield f"gathered {name} is not the same bits on all its replicas"

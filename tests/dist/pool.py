@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from megazero.cli.ranks import GRACE_S, Ranks
+from megazero.mesh.local_ranks import GRACE_S, LocalRanks
 
 
 class RankError(RuntimeError):
@@ -16,8 +16,9 @@ class RankError(RuntimeError):
 
 
 @cache
-def _pool() -> Ranks:
-    ranks = Ranks()
+def pool() -> LocalRanks:
+    """Its processes; ranks of verify's runs are loaded in their server."""
+    ranks = LocalRanks(preload=["megazero.verify.training_run"])
     atexit.register(ranks.close)
     return ranks
 
@@ -36,10 +37,23 @@ def run_ranks(
     RankError here, and nobody is hurried when one fails.
     """
     grace = math.inf if return_errors else GRACE_S
-    answers = _pool().ask(partial(function, **kwargs), *args, world=world_size, timeout=timeout, grace=grace)
+    answers = pool().ask(partial(function, **kwargs), *args, world=world_size, timeout=timeout, grace=grace)
     if return_errors:
         return answers
     failed = [f"--- rank {r}: {a.error}: {a.text}\n{a.trace}" for r, a in enumerate(answers) if a.error]
     if failed:
         raise RankError("\n".join(failed))
     return [answer.value for answer in answers]
+
+
+def by_case(
+    world_size: int,
+    several: Callable,
+    function: Callable,
+    cases: Sequence[Any],
+    *args: Any,
+    timeout: float = 300,
+) -> list[tuple[Any, list]]:
+    """Each case with what ``function(case, *args)`` returned, by rank. One call, which ``several`` deals out."""
+    every = run_ranks(world_size, several, function, cases, *args, timeout=timeout)
+    return [(case, list(ranks)) for case, ranks in zip(cases, zip(*every, strict=True), strict=True)]

@@ -17,6 +17,7 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.lane import CommunicationError
 from megazero.mesh.mesh import create_mesh
 from tests.dist.capture import weights
+from tests.dist.mistakes import unsaid
 from tests.dist.pool import run_ranks
 from tests.dist.test_engine import make_net
 
@@ -49,47 +50,25 @@ def make(shards=(2, 2, 2), per_node=2, optimizer=None, policy=None, **kwargs):
 def misuse():
     model, engine = make()
     x = torch.ones(3, 8)
-    said = []
-
-    def attempt(*calls):
-        try:
-            for call in calls:
-                call()
-        except (RuntimeError, ValueError) as error:
-            said.append(str(error))
-        else:
-            said.append("nothing")
 
     def backward():
         model(x).sum().backward()
 
-    attempt(engine.step)
-    attempt(lambda: engine.begin_step(0))
-    attempt(backward)
-    attempt(lambda: engine.begin_step(2), lambda: engine.begin_step(2))
-    attempt(backward, engine.step)
-    attempt(backward, backward)
-    attempt(lambda: engine.evaluation().__enter__())
+    found = [
+        *unsaid("without begin_step", engine.step),
+        *unsaid("micro_batches >= 1", lambda: engine.begin_step(0)),
+        *unsaid(r"begin_step\(micro_batches\)", backward),
+        *unsaid("twice", lambda: (engine.begin_step(2), engine.begin_step(2))),
+        *unsaid("after 1 backwards of 2", lambda: (backward(), engine.step())),
+        *unsaid("backward number 3", lambda: (backward(), backward())),
+        *unsaid("inside a step", lambda: engine.evaluation().__enter__()),
+    ]
     engine.step()
-    attempt(model.state_dict)
-    return said
+    return found + unsaid("parameters are sharded", model.state_dict)
 
 
 def test_misuse_is_named():
-    expected = [
-        "without begin_step",
-        "micro_batches >= 1",
-        "begin_step\\(micro_batches\\)",
-        "twice",
-        "after 1 backwards of 2",
-        "backward number 3",
-        "inside a step",
-        "parameters are sharded",
-    ]
-    for said in run_ranks(2, misuse):
-        assert len(said) == len(expected)
-        for text, pattern in zip(said, expected, strict=True):
-            assert __import__("re").search(pattern, text), (pattern, text)
+    assert run_ranks(2, misuse) == [[]] * 2
 
 
 def refusals():
@@ -98,39 +77,23 @@ def refusals():
     half = Stack()
     half.layers[0].weight.data = half.layers[0].weight.data.bfloat16()
     meta = Stack().to("meta")
-    tries = [
-        lambda: zero.shard(model, mesh=mesh, units=[model, *model.layers]),
-        lambda: zero.shard(model, mesh=mesh, units=[nn.Linear(2, 2)]),
-        lambda: zero.shard(half, mesh=mesh, units=half.layers),
-        lambda: zero.shard(meta, mesh=mesh, units=meta.layers),
-        lambda: zero.shard(Stack(), mesh=mesh, optimizer=partial(torch.optim.Adafactor, lr=0.1)),
-        lambda: zero.shard(Stack(), mesh=create_mesh(shards=(1, 1, 2)), policy=zero.Policy(lifetime="use")),
-        lambda: zero.Policy(block=0, lifetime="forever"),
-        lambda: zero.Policy(block=64, codecs=zero.Codecs(weights=Blockwise(8, 128))),
+    adafactor, use = partial(torch.optim.Adafactor, lr=0.1), zero.Policy(lifetime="use")
+    other = create_mesh(shards=(1, 1, 2))
+    wide = zero.Codecs(weights=Blockwise(8, 128))
+    return [
+        *unsaid("lies inside", lambda: zero.shard(model, mesh=mesh, units=[model, *model.layers])),
+        *unsaid("not a submodule", lambda: zero.shard(model, mesh=mesh, units=[nn.Linear(2, 2)])),
+        *unsaid("mixes dtypes", lambda: zero.shard(half, mesh=mesh, units=half.layers)),
+        *unsaid("give init=", lambda: zero.shard(meta, mesh=mesh, units=meta.layers)),
+        *unsaid("elementwise", lambda: zero.shard(Stack(), mesh=mesh, optimizer=adafactor)),
+        *unsaid("nearest", lambda: zero.shard(Stack(), mesh=other, policy=use)),
+        *unsaid("forever", lambda: zero.Policy(block=0, lifetime="forever")),
+        *unsaid("nearest: 128", lambda: zero.Policy(block=64, codecs=wide)),
     ]
-    said = []
-    for attempt in tries:
-        try:
-            attempt()
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    return said
 
 
 def test_refusals_name_the_cure():
-    expected = [
-        "lies inside",
-        "not a submodule",
-        "mixes dtypes",
-        "give init=",
-        "elementwise",
-        "nearest",
-        "forever",
-        "nearest: 128",
-    ]
-    for text, word in zip(run_ranks(2, refusals)[0], expected, strict=True):
-        assert word in text
+    assert run_ranks(2, refusals) == [[]] * 2
 
 
 class Opaque:
@@ -364,31 +327,21 @@ def test_unused_gathers_are_finished():
 
 
 def user_mistakes():
-    said = []
-
-    def attempt(call):
-        try:
-            call()
-            said.append("nothing")
-        except (RuntimeError, ValueError) as error:
-            said.append(str(error))
-
     model, engine = make()
-    attempt(lambda: zero.shard(Stack(), mesh=engine.mesh))
-    attempt(lambda: model.layers[0].state_dict())
-    attempt(lambda: model.load_state_dict(Stack().state_dict()))
+    found = [
+        *unsaid(r"create_mesh\(\) again", lambda: zero.shard(Stack(), mesh=engine.mesh)),
+        *unsaid("sharded", lambda: model.layers[0].state_dict()),
+        *unsaid("sharded", lambda: model.load_state_dict(Stack().state_dict())),
+    ]
     model.layers[0].bias.requires_grad_(False)
-    attempt(engine.begin_step)
+    found += unsaid("requires_grad", engine.begin_step)
     torch.manual_seed(dist.get_rank())
-    other = nn.Linear(8, 8)
-    attempt(lambda: zero.shard(other, mesh=create_mesh(shards=(1, 1, 1))))
-    return said
+    other, mesh = nn.Linear(8, 8), create_mesh(shards=(1, 1, 1))
+    return found + unsaid("start from different values", lambda: zero.shard(other, mesh=mesh))
 
 
 def test_user_mistakes_are_named():
-    expected = ["create_mesh() again", "sharded", "sharded", "requires_grad", "start from different values"]
-    for said in run_ranks(2, user_mistakes):
-        assert [word in text for word, text in zip(expected, said, strict=True)] == [True] * 5, said
+    assert run_ranks(2, user_mistakes) == [[]] * 2
 
 
 def reads_while_gathered():

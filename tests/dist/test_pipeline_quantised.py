@@ -13,7 +13,7 @@ import torch
 from megazero import zero
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh
-from tests.dist.pool import run_ranks
+from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised import (
     ADAMW,
     Q4,
@@ -121,8 +121,7 @@ def against_the_bound(case: Staged, mesh: Mesh) -> tuple[float, set[str], str]:
 @places
 def test_sums_are_within_the_derived_bound_on_every_stage(place):
     cases = everywhere(place)
-    every = run_ranks(place.world, several, against_the_bound, cases, timeout=300)
-    for case, ranks in zip(cases, zip(*every, strict=True), strict=True):
+    for case, ranks in by_case(place.world, several, against_the_bound, cases):
         worst, links, ends = zip(*ranks, strict=True)
         assert set(ends) - {""} == {place.ends} and links[0] == place.data
         rounds = place.ends == INTER or case.codecs.gradients_intra or INTER in place.data
@@ -154,11 +153,10 @@ def after_updates(case: Staged, mesh: Mesh, updates: int = 4) -> dict:
 @places
 def test_both_ends_and_their_replicas_are_equal(place):
     cases = everywhere(place, dtype=BF16)
-    every = run_ranks(place.world, several, after_updates, cases, timeout=300)
-    for i, case in enumerate(cases):
+    for case, ranks in by_case(place.world, several, after_updates, cases):
         seen = defaultdict(list)
-        for results in every:
-            for key, value in results[i].items():
+        for results in ranks:
+            for key, value in results.items():
                 seen[key].append(str(value))
         assert all(len(set(values)) == 1 for values in seen.values()), (case, seen)
         holders = [len(values) for key, values in seen.items() if key[:2] == ("full", NAME)]
@@ -189,8 +187,8 @@ def norms(case: Staged, mesh: Mesh) -> tuple[float, float]:
 @places
 def test_the_norm_counts_the_tied_weight_once(place):
     cases = [staged(place, x, zero.Codecs(), dtype=FP64, micro_batches=2) for x in (*layouts(place), "111")]
-    for ranks in run_ranks(place.world, several, norms, cases, timeout=120):
-        for case, (got, want) in zip(cases, ranks, strict=True):
+    for case, ranks in by_case(place.world, several, norms, cases):
+        for got, want in ranks:
             assert abs(got - want) <= 1e-12 * want, (case, got, want)
 
 
@@ -309,9 +307,8 @@ def test_the_ends_send_one_message_of_a_slice_each_in_a_step(place, name):
     cases = [
         staged(place, letters, CODECS[name], micro_batches=m) for letters in layouts(place) for m in (1, 3)
     ]
-    every = run_ranks(place.world, several, counted, cases, timeout=120)
-    for rank in every:
-        for case, (got, regions, axes, tied, ends) in zip(cases, rank, strict=True):
+    for case, ranks in by_case(place.world, several, counted, cases):
+        for got, regions, axes, tied, ends in ranks:
             plain = formula(case, regions, axes)
             for link in ("intra", "inter"):
                 key = f"reduce_{link}_node_bytes"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.zero import reduction
-from tests.dist.pool import run_ranks
+from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised import (
     ADAMW,
     Q2,
@@ -95,8 +95,7 @@ def test_reductions_are_within_the_derived_bound(place):
         for letters in LETTERS
         for name in names
     ]
-    every = run_ranks(world, several, against_the_bound, cases, timeout=300)
-    for case, worst in zip(cases, zip(*every, strict=True), strict=True):
+    for case, worst in by_case(world, several, against_the_bound, cases):
         # Nothing is rounded inside a node unless asked for; what is, comes near its bound: it is not slack.
         assert 0.3 < max(worst) <= 1, (case, worst)
 
@@ -129,11 +128,11 @@ def bias(case: Case, draws: int, count: int | None = None) -> float:
 @pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_stochastic_rounding_is_unbiased_through_every_hop(world, draws):
     stochastic = [Case(letters, 2, BOTH, micro_batches=1 + (letters == "ddd")) for letters in LETTERS]
-    for worst in run_ranks(world, several, bias, stochastic, draws, timeout=300):
-        assert max(worst) < 1, worst
+    for case, worst in by_case(world, several, bias, stochastic, draws):
+        assert max(worst) < 1, (case, worst)
     nearest = [case.but(codecs=CODECS["both"]) for case in stochastic]
-    every = run_ranks(world, several, bias, nearest, 2, draws, timeout=300)
-    assert all(max(worst) > 1 for worst in zip(*every, strict=True)), "the test could not fail"
+    for case, worst in by_case(world, several, bias, nearest, 2, draws):
+        assert max(worst) > 1, (case, "the test could not fail")
 
 
 def messages_sent(case: Case, steps: int) -> dict:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero import zero
-from tests.dist.pool import run_ranks
+from tests.dist.pool import by_case
 from tests.dist.quantised import (
     ADAMW,
     EIGHT_RANKS,
@@ -58,11 +58,11 @@ def after_updates(case: Case, updates: int) -> tuple[list, dict, dict]:
     return full, copies, masters
 
 
-def agree(cases, every) -> None:
-    for i, case in enumerate(cases):
+def agree(found) -> None:
+    """found: as ``by_case``'s."""
+    for case, ranks in found:
         seen = defaultdict(set)
-        for rank, results in enumerate(every):
-            full, *slices = results[i]
+        for rank, (full, *slices) in enumerate(ranks):
             assert all(a != b for a, b in zip(full, full[1:], strict=False)), "no update"
             seen["full", rank % case.tp].add(str(full))
             for kind, held in enumerate(slices):
@@ -77,7 +77,7 @@ def test_parameters_and_replicas_are_equal_on_every_rank():
         (("hhd", "11d", "ddd", "hhh", "111"), 4, ((ROUNDED, torch.float32), (STOCHASTIC, BF16))),
     ):
         cases = [Case(x, 2, codecs, dtype=dtype) for x in letters for codecs, dtype in kinds]
-        agree(cases, run_ranks(4, several, after_updates, cases, updates, timeout=300))
+        agree(by_case(4, several, after_updates, cases, updates))
 
 
 @pytest.mark.parametrize("world,per_node,tp", [(6, 3, 1), EIGHT_RANKS])
@@ -86,7 +86,7 @@ def test_parameters_and_replicas_are_equal_on_other_grids(world, per_node, tp):
         Case(letters, per_node, codecs, tp=tp, dtype=BF16)
         for letters, codecs in (("hhd", DELTA), ("11d", DELTA2), ("ddd", ROUNDED), ("hhh", STOCHASTIC))
     ]
-    agree(cases, run_ranks(world, several, after_updates, cases, 6, timeout=300))
+    agree(by_case(world, several, after_updates, cases, 6))
 
 
 # -- every use ------------------------------------------------------------------------------------
@@ -179,10 +179,10 @@ def test_every_use_in_a_step_sees_the_same_bits_and_evaluations_change_none():
         Case(letters, 2, codecs, dtype=BF16, options={"lifetime": lifetime})
         for letters, lifetime, codecs in LIFETIMES
     ]
-    plain, watched = (run_ranks(4, several, uses, cases, evaluate, timeout=300) for evaluate in (False, True))
-    for i, case in enumerate(cases):
-        trained, _, infos, bits = zip(*(rank[i] for rank in plain), strict=True)
-        again, evaluated, infos_too, bits_too = zip(*(rank[i] for rank in watched), strict=True)
+    plain, watched = (by_case(4, several, uses, cases, evaluate) for evaluate in (False, True))
+    for (case, alone), (_, between) in zip(plain, watched, strict=True):
+        trained, _, infos, bits = zip(*alone, strict=True)
+        again, evaluated, infos_too, bits_too = zip(*between, strict=True)
         assert trained == again and bits == bits_too and infos == infos_too, case
         assert all(info.errors for info in infos[0]), "the sample depends on nothing but the updates"
         for steps, evaluations in zip(trained, evaluated, strict=True):
@@ -245,11 +245,13 @@ def tracking(case: Case, updates: int = 24) -> tuple[float, int]:
 
 
 def test_differences_do_not_add_up():
-    cases = [Case("hhd", 2, DELTA, dtype=BF16), Case("11d", 2, DELTA, dtype=BF16)]
-    cases.append(Case("hhd", 2, DELTA2, dtype=BF16))
-    every = run_ranks(4, several, tracking, cases, timeout=300)
     # Updates of 1% of the weights: 4 bits lose 1.008 times what bf16 does, 2 bits 1.8 times.
-    assert all(max(four[0] for four in rank[:2]) < 1.1 and rank[2][0] < 2 for rank in every), every[0]
+    limits = {DELTA: 1.1, DELTA2: 2}
+    cases = [
+        Case(x, 2, codecs, dtype=BF16) for x, codecs in (("hhd", DELTA), ("11d", DELTA), ("hhd", DELTA2))
+    ]
+    for case, ranks in by_case(4, several, tracking, cases):
+        assert all(lost < limits[case.codecs] for lost, _ in ranks), (case, ranks)
 
 
 def written(case: Case) -> tuple:
@@ -289,9 +291,8 @@ def test_writes_keep_what_was_not_written():
             ("11d", ROUNDED),
         )
     ]
-    every = run_ranks(4, several, written, cases, timeout=300)
-    for i, case in enumerate(cases):
-        changed, _ = every[0][i]
-        assert all(rank[i] == every[0][i] for rank in every), case
+    for case, ranks in by_case(4, several, written, cases):
+        changed, _ = ranks[0]
+        assert all(rank == ranks[0] for rank in ranks), case
         others = {name: count for name, count in changed.items() if name != "layers.0.held.1"}
         assert not any(others.values()) and changed["layers.0.held.1"] >= 13, (case, changed)

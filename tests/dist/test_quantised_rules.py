@@ -11,7 +11,7 @@ import torch
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.mesh.grid import INTRA
-from tests.dist.pool import run_ranks
+from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised import (
     ADAMW,
     EIGHT_RANKS,
@@ -113,8 +113,8 @@ def test_errors_that_are_fed_back_do_not_add_up():
         Case("hhh", 2, FED),
         Case("111", 2, FED, micro_batches=2),
     ]
-    every = run_ranks(4, several, fed_back, cases, timeout=300)
-    assert all(max(worst) > 0.5 for worst in list(zip(*every, strict=True))[:3]), "the bound is not slack"
+    for case, worst in by_case(4, several, fed_back, cases):
+        assert max(worst) > 0.5 or case.letters in ("hhh", "111"), (case, "the bound is not slack")
 
 
 @pytest.mark.parametrize("world,per_node,tp", [(6, 2, 1), EIGHT_RANKS])
@@ -165,10 +165,9 @@ def test_gradients_above_the_bound_fall_back_on_every_rank(world, per_node, tp):
     cases.append(Case("hhd", per_node, FED, tp=tp, options=bound))
     lossy_inside = zero.Codecs(gradients_intra=Q4, gradients_inter=Q8)
     cases += [Case(x, per_node, lossy_inside, tp=tp, options=bound) for x in ("11d", "ddd")]
-    every = run_ranks(world, several, gradients_fall_back, cases, timeout=300)
-    for i, case in enumerate(cases):
-        infos, seen, fallen = every[0][i]
-        assert all(rank[i][0] == infos and rank[i][2] == fallen for rank in every), case
+    for case, ranks in by_case(world, several, gradients_fall_back, cases):
+        infos, seen, fallen = ranks[0]
+        assert all(rank[0] == infos and rank[2] == fallen for rank in ranks), case
         assert [len(info.fallbacks) for info in infos] == [0, 1, 0, 0], (case, infos)
         assert "gradients of unit 'layers.1'" in infos[1].fallbacks[0] and "0.08" in infos[1].fallbacks[0]
         assert [info.sampled for info in infos] == ["layers.0", "layers.1"] * 2
@@ -176,8 +175,8 @@ def test_gradients_above_the_bound_fall_back_on_every_rank(world, per_node, tp):
         assert fallen == {"layers.1": ["gradients"]}
         feedback = case.codecs.feedback  # the first exact message carries what was owed
         wanted = [False, False, not feedback, True, True]
-        assert all(rank[i][1][2:] == wanted[2:] for rank in every), (case, seen)
-        assert not all(rank[i][1][0] for rank in every), case
+        assert all(exact[2:] == wanted[2:] for _, exact, _ in ranks), (case, seen)
+        assert not all(exact[0] for _, exact, _ in ranks), case
 
 
 def weights_fall_back(case: Case, skipped: bool = False):
@@ -212,23 +211,22 @@ def test_weights_above_the_bound_fall_back_whatever_holds_them(skipped):
     rounded = zero.Codecs(weights=Q4)
     bound = {"weight_error_bound": 0.18}
     layouts = [
-        ("hhd", "step"),
-        ("hhd", "resident"),
-        ("11d", None),
-        ("11d", "step"),
-        ("ddd", None),
-        ("hhh", None),
+        ("hhd", "step", BF16),
+        ("hhd", "resident", torch.float32),
+        ("11d", None, BF16),
+        ("11d", "step", torch.float32),
+        ("ddd", None, BF16),
+        ("hhh", None, torch.float32),
     ]
     cases = [
         Case(x, 2, rounded, dtype=dtype, options={**bound, "lifetime": lifetime})
-        for (x, lifetime), dtype in zip(layouts, [BF16, torch.float32] * 3, strict=True)
+        for x, lifetime, dtype in layouts
     ]
     # R is as near as bf16: at a bound below that, each unit falls back when it is looked at.
     cases += [Case(x, 2, DELTA, dtype=BF16, options={"weight_error_bound": 1e-4}) for x in ("hhd", "11d")]
-    every = run_ranks(4, several, weights_fall_back, cases, skipped, timeout=300)
-    for i, case in enumerate(cases):
-        infos, seen, fallen = every[0][i]
-        assert all(str(rank[i]) == str(every[0][i]) for rank in every), case  # NaN is not NaN
+    for case, ranks in by_case(4, several, weights_fall_back, cases, skipped, timeout=300):
+        infos, seen, fallen = ranks[0]
+        assert all(str(rank) == str(ranks[0]) for rank in ranks), case  # NaN is not NaN
         lines = [line.split(":")[0] for info in infos for line in info.fallbacks]
         if case.codecs.delta:  # R starts as the weights: nothing is sent before the first update
             assert lines == ["weights of unit 'layers.1'", "weights of unit 'layers.0'"], (case, infos)
@@ -345,10 +343,9 @@ def test_counters_equal_the_formula(world, per_node, tp):
         for i, (letters, codecs) in enumerate(presets)
         for m in ((1, 3) if world == 4 else (2,))
     ]
-    every = run_ranks(world, several, counted, cases, timeout=300)
-    for i, case in enumerate(cases):
-        got, regions, axes = every[0][i]
-        assert all(rank[i][0] == got for rank in every), case
+    for case, ranks in by_case(world, several, counted, cases):
+        got, regions, axes = ranks[0]
+        assert all(rank[0] == got for rank in ranks), case
         assert [len(r) for r in regions] == [2, 1, 2] and EXACT == 8
         assert {k: v for k, v in got.items() if v} == {
             k: v for k, v in formula(case, regions, axes).items() if v

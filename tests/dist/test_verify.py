@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megazero.cli import main
-from megazero.cli.certificate import Certificate
-from megazero.cli.faults import FAULTS
-from megazero.cli.options import read_request
-from megazero.cli.ranks import Ranks, RanksFailed
-from megazero.cli.verify import verify
+from megazero.mesh.local_ranks import RanksFailed
+from megazero.verify import verification
+from megazero.verify.certificate import Certificate
+from megazero.verify.options import read_request
+from tests.dist.pool import pool
+from tests.dist.seeded_faults import FAULTS, seeded
 
 CONFIGS = Path(__file__).resolve().parents[2] / "pretrain" / "configs"
 LLAMA = (
@@ -52,19 +53,14 @@ SEEN = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as started:
-        yield started
-
-
-def certify(ranks: Ranks, words: str, fault: str | None = None) -> Certificate:
-    return verify(read_request(words.split()), ranks, fault)
+def certify(words: str, fault: str | None = None) -> Certificate:
+    seed = {"around": partial(seeded, fault)} if fault else {}
+    return verification.verify(read_request(words.split()), pool(), **seed)
 
 
 @pytest.mark.parametrize("words", [GRID, ZEROPP], ids=["grid", "zeropp"])
-def test_a_right_configuration_is_certified(ranks: Ranks, words: str) -> None:
-    certificate = certify(ranks, words)
+def test_a_right_configuration_is_certified(words: str) -> None:
+    certificate = certify(words)
     assert certificate.good, (certificate.verdict, certificate.diagnosis)
     names = [check.name for section in certificate.sections for check in section.checks]
     assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == 2
@@ -77,34 +73,29 @@ def test_every_fault_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("fault", SEEN)
-def test_a_fault_is_seen_and_named(ranks: Ranks, fault: str) -> None:
+def test_a_fault_is_seen_and_named(fault: str) -> None:
     words, check, cause = SEEN[fault]
-    certificate = certify(ranks, words, fault)
+    certificate = certify(words, fault)
     assert not certificate.good and check in certificate.failed, certificate.verdict
     assert cause in certificate.diagnosis[0], certificate.diagnosis
-    assert any(f"seeded fault {fault}: put into the run" in note for note in certificate.notes)
     if fault == "wrong-noise":  # exact messages draw nothing
         assert not [name for name in certificate.failed if name.startswith("Pass 1")]
 
 
-def test_whole_gradients_that_are_summed_are_named(ranks: Ranks) -> None:
-    certificate = certify(ranks, TENSORS, "wrong-norm-group")
+def test_whole_gradients_that_are_summed_are_named() -> None:
+    certificate = certify(TENSORS, "wrong-norm-group")
     assert "by one factor" in certificate.diagnosis[0], certificate.diagnosis
 
 
-def test_a_fault_that_a_layout_cannot_have(ranks: Ranks) -> None:
-    certificate = certify(ranks, f"{LLAMA} --world-size 2", "wrong-tied-sum")
-    assert certificate.good and any("not applicable" in note for note in certificate.notes)
-
-
 def test_the_command_writes_both_files(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("MEGAZERO_VERIFY_FAULT", "missing-divisor")
+    wrong = partial(verification.verify, around=partial(seeded, "missing-divisor"))
+    monkeypatch.setattr(verification, "verify", wrong)
     words = f"verify {LLAMA} --world-size 2 --verify-output {tmp_path}"
     assert main(words.split()) == 1
     stored = json.loads((tmp_path / "certificate.json").read_text())
-    assert not stored["good"] and stored["fault"] == "missing-divisor" and stored["facts"]["seed"] == 1234
+    assert not stored["good"] and stored["facts"]["seed"] == 1234
     page = (tmp_path / "certificate.md").read_text()
-    assert "Seeded fault: `missing-divisor`" in page and "the divisor 1/d is missing" in page
+    assert "the divisor 1/d is missing" in page
     assert "| hidden-size | 2048 |" in page and "| gradients |" in page
     printed = capsys.readouterr().out
     assert "FAILS" in printed and "does not hold" in printed
@@ -118,11 +109,11 @@ def fail_on_one(_: object) -> None:
     dist.barrier()
 
 
-def test_ranks_that_fail_are_named_and_replaced(ranks: Ranks) -> None:
+def test_ranks_that_fail_are_named_and_replaced() -> None:
     with pytest.raises(RanksFailed, match="(?s)rank 1: .*this rank cannot") as caught:
-        ranks.call(fail_on_one, None, world=2, timeout=30)
+        pool().call(fail_on_one, None, world=2, timeout=30)
     assert "rank 0" in str(caught.value) or "no answer" in str(caught.value)
-    assert ranks.call(int, "7", world=2, timeout=60) == [7, 7]
+    assert pool().call(int, "7", world=2, timeout=60) == [7, 7]
 
 
 @pytest.mark.slow
@@ -138,6 +129,5 @@ def test_ranks_that_fail_are_named_and_replaced(ranks: Ranks) -> None:
 )
 def test_shipped_configurations_hold(name: str, world: int, node: int) -> None:
     words = f"--config {CONFIGS / name}.yaml --world-size {world} --ranks-per-node {node}"
-    with Ranks() as started:
-        certificate = certify(started, words)
+    certificate = certify(words)
     assert certificate.good, (certificate.verdict, certificate.diagnosis)

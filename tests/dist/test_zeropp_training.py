@@ -255,19 +255,20 @@ RESUMED = {
 )
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, names: tuple[str, ...]) -> None:
     """The uninterrupted run, which also evaluates, against one that stops after 3 iterations and goes on."""
-    jobs = []
+    jobs = {}
     for name in names:
-        values = RESUMED[name]
-        values, folder = {**values, "log_dir": str(tmp_path / name / "logs")}, tmp_path / name
+        folder = tmp_path / name
+        values = {**RESUMED[name], "log_dir": str(folder / "logs")}
         straight = {"save": str(folder / "straight"), "log_dir": str(folder / "straight-logs")}
-        jobs += [
-            {**values, **straight, "eval_interval": 2, "eval_iters": 1},
-            {**values, "save": str(folder / "first"), "exit_interval": 3},
-            {**values, "load": str(folder / "first"), "save": str(folder / "second")},
-        ]
-    seen = runs(jobs)
-    for number, name in enumerate(names):
-        for straight, first, second in zip(*seen[3 * number : 3 * number + 3], strict=True):
+        jobs |= {
+            (name, "straight"): {**values, **straight, "eval_interval": 2, "eval_iters": 1},
+            (name, "first"): {**values, "save": str(folder / "first"), "exit_interval": 3},
+            (name, "second"): {**values, "load": str(folder / "first"), "save": str(folder / "second")},
+        }
+    seen = dict(zip(jobs, runs(list(jobs.values())), strict=True))
+    for name in names:
+        parts = (seen[name, part] for part in ("straight", "first", "second"))
+        for straight, first, second in zip(*parts, strict=True):
             assert len(straight.losses) == 6 and len(first.losses) == 3 == second.start, name
             assert first.losses + second.losses == straight.losses, name
         one, two = checkpoint_of(tmp_path / name / "straight"), checkpoint_of(tmp_path / name / "second")

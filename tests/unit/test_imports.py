@@ -18,8 +18,9 @@ FLOORS = (
     {"config", "mesh"},
     {"comm", "checkpoint"},
     {"tp", "zero", "pp"},
-    {"models", "data", "planner"},
+    {"models", "data", "plan"},
     {"train"},
+    {"verify"},
     {"cli"},
     {"pretrain", "tools", "__main__"},
 )

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megazero.cli import main, volume
-from megazero.cli.options import read_request
-from megazero.cli.shrink import like, shrink, stage_layers
-from megazero.cli.volume import Activation, Copies, Formats, UnitShape
+from megazero.cli import COMMANDS, main
 from megazero.config import ConfigError
 from megazero.config.wire import Coding
 from megazero.mesh.grid import data_cuts, make_grid
+from megazero.plan import communication
+from megazero.plan.communication import Activation, Copies, Formats, UnitShape
 from megazero.pp.partition import partition
 from megazero.pp.schedules import make_schedule
+from megazero.verify.options import VerifyConfig, read_request
+from megazero.verify.shrink import like, shrink, stage_layers
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "pretrain" / "configs").glob("*.yaml"))
 BASE = (
@@ -28,7 +29,7 @@ BASE = (
 
 def shrunk(words: str, most: int = 16):
     request = read_request(f"{BASE} {words}".split())
-    return shrink(request.config, request.world, most, request.steps)
+    return shrink(request.config, request.world, most, request.options.verify_steps)
 
 
 @pytest.mark.parametrize(
@@ -125,29 +126,37 @@ def test_own_flags_and_faults_of_the_command_line() -> None:
     request = read_request(
         f"{BASE} --verify-steps=6 --verify-output out --pipeline-model-parallel-size 2".split()
     )
-    assert (request.steps, request.output, request.world.world_size) == (6, "out", 4)
+    assert request.options == VerifyConfig(None, "out", 6, 16) and request.world.world_size == 4
     with pytest.raises(ConfigError) as caught:
-        read_request(f"{BASE} --verify-steps 2 --world-size many --hidden-size 4097".split())
+        read_request(f"{BASE} --verify-steps 2 --world-size many --hidden-size 4097 --verify-output".split())
     text = str(caught.value)
-    assert "--verify-steps 2 must be at least 4" in text and "'many'" in text and "4097" in text
+    assert "--verify-steps 2 must be at least 4; nearest: 4" in text and "4097" in text
+    assert (
+        "--world-size takes a whole number, got 'many'" in text and "--verify-output takes one value" in text
+    )
 
 
 def test_wrong_configurations_end_with_status_2(capsys) -> None:
     assert main(f"verify {BASE} --num-attention-heads 33".split()) == 2
     assert "nearest hidden size" in capsys.readouterr().err
-    assert main(["certify"]) == 2 and main([]) == 2
+    assert main(["certify"]) == 2 and "does not exist; nearest: megazero verify" in capsys.readouterr().err
+    assert main([]) == 2
     assert main(["--help"]) == 0 and "verify" in capsys.readouterr().out
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_and_plans_need_no_torch() -> None:
     code = (
-        "import json, sys; from megazero.cli import main; main(['verify', '--help'])\n"
+        "import json, sys; from megazero.cli import COMMANDS, main; main(['--help'])\n"
+        "import megazero.plan.communication\n"
+        "assert not [name for name in COMMANDS if main([name, '--help'])]\n"
         "print(json.dumps('torch' in sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert json.loads(done.stdout.splitlines()[-1]) is False and "--verify-steps" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) is False
+    assert all(name in done.stdout and command.help in done.stdout for name, command in COMMANDS.items())
+    assert "--verify-steps N\n        optimizer steps of each run, 4 to 100 [default: 4]" in done.stdout
 
 
 def test_shipped_configurations_shrink() -> None:
@@ -158,7 +167,9 @@ def test_shipped_configurations_shrink() -> None:
             command.removeprefix("# megazero verify ").replace("pretrain/configs", str(path.parent)).split()
         )
         request = read_request(words)
-        found = shrink(request.config, request.world, request.ranks, request.steps)
+        found = shrink(
+            request.config, request.world, request.options.verify_ranks, request.options.verify_steps
+        )
         assert found.layout.world.world_size <= 16 and sum(stage_layers(request.config, found.layout.pp)) >= 2
 
 
@@ -166,20 +177,20 @@ def test_shipped_configurations_shrink() -> None:
 
 
 def test_messages() -> None:
-    assert volume.message(None, 64, 8, 2, 4) == 144
+    assert communication.message(None, 64, 8, 2, 4) == 144
     # 64 digits of 4 bits and 8 scales of 2 bytes are 48 bytes; 3 exact elements of 4 bytes fill 16
-    assert volume.message(Coding(4, 8), 64, 3, 2, 4) == 48 + 16
+    assert communication.message(Coding(4, 8), 64, 3, 2, 4) == 48 + 16
 
 
 def test_what_stays_gathered_is_not_gathered_again() -> None:
     copies = Copies([[[0], [1], [2]]])
-    assert volume.gathers(copies, [("F", 0), ("B", 0)]) == {0: 2, 1: 2, 2: 1}
-    assert volume.gathers(copies, [("F", 0), ("B", 0)] * 2) == {0: 3, 1: 4, 2: 2}
-    assert volume.gathers(Copies(copies.uses, True), [("F", 0), ("B", 0)] * 2) == {0: 1, 1: 1, 2: 1}
+    assert communication.gathers(copies, [("F", 0), ("B", 0)]) == {0: 2, 1: 2, 2: 1}
+    assert communication.gathers(copies, [("F", 0), ("B", 0)] * 2) == {0: 3, 1: 4, 2: 2}
+    assert communication.gathers(Copies(copies.uses, True), [("F", 0), ("B", 0)] * 2) == {0: 1, 1: 1, 2: 1}
     tied = Copies([[[0], [1], [2, 0]]])  # the head needs the embedding, to the end of the backward
-    assert volume.gathers(tied, [("F", 0), ("B", 0)]) == {0: 2, 1: 2, 2: 1}
+    assert communication.gathers(tied, [("F", 0), ("B", 0)]) == {0: 2, 1: 2, 2: 1}
     split = [("F", 0), ("F", 0), ("I", 0), ("W", 0), ("I", 0), ("W", 0)]
-    assert volume.gathers(copies, split) == {0: 4, 1: 4, 2: 3}
+    assert communication.gathers(copies, split) == {0: 4, 1: 4, 2: 3}
 
 
 def test_zeropp_crosses_nodes_once_per_step() -> None:
@@ -189,7 +200,7 @@ def test_zeropp_crosses_nodes_once_per_step() -> None:
     sent = {}
     for count in (1, 4):
         program = [("F", 0), ("B", 0)] * count
-        sent[count] = volume.model_state([unit], grid, formats, copies, program, count)
+        sent[count] = communication.model_state([unit], grid, formats, copies, program, count)
     inter = 1024 // 2 + 2 * 1024 // 64  # a quarter of the unit at 4 bits, with its scales
     assert sent[4]["refresh", "inter_node"] == sent[1]["refresh", "inter_node"] == inter
     assert sent[4]["reduce", "inter_node"] == sent[1]["reduce", "inter_node"] == inter
@@ -198,10 +209,10 @@ def test_zeropp_crosses_nodes_once_per_step() -> None:
 
 def test_boundaries_of_a_pipeline() -> None:
     grid, schedule = make_grid(4, 2, tp=2, pp=2), make_schedule("1f1b", 2, 1, 3)
-    whole = volume.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2))
+    whole = communication.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2))
     assert whole["pp", "inter_node"] == 3 * 8 * 2 * 16  # half of an activation of 2 bytes an element
     assert whole["tp", "intra_node"] == 3 * 8 * 2 * 16  # gathered where it arrives: three gradients
-    cut = volume.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2, sequence_parallel=True))
+    cut = communication.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2, sequence_parallel=True))
     assert cut["pp", "inter_node"] == whole["pp", "inter_node"] and not cut["tp", "intra_node"]
 
 
@@ -209,8 +220,11 @@ def test_tensor_parallel_sums() -> None:
     (stage,) = partition(3, 1)
     actions = make_schedule("1f1b", 1, 1, 2)[0]
     activation = Activation(8, 1, 16, 4, tp=2)
-    sent = volume.tensor_parallel([stage], actions, activation, 0, 4)["tp", "intra_node"]
+    sent = communication.tensor_parallel([stage], actions, activation, 0, 4)["tp", "intra_node"]
     ring, loss = 8 * 16 * 4, 2 * 8 * 4
     # a micro-batch: the embedding's sum, two forward and two backward in each layer, the head's backward, the loss
     assert sent == 2 * (ring * (1 + 3 * 4 + 1) + loss)
-    assert volume.recomputed("full", False, False) == 1 and volume.recomputed("selective", True, False) == 0
+    assert (
+        communication.recomputed("full", False, False) == 1
+        and communication.recomputed("selective", True, False) == 0
+    )

@@ -1,9 +1,8 @@
-"""Seeded faults: each breaks one part of the engine or the pipeline at run time, so that a certificate can be seen to
-fail. Never on by itself: MEGAZERO_VERIFY_FAULT names one, or an argument of ``verify``."""
+"""Seeded faults: each breaks one part of the engine or the pipeline while steps run, so that a certificate can be
+seen to fail. ``partial(seeded, name)`` goes to ``verify``, and with the runs to the ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,24 +35,15 @@ class Place:
         self.patches.enter_context(patch.object(owner, name, new))
 
 
-def asked_for() -> str | None:
-    """The fault named in the environment. ValueError if there is none of that name."""
-    name = os.environ.get("MEGAZERO_VERIFY_FAULT") or None
-    if name is not None and name not in FAULTS:
-        raise ValueError(f"MEGAZERO_VERIFY_FAULT={name} is not one of {', '.join(FAULTS)}")
-    return name
-
-
 @contextmanager
-def applied(
-    name: str | None, engine: Engine, pipeline: Pipeline, mesh: Mesh, config: RunConfig
-) -> Iterator[bool]:
-    """Yields whether the fault exists on this rank's layout; nothing is patched without a name."""
+def seeded(name: str, engine: Engine, pipeline: Pipeline, config: RunConfig) -> Iterator[None]:
+    """The fault of that name inside the block."""
     with ExitStack() as patches:
-        yield FAULTS[name](Place(engine, pipeline, mesh, config, patches)) if name else False
+        FAULTS[name](Place(engine, pipeline, engine.mesh, config, patches))
+        yield
 
 
-def _skip_last_reduction(place: Place) -> bool:
+def _skip_last_reduction(place: Place) -> None:
     """A step's last micro-batch adds nothing to the gradients."""
     count = place.engine.reducing
     stage = Unit.stage
@@ -65,15 +55,10 @@ def _skip_last_reduction(place: Place) -> bool:
         stage(unit, name, param)
 
     place.replace(Unit, "stage", skipping)
-    return (place.config.batch.global_batch_size or 0) > (place.config.batch.micro_batch_size or 0) * (
-        place.mesh.dp_size
-    )
 
 
-def _wrong_norm_group(place: Place) -> bool:
+def _wrong_norm_group(place: Place) -> None:
     """Norms' partial gradients are not summed over the tensor-parallel ranks; whole ones are."""
-    if place.mesh.tp.size == 1:
-        return False
     runs, tp = place.engine.optimizer.runs, place.mesh.tp
 
     def wrong(*_: Any) -> None:
@@ -82,10 +67,9 @@ def _wrong_norm_group(place: Place) -> bool:
                 run.grad.mul_(tp.size)
 
     place.replace(engine_module, "sum_partial", wrong)
-    return True
 
 
-def _missing_divisor(place: Place) -> bool:
+def _missing_divisor(place: Place) -> None:
     """The loss is averaged over the tokens of one data-parallel rank instead of all."""
     engine, begin = place.engine, place.engine.begin_step
     place.replace(
@@ -93,10 +77,9 @@ def _missing_divisor(place: Place) -> bool:
         "begin_step",
         lambda count, divisor, program: begin(count, divisor / place.mesh.dp_size, program),
     )
-    return place.mesh.dp_size > 1
 
 
-def _stale_secondary(place: Place) -> bool:
+def _stale_secondary(place: Place) -> None:
     """After the first step the P copy is taken for current without a refresh."""
     units = [unit for unit in place.engine.units if unit.levels.p < unit.levels.os]
     end = place.engine._end_step
@@ -108,14 +91,11 @@ def _stale_secondary(place: Place) -> bool:
 
     place.replace(Unit, "drop_copy", lambda unit: None)
     place.replace(place.engine, "_end_step", ending)
-    return bool(units)
 
 
-def _swapped_shard(place: Place) -> bool:
+def _swapped_shard(place: Place) -> None:
     """Two ranks of a data-parallel axis take each other's gradient slices for their own."""
-    axis = next((a for a in reversed(place.mesh.data_axes) if a.spec.role != "replica"), None)
-    if axis is None:
-        return False
+    axis = next(a for a in reversed(place.mesh.data_axes) if a.spec.role != "replica")
     exchange = place.engine._exchange
 
     def swapping() -> Any:
@@ -129,16 +109,14 @@ def _swapped_shard(place: Place) -> bool:
         return exchange()
 
     place.replace(place.engine, "_exchange", swapping)
-    return True
 
 
-def _wrong_tied_sum(place: Place) -> bool:
+def _wrong_tied_sum(place: Place) -> None:
     """The two ends of the pipeline do not add up the gradients of their tied embedding."""
     place.replace(place.engine.reducing, "join_ends", lambda ends: None)
-    return not place.config.model.untie_embeddings_and_output_weights and place.mesh.pp.size > 1
 
 
-def _lost_activation(place: Place) -> bool:
+def _lost_activation(place: Place) -> None:
     """The second stage computes micro-batch 1 from the activation of micro-batch 0."""
     links, receive = place.pipeline.links, place.pipeline.links.receive
     held: dict[int, Tensor] = {}
@@ -152,23 +130,16 @@ def _lost_activation(place: Place) -> bool:
         return held[0].clone() if message.micro_batch == 1 else tensor
 
     place.replace(links, "receive", receiving)
-    batch = place.config.batch
-    several = (batch.global_batch_size or 0) > (batch.micro_batch_size or 0) * place.mesh.dp_size
-    return place.mesh.pp.size > 1 and several
 
 
-def _wrong_noise(place: Place) -> bool:
+def _wrong_noise(place: Place) -> None:
     """Ranks that round the same slice at random draw different numbers."""
-    rounding, units, axes = place.engine.rounding, place.engine.units, place.mesh.data_axes
-    noise, rank = rounding.noise, place.mesh.rank
+    rounding, rank = place.engine.rounding, place.mesh.rank
+    noise = rounding.noise
     place.replace(rounding, "noise", lambda unit, hop, start=0: noise(unit, f"{hop} of rank {rank}", start))
-    codecs = place.engine.policy.codecs
-    # On the way back of replicas a share that several hold is rounded by each.
-    outer = [axes[level - 1] for unit in units[:1] for level in range(unit.levels.os + 1, unit.levels.all)]
-    return any(getattr(codecs.gradients(axis.link), "stochastic", False) for axis in outer)
 
 
-def _wrong_bytes(place: Place) -> bool:
+def _wrong_bytes(place: Place) -> None:
     """Every exchange of gradients is sent twice."""
     exchange = reduction.start_exchange
     flying: list[Any] = []  # not waited for: that would hold the other lanes' chains
@@ -179,10 +150,9 @@ def _wrong_bytes(place: Place) -> bool:
         return exchange(axis, out, messages, traffic)
 
     place.replace(reduction, "start_exchange", twice)
-    return place.mesh.dp_size > 1
 
 
-FAULTS: dict[str, Callable[[Place], bool]] = {
+FAULTS: dict[str, Callable[[Place], None]] = {
     "skip-last-reduction": _skip_last_reduction,
     "wrong-norm-group": _wrong_norm_group,
     "missing-divisor": _missing_divisor,

@@ -1,4 +1,4 @@
-"""The checks of a certificate: figures of the ranks' outcomes against one rank, limits, verdicts."""
+"""The checks of a certificate: figures of the ranks' records against one rank, limits, verdicts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megazero.cli.assembling import Assembled, Placed
-from megazero.cli.layouts import Expected, mismatches
-from megazero.cli.reference import Curve, Reference, Tensors, global_norm, relative_errors
-from megazero.cli.task import Outcome
-from megazero.cli.watch import Rounded, rounded_name
 from megazero.config.wire import Wire
+from megazero.verify.expected_bytes import ExpectedBytes, mismatches
+from megazero.verify.full_tensors import Assembler, FullTensors, Piece
+from megazero.verify.recorder import RoundingRecord, UnitSlice, rounded_name
+from megazero.verify.reference import Curve, Reference, Tensors, global_norm, relative_errors
+from megazero.verify.training_run import RankRecord
 from megazero.zero.rounding import GRADIENTS, WEIGHTS
 
 GRADIENT = {"fp32": 1e-6, "fp64": 1e-10}
@@ -44,12 +44,12 @@ class Evidence:
     masters. crossed: (what, stage, micro-batch) that a stage got and no stage sent to it, with what it was instead.
     """
 
-    outcomes: Sequence[Outcome]
-    placed: Placed
+    records: Sequence[RankRecord]
+    assembler: Assembler
     reference: Reference
     curve: Curve
-    masters: list[Assembled] = field(default_factory=list)
-    got: list[Assembled] = field(default_factory=list)
+    masters: list[FullTensors] = field(default_factory=list)
+    got: list[FullTensors] = field(default_factory=list)
     want: list[Tensors] = field(default_factory=list)
     errors: list[dict[str, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -59,24 +59,24 @@ class Evidence:
 
     @property
     def dtype(self) -> str:
-        return self.placed.config.precision.params_dtype
+        return self.assembler.config.precision.params_dtype
 
     @property
     def noisy(self) -> list[str]:
-        rotary = self.placed.config.model.position_embedding_type == "rope"
-        names = self.placed.of_rank(1, 0)
+        rotary = self.assembler.config.model.position_embedding_type == "rope"
+        names = self.assembler.of_rank(1, 0)
         return [] if rotary or self.dtype == "fp64" else [n for n in names if n.endswith("k_proj.bias")]
 
 
-def gather_evidence(placed: Placed, outcomes: Sequence[Outcome], data_parallel: int) -> Evidence:
+def gather_evidence(assembler: Assembler, records: Sequence[RankRecord], data_parallel: int) -> Evidence:
     """Assemble the exact run and compute one rank's gradients at its masters, step by step."""
-    reference = Reference(placed.config, data_parallel)
-    steps = len(outcomes[0].steps)
-    seen = Evidence(outcomes, placed, reference, reference.train(steps))
+    reference = Reference(assembler.config, data_parallel)
+    steps = len(records[0].steps)
+    seen = Evidence(records, assembler, reference, reference.train(steps))
     for step in range(steps):
-        own = [outcome.steps[step] for outcome in outcomes]
-        masters = placed.assemble(outcomes, [s.masters for s in own])
-        got = placed.assemble(outcomes, [s.gradients for s in own])
+        own = [record.steps[step] for record in records]
+        masters = assembler.assemble(_pieces(records, [s.masters for s in own]))
+        got = assembler.assemble(_pieces(records, [s.gradients for s in own]))
         want = reference.gradients(masters.whole, step)
         seen.masters.append(masters)
         seen.got.append(got)
@@ -84,15 +84,21 @@ def gather_evidence(placed: Placed, outcomes: Sequence[Outcome], data_parallel: 
         seen.errors.append(relative_errors(got.whole, want, seen.noisy))
         norm = global_norm(want)
         seen.norms.append(max(abs(s.norm - norm) / norm for s in own))
-        seen.losses.append(step_loss(outcomes, step))
-        seen.stale.append(sorted(set(_stale(placed, outcomes, masters, step))))
-        seen.crossed.append(list(_crossed(outcomes, step)))
+        seen.losses.append(step_loss(records, step))
+        seen.stale.append(sorted(set(_stale(assembler, records, masters, step))))
+        seen.crossed.append(list(_crossed(records, step)))
     return seen
 
 
-def step_loss(outcomes: Sequence[Outcome], step: int) -> float:
+def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]) -> Iterator[Piece]:
+    """slices: by record."""
+    for record, units in zip(records, slices, strict=True):
+        yield from ((record.tp, *piece) for unit in units for piece in unit.pieces())
+
+
+def step_loss(records: Sequence[RankRecord], step: int) -> float:
     """Mean loss of the step's global batch; tensor-parallel ranks hold the same."""
-    return sum(o.steps[step].loss for o in outcomes if o.tp == 0 and o.last)
+    return sum(o.steps[step].loss for o in records if o.tp == 0 and o.last)
 
 
 def exact_checks(seen: Evidence) -> list[Check]:
@@ -142,17 +148,19 @@ def _none(name: str, found: Sequence[str], what: str) -> Check:
     return Check(name, f"{len(found)} {noun}", "0", not found, found[0] if found else f"{noun} {wrong}")
 
 
-def _stale(placed: Placed, outcomes: Sequence[Outcome], masters: Assembled, step: int) -> Iterator[str]:
+def _stale(
+    assembler: Assembler, records: Sequence[RankRecord], masters: FullTensors, step: int
+) -> Iterator[str]:
     """Parameters of which a rank read something else than the assembled masters."""
-    dtype = np.float64 if placed.config.precision.params_dtype == "fp64" else np.float32
-    for tp in range(placed.tp):
-        local = placed.split(masters.whole, tp)
+    dtype = np.float64 if assembler.config.precision.params_dtype == "fp64" else np.float32
+    for tp in range(assembler.tp):
+        local = assembler.split(masters.whole, tp)
         bits = {name: _hash(values.astype(dtype)) for name, values in local.items()}
-        for outcome in outcomes:
-            if outcome.tp == tp:
-                read = outcome.steps[step].read
+        for record in records:
+            if record.tp == tp:
+                read = record.steps[step].read
                 yield from (
-                    placed.name(name) for name, seen in read.items() if seen != bits[placed.name(name)]
+                    assembler.name(name) for name, seen in read.items() if seen != bits[assembler.name(name)]
                 )
 
 
@@ -160,14 +168,14 @@ def _hash(values: np.ndarray) -> str:
     return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
 
 
-def _crossed(outcomes: Sequence[Outcome], step: int) -> Iterator[str]:
+def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:
     """What a stage got and its neighbour did not send as this micro-batch's."""
     sent: dict[tuple[int, int, str, int, int], str] = {}
-    for o in outcomes:
+    for o in records:
         for (way, kind, stage, m), bits in o.steps[step].passed.items():
             if way == "sent":
                 sent[o.dp, o.tp, kind, stage, m] = bits
-    for o in outcomes:
+    for o in records:
         for (way, kind, stage, m), bits in o.steps[step].passed.items():
             source = stage - 1 if kind == "activation" else stage + 1
             if way == "got" and sent.get((o.dp, o.tp, kind, source, m)) != bits:
@@ -182,44 +190,44 @@ def _crossed(outcomes: Sequence[Outcome], step: int) -> Iterator[str]:
 
 
 def configured_checks(
-    placed: Placed, outcomes: Sequence[Outcome], exact: Sequence[float], wire: Wire
+    assembler: Assembler, records: Sequence[RankRecord], exact: Sequence[float], wire: Wire
 ) -> list[Check]:
     """exact: losses of pass 1. wire: what hops send. Losses, replicas' bits, rounding of every quantised hop."""
-    steps = range(len(outcomes[0].steps))
-    losses = [step_loss(outcomes, step) for step in steps]
+    steps = range(len(records[0].steps))
+    losses = [step_loss(records, step) for step in steps]
     apart = [_relative(a, b) for a, b in zip(losses, exact, strict=True)]
-    dropout = max(placed.config.model.attention_dropout, placed.config.model.hidden_dropout)
-    reads = [line for step in steps for line in _differing_reads(placed, outcomes, step)]
-    masters = [placed.assemble(outcomes, [o.steps[step].masters for o in outcomes]) for step in steps]
-    masters.append(placed.assemble(outcomes, [o.final for o in outcomes]))
+    dropout = max(assembler.config.model.attention_dropout, assembler.config.model.hidden_dropout)
+    reads = [line for step in steps for line in _differing_reads(assembler, records, step)]
+    slices = [*([o.steps[step].masters for o in records] for step in steps), [o.final for o in records]]
+    masters = [assembler.assemble(_pieces(records, each)) for each in slices]
     held = [f"{name} over {over}" for each in masters for name, over in each.differing.items()]
     limit = CLOSE + dropout  # masks move a loss by about as much as they drop
     return [
         _worst("loss beside the exact one", apart, limit),
         _none("replicas in use", reads, "parameters: read by forwards that are not the same bits everywhere"),
         _none("master replicas", held, "replicas: that differ in a bit"),
-        *_rounding_checks(outcomes, wire),
+        *_rounding_checks(records, wire),
     ]
 
 
-def _differing_reads(placed: Placed, outcomes: Sequence[Outcome], step: int) -> Iterator[str]:
+def _differing_reads(assembler: Assembler, records: Sequence[RankRecord], step: int) -> Iterator[str]:
     bits: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
-    replicated = placed.replicated
-    for o in outcomes:
+    replicated = assembler.replicated
+    for o in records:
         for held, seen in o.steps[step].read.items():
-            name = placed.name(held)
+            name = assembler.name(held)
             bits[name, -1 if name in replicated else o.tp].add(seen)
     yield from (f"{name}, step {step + 1}" for (name, _), seen in bits.items() if len(seen) > 1)
 
 
-def _rounding_checks(outcomes: Sequence[Outcome], wire: Wire) -> Iterator[Check]:
+def _rounding_checks(records: Sequence[RankRecord], wire: Wire) -> Iterator[Check]:
     gradients = (wire.gradients_intra, wire.gradients_inter)
     sent = [(WEIGHTS, wire.weights), *((GRADIENTS, coding) for coding in gradients)]
     # A format that no message had fails its check: nothing would have been proven.
-    merged = {(kind, rounded_name(c.bits, c.block)): Rounded() for kind, c in sent if c}
-    for o in outcomes:
+    merged = {(kind, rounded_name(c.bits, c.block)): RoundingRecord() for kind, c in sent if c}
+    for o in records:
         for key, part in o.rounded.items():
-            held = merged.setdefault(key, Rounded())
+            held = merged.setdefault(key, RoundingRecord())
             held.elements += part.elements
             held.worst = max(held.worst, part.worst)
             held.error += part.error
@@ -239,22 +247,24 @@ def _rounding_checks(outcomes: Sequence[Outcome], wire: Wire) -> Iterator[Check]
 # -- bytes, resume, reshard ------------------------------------------------------------------------------
 
 
-def bytes_check(name: str, expected: Expected, outcomes: Sequence[Outcome], saved: int) -> Check:
+def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord], saved: int) -> Check:
     """Counters of every hop kind and link against the formula, on every rank, from the second step on (the first
     records the order of use, and gathers more). saved: after which step the run saved."""
     wrong, counted = list[str](), 0
-    for rank, outcome in enumerate(outcomes):
-        for step in range(1, len(outcome.steps)):
+    for rank, record in enumerate(records):
+        for step in range(1, len(record.steps)):
             want = expected.bytes_of(rank, step, after_save=step == saved + 1)
             counted += sum(want.values())
-            for key, (formula, counter) in mismatches(want, outcome.steps[step].traffic).items():
+            for key, (formula, counter) in mismatches(want, record.steps[step].traffic).items():
                 hop = key.removesuffix("_bytes")
                 wrong.append(f"rank {rank}, step {step + 1}: {hop} counted {counter}, formula {formula}")
     where = "; ".join(wrong[:3]) or f"off the formula; {counted} bytes in all"
     return Check(name, f"{len(wrong)} counters", "0", not wrong, where)
 
 
-def resume_check(name: str, straight: Sequence[Outcome], resumed: Sequence[Outcome], after: int) -> Check:
+def resume_check(
+    name: str, straight: Sequence[RankRecord], resumed: Sequence[RankRecord], after: int
+) -> Check:
     """The resumed run's losses, norms and final masters against the uninterrupted run's, bit for bit."""
     wrong = []
     for rank, (whole, rest) in enumerate(zip(straight, resumed, strict=True)):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.cli.checks import Check
+from megazero.verify.checks import Check
 
 JSON, MARKDOWN = "certificate.json", "certificate.md"
 
@@ -34,7 +34,6 @@ class Certificate:
     sections: tuple[Section, ...]
     diagnosis: tuple[str, ...]
     facts: Mapping[str, Any]
-    fault: str | None = None
     configuration: Mapping[str, Any] | None = None
 
     @property
@@ -66,8 +65,6 @@ class Certificate:
     def markdown(self) -> str:
         """The readable certificate, whole."""
         lines = ["# Parity certificate", "", f"**{self.verdict}**", ""]
-        if self.fault:
-            lines += [f"Seeded fault: `{self.fault}`.", ""]
         lines += [*(f"- likely cause: {line}" for line in self.diagnosis), ""] if self.diagnosis else []
         lines += [
             "## Asked for",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,14 @@ class UnitSlice:
     ranges: tuple[tuple[str, int, int, int], ...]
     values: np.ndarray
 
+    def pieces(self) -> Iterator[tuple[str, int, np.ndarray]]:
+        """(parameter, first flat element, values) of each range."""
+        for name, low, high, at in self.ranges:
+            yield name, low, self.values[at : at + high - low]
+
 
 @dataclass
-class Step:
+class StepRecord:
     """What one rank saw of a step. Gradients are divided and not clipped.
 
     read: parameter -> hash of what the step's first forward read. passed: (what, stage, micro-batch) -> hash, of what
@@ -49,7 +54,7 @@ class Step:
 
 
 @dataclass
-class Rounded:
+class RoundingRecord:
     """Messages of one kind and format: elements, the largest |error| / bound of an element, sums of squares."""
 
     elements: int = 0
@@ -58,12 +63,12 @@ class Rounded:
     norm: float = 0.0
 
 
-class Watch:
+class Recorder:
     """Hooks on one decoder, engine and pipeline; ``step`` is the one that is filled."""
 
     def __init__(self, decoder: Decoder, engine: Engine, pipeline: Pipeline) -> None:
-        self.engine, self.step = engine, Step()
-        self.rounded: dict[tuple[str, str], Rounded] = {}
+        self.engine, self.step = engine, StepRecord()
+        self.rounded: dict[tuple[str, str], RoundingRecord] = {}
         self._held: dict[str, Tensor] = {}  # R of units whose refreshes send differences
         self._batches: list[int] = []
         self._raw: list[UnitSlice] = []
@@ -80,10 +85,10 @@ class Watch:
 
     def open(self, batches: Sequence[Any]) -> None:
         """Before a step of these micro-batches."""
-        self.step, self._batches = Step(), [id(batch) for batch in batches]
+        self.step, self._batches = StepRecord(), [id(batch) for batch in batches]
         self.step.masters = slices(self.engine, lambda unit: unit.master)
 
-    def close(self, loss: float, norm: float) -> Step:
+    def close(self, loss: float, norm: float) -> StepRecord:
         """After it."""
         step, engine = self.step, self.engine
         clip = clip_factor(norm, engine.clip_norm, 1.0)
@@ -150,7 +155,7 @@ class Watch:
         # What is decoded into a 16-bit parameter is rounded once more, by half a unit of its last place.
         value = unit.used()[: error.numel()].view(error.shape) if kind == WEIGHTS else error
         place = 0.51 * torch.finfo(unit.dtype).eps * value.abs().double() if kind == WEIGHTS else 0.0
-        note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block)), Rounded())
+        note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block)), RoundingRecord())
         note.elements += error.numel()
         note.worst = max(note.worst, float((error.abs() / (bound + place).clamp(min=1e-300)).max()))
         note.error += float(error.square().sum())

@@ -39,13 +39,17 @@ class Answer:
     trace: str = ""
 
 
-class Ranks:
-    """Processes that live until ``close``; a context manager. Started as calls need them."""
+class LocalRanks:
+    """Processes that live until ``close``; a context manager. Started as calls need them.
 
-    def __init__(self) -> None:
+    preload: modules that the server imports once, for all ranks; those of this process's first call count.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = ["torch", "torch.distributed", "torch._dynamo", *preload]
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> LocalRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,7 +107,7 @@ class Ranks:
     def _start(self, world: int) -> None:
         context = multiprocessing.get_context("forkserver")
         # Loaded once, in the server. torch._dynamo: the first optimizer of a process imports it, 2.6 s.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "megazero.cli.task"])
+        context.set_forkserver_preload(self._preload)
         for _ in range(world - len(self._ranks)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, sys.path), daemon=True)

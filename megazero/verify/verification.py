@@ -1,9 +1,8 @@
-"""``megazero verify``: run a configuration, shrunk, on local ranks; compare with one rank; certify."""
+"""Run a configuration, shrunk, on local ranks; compare with one rank; certify."""
 
 from __future__ import annotations
 
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,50 +11,37 @@ from importlib import metadata
 
 import torch
 
-from megazero.cli import checks, faults
-from megazero.cli.assembling import Placed
-from megazero.cli.certificate import Certificate, Section
-from megazero.cli.checks import Evidence
-from megazero.cli.diagnosis import diagnose
-from megazero.cli.layouts import Expected
-from megazero.cli.options import Request, read_request
-from megazero.cli.ranks import Ranks, RanksFailed
-from megazero.cli.shrink import Shrunk, shrink
-from megazero.cli.task import LEAST_BLOCK, Outcome, Task, fresh_folder, run_tasks
 from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.mesh.local_ranks import LocalRanks
+from megazero.verify import checks
+from megazero.verify.certificate import Certificate, Section
+from megazero.verify.checks import Evidence
+from megazero.verify.diagnosis import diagnose
+from megazero.verify.expected_bytes import ExpectedBytes
+from megazero.verify.full_tensors import Assembler
+from megazero.verify.options import Request
+from megazero.verify.shrink import Shrunk, shrink
+from megazero.verify.training_run import (
+    Around,
+    RankRecord,
+    TrainingRun,
+    nothing_around,
+    run_all,
+    slice_block,
+)
 
 TIMEOUT_S = 900.0  # of all passes on the configured layout; a rank that hangs would otherwise hold everything
 
 
-def command(argv: Sequence[str]) -> int:
-    """The exit status: 0 every check holds, 1 one does not or the ranks failed, 2 the configuration is wrong."""
-    try:
-        request = read_request(argv)
-        fault = faults.asked_for()
-        with Ranks() as ranks:
-            certificate = verify(request, ranks, fault)
-    except ConfigError as error:
-        print(f"{error}\n--help lists the flags of verify", file=sys.stderr)
-        return 2
-    except RanksFailed as error:
-        print(f"the ranks failed, so nothing is certified:\n{error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    path = certificate.save(request.output)
-    certificate.print()
-    print(f"certificate: {path}")
-    return 0 if certificate.good else 1
+def verify(request: Request, ranks: LocalRanks, around: Around = nothing_around) -> Certificate:
+    """Everything, on as many ``ranks`` as the shrunk world has. around: as TrainingRun's, of all runs on the layout.
 
-
-def verify(request: Request, ranks: Ranks, fault: str | None = None) -> Certificate:
-    """Everything, on as many ``ranks`` as the shrunk world has. Raises ValueError for a configuration that
-    cannot be run, RanksFailed when a rank raises, dies or hangs."""
-    began = time.monotonic()
-    small = shrink(request.config, request.world, request.ranks, request.steps)
+    Raises ValueError for a configuration that cannot be run, RanksFailed when a rank raises, dies or hangs.
+    """
+    began, steps = time.monotonic(), request.options.verify_steps
+    small = shrink(request.config, request.world, request.options.verify_ranks, steps)
     with tempfile.TemporaryDirectory(prefix="megazero-certificate-") as folder:
-        passes = _Passes(small, request.steps, fault, folder, ranks)
+        passes = _Passes(small, steps, around, folder, ranks)
         sections = passes.run()
     made = {
         "megazero": _version(),
@@ -63,28 +49,19 @@ def verify(request: Request, ranks: Ranks, fault: str | None = None) -> Certific
         "python": platform.python_version(),
         "device": "cpu, gloo",
         "seed": small.config.training.seed,
-        "steps": request.steps,
+        "steps": steps,
         "wall time": f"{time.monotonic() - began:.0f} s",
     }
     run = small.config.describe(small.layout.world)
     layout = [line.strip() for line in run if not line.startswith("note")][_layout_start(run) :]
-    notes = list(small.notes)
-    if fault:
-        put = (
-            "put into the run"
-            if passes.fault_applied
-            else "not applicable to this layout: nothing was changed"
-        )
-        notes.append(f"seeded fault {fault}: {put}")
     return Certificate(
         asked=tuple(_asked(request)),
         run=tuple(layout),
         changes=small.changes,
-        notes=tuple(notes),
+        notes=small.notes,
         sections=tuple(sections),
         diagnosis=tuple(passes.diagnosis),
         facts=made,
-        fault=fault,
         configuration=small.config.to_dict(),
     )
 
@@ -107,42 +84,42 @@ def _layout_start(lines: Sequence[str]) -> int:
 class _Passes:
     """The runs of one verification, and what they show."""
 
-    def __init__(self, small: Shrunk, steps: int, fault: str | None, folder: str, ranks: Ranks) -> None:
-        self.small, self.steps, self.fault, self.folder, self.ranks = small, steps, fault, folder, ranks
+    def __init__(self, small: Shrunk, steps: int, around: Around, folder: str, ranks: LocalRanks) -> None:
+        self.steps, self.around, self.folder, self.ranks = steps, around, folder, ranks
         self.world, self.config = small.layout.world, small.config
-        self.exact_config = _exactly(small.config)
+        self.exact_config, self.block = _exactly(small.config), slice_block(self.config, self.world)
         self.saved = steps // 2 - 1  # the step after which both runs save
         self.diagnosis: list[str] = []
-        self.fault_applied = False
 
     def run(self) -> list[Section]:
         exact, configured, resumed, weights = self._run_layout()
-        self.fault_applied = any(o.fault_applied for o in (*exact, *configured))
         d = self.config.data_parallel_size(self.world)
-        seen = checks.gather_evidence(Placed(self.exact_config), exact, d)
+        seen = checks.gather_evidence(Assembler(self.exact_config), exact, d)
         first = self._exact_section(seen, exact)
         second = self._configured_section(seen, configured)
         third = self._checkpoint_section(seen, configured, resumed, weights)
         self.diagnosis = diagnose(seen, first.checks, second.checks)
         return [first, second, third]
 
-    def _run_layout(self) -> tuple[list[Outcome], list[Outcome], list[Outcome], str]:
+    def _run_layout(self) -> tuple[list[RankRecord], list[RankRecord], list[RankRecord], str]:
         """Of every rank: the exact run, the configured one, its resumption; and where the exact one saved."""
-        weights, state = fresh_folder(self.folder, "exact"), fresh_folder(self.folder, "configured")
+        weights, state = (tempfile.mkdtemp(dir=self.folder) for _ in range(2))
         at = self.saved + 1
-        tasks = [
-            Task(self.exact_config, True, 0, self.steps, save=(self.saved, weights), fault=self.fault),
-            Task(self.config, False, 0, self.steps, save=(self.saved, state), fault=self.fault),
-            Task(self.config, False, at, self.steps, load=state, fault=self.fault),
+        runs = [
+            TrainingRun(
+                self.exact_config, True, 0, self.steps, save=(self.saved, weights), around=self.around
+            ),
+            TrainingRun(self.config, False, 0, self.steps, save=(self.saved, state), around=self.around),
+            TrainingRun(self.config, False, at, self.steps, load=state, around=self.around),
         ]
         size = self.world.world_size
-        every = self.ranks.call(run_tasks, tasks, self.world, world=size, timeout=TIMEOUT_S)
+        every = self.ranks.call(run_all, runs, self.world, world=size, timeout=TIMEOUT_S)
         exact, configured, resumed = map(list, zip(*every, strict=True))
         return exact, configured, resumed, weights
 
-    def _exact_section(self, seen: Evidence, exact: Sequence[Outcome]) -> Section:
+    def _exact_section(self, seen: Evidence, exact: Sequence[RankRecord]) -> Section:
         found = checks.exact_checks(seen)
-        expected = Expected(self.exact_config, self.world, True, self._block)
+        expected = ExpectedBytes(self.exact_config, self.world, True, self.block)
         found.append(checks.bytes_check("bytes sent", expected, exact, self.saved))
         dtype = self.exact_config.precision.params_dtype
         title = (
@@ -151,39 +128,33 @@ class _Passes:
         )
         return Section("Pass 1, exact", title, tuple(found))
 
-    def _configured_section(self, seen: Evidence, configured: Sequence[Outcome]) -> Section:
-        placed = Placed(self.config)
+    def _configured_section(self, seen: Evidence, configured: Sequence[RankRecord]) -> Section:
+        assembler = Assembler(self.config)
         wire = self.config.wire(self.world)
-        found = checks.configured_checks(placed, configured, seen.losses, wire)
-        expected = Expected(self.config, self.world, False, self._block)
+        found = checks.configured_checks(assembler, configured, seen.losses, wire)
+        expected = ExpectedBytes(self.config, self.world, False, self.block)
         found.append(checks.bytes_check("bytes sent", expected, configured, self.saved))
         what = "messages quantised as configured" if wire.codings else "no hop is quantised on this layout"
         dtype = self.config.precision.params_dtype
         return Section("Pass 2, as configured", f"{dtype}, {what}, {self.steps} steps", tuple(found))
 
     def _checkpoint_section(
-        self, seen: Evidence, straight: Sequence[Outcome], resumed: Sequence[Outcome], weights: str
+        self, seen: Evidence, straight: Sequence[RankRecord], resumed: Sequence[RankRecord], weights: str
     ) -> Section:
         at = self.saved + 1
         found = [checks.resume_check("resume, same layout", straight, resumed, at)]
         stayed = seen.losses[at]
         moved = other_layouts(self.exact_config, self.world, seen.reference.data_parallel)
         for name, config, world in moved:
-            task = Task(config, True, at, at + 1, load=weights)
+            run = TrainingRun(config, True, at, at + 1, load=weights)
             if world.world_size == 1:
-                outcomes = [run_tasks([task], world)]
+                records = [run_all([run], world)]
             else:
-                outcomes = self.ranks.call(
-                    run_tasks, [task], world, world=world.world_size, timeout=TIMEOUT_S
-                )
-            loss = checks.step_loss([each[0] for each in outcomes], 0)
+                records = self.ranks.call(run_all, [run], world, world=world.world_size, timeout=TIMEOUT_S)
+            loss = checks.step_loss([each[0] for each in records], 0)
             found.append(checks.reshard_check(f"reshard, {name}", loss, stayed))
         title = f"saved after step {at} of {self.steps}; loaded on the same layout (as configured) and others (exact)"
         return Section("Checkpoints", title, tuple(found))
-
-    @property
-    def _block(self) -> int:
-        return max([LEAST_BLOCK, *(coding.block for coding in self.config.wire(self.world).codings)])
 
 
 def _exactly(config: RunConfig) -> RunConfig:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
-from megazero.cli.sublayout import SubLayout, sub_layout
 from megazero.config import RunConfig, World, make_config
 from megazero.config.run import all_options
+from megazero.verify.shrink_world import SubLayout, sub_layout
 
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
 INIT_STD, RATES = 0.03, {"adamw": 1e-3, "sgd": 2e-2}  # well-conditioned in fp32 at these sizes

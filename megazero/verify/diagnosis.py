@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megazero.cli.checks import GRADIENT, Check, Evidence
-from megazero.cli.reference import Tensors, relative_errors
+from megazero.verify.checks import GRADIENT, Check, Evidence
+from megazero.verify.reference import Tensors, relative_errors
 
 SAME = 1e-4  # relative: what was suspected is what was found
 
@@ -74,9 +74,9 @@ def _gradients(seen: Evidence) -> Iterator[str]:
         yield f"every gradient is {ratio:.6g} times what it is on one rank ({d} data-parallel ranks): {cause}"
         return
     bad |= set(got.differing)
-    if seen.placed.tp > 1 and bad <= seen.placed.replicated:
+    if seen.assembler.tp > 1 and bad <= seen.assembler.replicated:
         yield _replicated(seen, bad, step)
-    elif seen.placed.tied and bad == {"embedding.tokens.weight"} and _ends(seen, step):
+    elif seen.assembler.tied and bad == {"embedding.tokens.weight"} and _ends(seen, step):
         yield (
             "only the tied embedding is wrong, and the pipeline's two ends hold different sums of it: they were not "
             "added up"
@@ -96,7 +96,7 @@ def _ratio(got: Tensors, want: Tensors) -> float | None:
 
 
 def _replicated(seen: Evidence, bad: set[str], step: int) -> str:
-    got, want, tp = seen.got[step].whole, seen.want[step], seen.placed.tp
+    got, want, tp = seen.got[step].whole, seen.want[step], seen.assembler.tp
     shown = f"only parameters that the {tp} tensor-parallel ranks hold whole are wrong ({min(bad)}, ...)"
     if (
         _ratio({n: got[n] for n in bad}, {n: want[n] for n in bad}) is not None
@@ -123,13 +123,13 @@ def _without_last(seen: Evidence, step: int) -> bool:
 def _swapped(seen: Evidence, step: int) -> str:
     """A rank whose slices of the gradient are another rank's."""
     places: dict[tuple[int, int, str], list[tuple[int, np.ndarray, np.ndarray]]] = {}
-    local = {tp: seen.placed.split(seen.want[step], tp) for tp in range(seen.placed.tp)}
-    for rank, outcome in enumerate(seen.outcomes):
-        for unit in outcome.steps[step].gradients:
+    local = {tp: seen.assembler.split(seen.want[step], tp) for tp in range(seen.assembler.tp)}
+    for rank, record in enumerate(seen.records):
+        for unit in record.steps[step].gradients:
             wanted = np.zeros(len(unit.values))
             for name, low, high, at in unit.ranges:
-                wanted[at : at + high - low] = local[outcome.tp][seen.placed.name(name)][low:high]
-            places.setdefault((outcome.pp, outcome.tp, unit.unit), []).append((rank, unit.values, wanted))
+                wanted[at : at + high - low] = local[record.tp][seen.assembler.name(name)][low:high]
+            places.setdefault((record.pp, record.tp, unit.unit), []).append((rank, unit.values, wanted))
     for (_, _, name_of_unit), members in places.items():
         for rank, got, own in members:
             if _same(got, own):

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megazero.cli.task import schedule, tokens_of
 from megazero.config import RunConfig
 from megazero.models import Decoder
-from megazero.train.parallelize import decoder_config
+from megazero.train.batch_size import BatchSchedule
+from megazero.train.parallelize import decoder_config, optimizer_factory
+from megazero.verify.training_run import tokens_of
 
 Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
 
@@ -33,32 +34,22 @@ class Reference:
         whole = replace(decoder_config(config), recompute="none", attention_dropout=0.0, hidden_dropout=0.0)
         self.decoder = Decoder(whole, dtype=torch.float64)
         self.decoder.initialize(config.training.seed)
-        sizes = schedule(config, data_parallel)
+        sizes = BatchSchedule.of(config, data_parallel)
         self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]
 
     def train(self, steps: int) -> Curve:
         """A run from the initial weights."""
-        o, plain = self.config.optimizer, self.decoder.no_weight_decay()
+        clip, plain = self.config.optimizer.clip_grad, self.decoder.no_weight_decay()
         named = dict(self.decoder.named_parameters())
-        groups = [
-            {
-                "params": [p for n, p in named.items() if (n in plain) == is_plain],
-                "weight_decay": 0.0 if is_plain else o.weight_decay,
-            }
-            for is_plain in (False, True)
-        ]
-        optimizer: torch.optim.Optimizer
-        if o.optimizer == "sgd":
-            optimizer = torch.optim.SGD(groups, lr=o.lr or 0.0, momentum=o.sgd_momentum)
-        else:
-            betas = (o.adam_beta1, o.adam_beta2)
-            optimizer = torch.optim.AdamW(groups, lr=o.lr or 0.0, betas=betas, eps=o.adam_eps)
+        decayed = {"params": [p for n, p in named.items() if n not in plain]}
+        others = {"params": [p for n, p in named.items() if n in plain], "weight_decay": 0.0}
+        optimizer = optimizer_factory(self.config)([decayed, others])
         initial, losses = _arrays(named), list[float]()
         for step in range(steps):
             optimizer.zero_grad()
             losses.append(self._backward(step))
-            if o.clip_grad:
-                torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), o.clip_grad)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)
             optimizer.step()
         return Curve(losses, initial)
 

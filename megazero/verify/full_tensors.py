@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from megazero.checkpoint.placement import Placement
-from megazero.cli.reference import Tensors
-from megazero.cli.task import Outcome
-from megazero.cli.watch import UnitSlice
 from megazero.config import RunConfig
 from megazero.models.placements import decoder_placements
 from megazero.tp import TensorParallel
 from megazero.train.parallelize import decoder_config
+from megazero.verify.reference import Tensors
 
+# Of a tensor-parallel rank: a parameter's name there, the first flat element of the rank's own tensor, values [m].
+Piece = tuple[int, str, int, np.ndarray]
 _END = {"head.weight": "embedding.tokens.weight"}  # the last stage's own copy of a tied embedding
 
 
 @dataclass
-class Assembled:
+class FullTensors:
     """whole: one rank's shapes, the first that was seen of what replicas hold. differing: parameters whose replicas
     are not the same bits, and over which ranks. faults: elements that nobody has, padding that is not zero."""
 
@@ -31,7 +31,7 @@ class Assembled:
     faults: list[str] = field(default_factory=list)
 
 
-class Placed:
+class Assembler:
     """Placements of a configuration's parameters over its tensor-parallel ranks."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -52,25 +52,17 @@ class Placed:
         whole, part = self.of_rank(1, 0), self.of_rank(self.tp, 0)
         return {name for name, p in part.items() if p.local_shape == whole[name].local_shape}
 
-    def assemble(self, outcomes: Sequence[Outcome], held: Sequence[Sequence[UnitSlice]]) -> Assembled:
-        """held: by outcome, its slices."""
-        out = Assembled()
+    def assemble(self, pieces: Iterable[Piece]) -> FullTensors:
+        """Whole parameters of every rank's pieces, in any order."""
+        out = FullTensors()
         for rank in range(self.tp):
             for name, placement in self.of_rank(self.tp, rank).items():
                 out.local[rank, name] = np.full(int(np.prod(placement.local_shape)), np.nan)
-        for outcome, units in zip(outcomes, held, strict=True):
-            for unit in units:
-                for own, low, high, at in unit.ranges:
-                    name = self.name(own)
-                    ends = own != name or self.tied and own in _END.values()
-                    what = "the pipeline's two ends" if ends else "data-parallel replicas"
-                    _put(
-                        out,
-                        out.local[outcome.tp, name][low:high],
-                        unit.values[at : at + high - low],
-                        name,
-                        what,
-                    )
+        for rank, own, low, values in pieces:
+            name = self.name(own)
+            ends = own != name or self.tied and own in _END.values()
+            over = "the pipeline's two ends" if ends else "data-parallel replicas"
+            _put(out, out.local[rank, name][low : low + len(values)], values, name, over)
         self._join(out)
         return out
 
@@ -87,7 +79,7 @@ class Placed:
             out[name] = local.reshape(-1)
         return out
 
-    def _join(self, out: Assembled) -> None:
+    def _join(self, out: FullTensors) -> None:
         stored: dict[str, np.ndarray] = {}
         for (rank, name), flat in out.local.items():
             placement = self.of_rank(self.tp, rank)[name]
@@ -108,7 +100,7 @@ class Placed:
             out.whole[name] = joined
 
 
-def _put(out: Assembled, view: np.ndarray, values: np.ndarray, name: str, over: str) -> None:
+def _put(out: FullTensors, view: np.ndarray, values: np.ndarray, name: str, over: str) -> None:
     """Fill what is nobody's yet (NaN); where it is filled, the values must be the same bits."""
     fresh = np.isnan(view)
     if not (fresh | (view == values)).all():

@@ -1,4 +1,5 @@
-"""The units and programs of a rank from its configuration alone, for volume.py: the decoder on the meta device."""
+"""Bytes that each rank should send in a step, from the configuration alone: the units of a decoder on the meta device
+and the schedule's program, put into the formulas of plan/communication.py."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from functools import lru_cache
 
 from torch import nn
 
-from megazero.cli import volume
-from megazero.cli.task import schedule
-from megazero.cli.volume import Activation, Bytes, Copies, Formats, UnitShape
 from megazero.config import RunConfig, World
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.models import Decoder
+from megazero.plan import communication
+from megazero.plan.communication import Activation, Bytes, Copies, Formats, UnitShape
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
+from megazero.train.batch_size import BatchSchedule
 from megazero.train.parallelize import DTYPES, decoder_config
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 
 
-class Expected:
+class ExpectedBytes:
     """Bytes per step of every rank of a configuration. block: elements that slices are whole multiples of."""
 
     def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
@@ -40,7 +41,7 @@ class Expected:
     def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
         """'kind_link_bytes' of a rank in a step (from 0), which is not the run's first. after_save: the run saved
         just before, which under the delta refresh brings every copy up to date."""
-        config, sizes = self.config, schedule(self.config, self.grid.dp)
+        config, sizes = self.config, BatchSchedule.of(self.config, self.grid.dp)
         end = config.quantized_gradients_end
         count = sizes.micro_batches(sizes.consumed_after(step))
         found = self._cached(rank, count, end is not None and step >= end)
@@ -59,13 +60,13 @@ class Expected:
         model = config.model
         line = grid.axis("pp").ranks(rank)
         ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
-        total: Bytes = volume.model_state(units, grid, formats, copies, program, micro_batches, ends)
-        total += volume.pipeline(schedule, grid, rank, activation)
-        again = volume.recomputed(
+        total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
+        total += communication.pipeline(schedule, grid, rank, activation)
+        again = communication.recomputed(
             config.training.recompute_granularity, activation.sequence_parallel, model.hidden_dropout > 0
         )
         wide = max(activation.width, 4)
-        total += volume.tensor_parallel(decoder.stages, schedule[pp], activation, again, wide)
+        total += communication.tensor_parallel(decoder.stages, schedule[pp], activation, again, wide)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _decoder(self, pp: int, tp: int) -> Decoder:

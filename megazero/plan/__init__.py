@@ -1,0 +1,1 @@
+"""What a configuration will cost, from sizes alone. No torch, no numpy."""

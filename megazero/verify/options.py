@@ -1,0 +1,63 @@
+"""Flags of ``megazero verify`` itself, beside those of training. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.config import ConfigError, RunConfig, World, parse
+from megazero.config.fields import option, section_options
+from megazero.config.flags import options_help, read_section
+from megazero.config.run import all_options
+
+USAGE = """usage: megazero verify TRAINING FLAGS [--config FILE] [flags below]
+
+Takes the flags of training (python -m megazero.config --help lists them). Runs the configuration, its sizes shrunk
+and its structure kept, on local ranks: exactly, against one rank; then as configured. Writes certificate.json and
+certificate.md. Exit status 0: every check holds; 1: one does not, and is named; 2: the configuration is wrong.
+"""
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """The verification itself."""
+
+    world_size: int | None = option(
+        None, "ranks of the training (default: tensor x pipeline parallel size x 2)", low=1
+    )
+    verify_output: str = option("certificate", "folder of the certificate")
+    verify_steps: int = option(4, "optimizer steps of each run, 4 to 100", low=4, high=100)
+    verify_ranks: int = option(
+        16, "local ranks at most, up to 256; a larger world is run in a sub-layout", low=1, high=256
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """config: as training would have it on ``world``. options: of the verification."""
+
+    config: RunConfig
+    world: World
+    options: VerifyConfig
+
+
+def help_text() -> str:
+    """What ``megazero verify --help`` prints."""
+    options = [*section_options("verify", VerifyConfig), all_options()["ranks_per_node"]]
+    return "\n".join([USAGE, *options_help(options)])
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    """The command line after ``verify``. Raises ConfigError with every fault at once, as training does."""
+    options, rest, errors = read_section(VerifyConfig, argv)
+    try:
+        parallel = parse(rest).parallel
+        size = options.world_size or (
+            2 * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        )
+        config = parse(rest, World(size, size))
+    except ConfigError as error:
+        raise ConfigError([*errors, *error.errors]) from None
+    if errors:
+        raise ConfigError(errors)
+    return Request(config, World(size, config.ranks_per_node(World(size, size))), options)

@@ -1,0 +1,145 @@
+"""What the ranks of a verification run: training steps on made-up tokens, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megazero import zero
+from megazero.comm.traffic import Traffic
+from megazero.config import RunConfig, World
+from megazero.data.sampler import micro_batch_ids
+from megazero.mesh.mesh import Mesh
+from megazero.pp.executor import Pipeline
+from megazero.train.batch_size import BatchSchedule
+from megazero.train.checkpointing import Checkpointing
+from megazero.train.origin import Progress, find_origin
+from megazero.train.parallelize import (
+    DTYPES,
+    MicroBatch,
+    build_decoder,
+    build_pipeline,
+    dropout_key,
+    make_mesh,
+    make_policy,
+    shard_decoder,
+)
+from megazero.verify.recorder import Recorder, RoundingRecord, StepRecord, UnitSlice, slices
+
+# Of an engine, its pipeline and their configuration: what the steps of a run happen in.
+Around = Callable[[zero.Engine, Pipeline, RunConfig], AbstractContextManager[object]]
+
+
+def nothing_around(
+    engine: zero.Engine, pipeline: Pipeline, config: RunConfig
+) -> AbstractContextManager[object]:
+    """The run as it is."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Steps [start, stop) of one run.
+
+    exact: identity codecs. save: after which step, and the folder. load: folder to begin from. around: picklable; a
+    test breaks a part of the engine in it, to see that the certificate says so.
+    """
+
+    config: RunConfig
+    exact: bool
+    start: int
+    stop: int
+    save: tuple[int, str] | None = None
+    load: str | None = None
+    around: Around = nothing_around
+
+
+@dataclass
+class RankRecord:
+    """What one rank says of a run. last: it has the last pipeline stage, and losses."""
+
+    tp: int
+    dp: int
+    pp: int
+    last: bool
+    steps: list[StepRecord] = field(default_factory=list)
+    final: list[UnitSlice] = field(default_factory=list)
+    rounded: dict[tuple[str, str], RoundingRecord] = field(default_factory=dict)
+
+
+def run_all(runs: Sequence[TrainingRun], world: World) -> list[RankRecord]:
+    """The runs one after the other, on one mesh. Collective; also without torch.distributed, on one rank."""
+    mesh = make_mesh(runs[0].config, world, torch.device("cpu"))
+    records = []
+    for run in runs:
+        records.append(_train(run, mesh))
+        mesh.release()
+    return records
+
+
+def slice_block(config: RunConfig, world: World) -> int:
+    """Elements that slices are whole multiples of: few, so that slices cut parameters, but whole quantised blocks."""
+    return max([8, *(coding.block for coding in config.wire(world).codings)])
+
+
+def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels int64 and loss mask fp64 [count, s] of a step's global batch: a fifth do not count."""
+    length, vocabulary = config.model.seq_length, config.model.vocab_size
+    assert length and vocabulary
+    generator = torch.Generator().manual_seed(config.training.seed * 1000 + step)
+    ids = torch.randint(0, vocabulary, (count, length + 1), generator=generator)
+    mask = (torch.rand(count, length, generator=generator) > 0.2).double()
+    return ids[:, :-1], ids[:, 1:], mask
+
+
+def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
+    config = run.config
+    decoder = build_decoder(config, mesh, Traffic())
+    policy = make_policy(config, mesh)
+    policy = replace(policy, block=slice_block(config, World(mesh.world_size, mesh.grid.ranks_per_node)))
+    if run.exact:
+        policy = replace(policy, codecs=zero.Codecs())
+    engine = shard_decoder(decoder, config, mesh, policy=policy)
+    pipeline = build_pipeline(decoder, engine, config, mesh)
+    decoder.train()
+    checkpoint = replace(config.checkpoint, save=run.save and run.save[1], load=run.load)
+    stored = replace(config, checkpoint=checkpoint)
+    checkpointing = Checkpointing(stored, mesh, engine, decoder.placements(), "")
+    origin = find_origin(stored, mesh)
+    checkpointing.load(origin)
+    assert origin.progress.iteration == run.start, (origin.progress, run)
+    sizes = BatchSchedule.of(config, mesh.dp_size)
+    consumed = sizes.consumed_after(run.start)
+    record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, pipeline.loss_rank == pipeline.rank)
+    with run.around(engine, pipeline, config):
+        recorder = Recorder(decoder, engine, pipeline)
+        for step in range(run.start, run.stop):
+            size = sizes.batch_size(consumed)
+            batches, divisor = _micro_batches(config, mesh, step, size)
+            end = config.quantized_gradients_end
+            engine.exact_gradients = end is not None and step >= end
+            recorder.open(batches)
+            engine.begin_step(len(batches), divisor, pipeline.program(len(batches)))
+            loss = pipeline.step(batches).item()
+            record.steps.append(recorder.close(loss / divisor, engine.step().grad_norm))
+            consumed += size
+            if run.save and run.save[0] == step:
+                checkpointing.save(Progress(step + 1, consumed, "verify"))
+                engine.traffic.take()  # of no step
+    record.final, record.rounded = slices(engine, lambda unit: unit.master), recorder.rounded
+    return record
+
+
+def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple[list[MicroBatch], float]:
+    """This rank's micro-batches, dealt as the sampler deals them, and the tokens of the whole batch that count."""
+    tokens, labels, mask = tokens_of(config, step, size)
+    micro, dtype = config.batch.micro_batch_size or 1, DTYPES[config.precision.params_dtype]
+    batches = []
+    for begin in range(0, size, micro * mesh.dp_size):
+        ids = micro_batch_ids(begin, micro, mesh.dp_rank, mesh.dp_size)
+        rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
+        batches.append(MicroBatch(tokens[rows], labels[rows], mask[rows].to(dtype), key))
+    return batches, float(mask.sum())
