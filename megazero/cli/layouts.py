@@ -15,7 +15,7 @@ from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.models import Decoder
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import DTYPES, decoder_config
+from megazero.train.parallelize import DTYPES
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 
@@ -71,7 +71,7 @@ class Expected:
     def _decoder(self, pp: int, tp: int) -> Decoder:
         context = TensorParallel(None, tp, self.grid.tp, self.config.parallel.sequence_parallel)
         own = [stage for stage in self.config.stages() if stage.rank == pp]
-        return Decoder(decoder_config(self.config), context, stages=own, device="meta")
+        return Decoder(self.config.model, context, stages=own, device="meta")
 
     def _formats(self, exact_gradients: bool) -> Formats:
         width = DTYPES[self.config.precision.params_dtype].itemsize

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from megazero.config.fields import Option, show
 from megazero.config.layers import FACTS, Layer, all_switches
-from megazero.config.model import FAMILIES
 from megazero.config.run import all_options, section_types
+from megazero.families import FAMILIES
 
 FILES = {
     "config": "run.yaml: defaults that flags override",
@@ -109,9 +109,10 @@ def default_text(opt: Option) -> str:
     """The default in words, '' if the help already says it."""
     if opt.required:
         return "required"
-    by_family = {name: values[opt.name] for name, values in FAMILIES.items() if opt.name in values}
+    by_family = {name: f.defaults[opt.name] for name, f in FAMILIES.items() if opt.name in f.defaults}
     if by_family:
-        return ", ".join(f"{name}: {show(value)}" for name, value in by_family.items())
+        others = [show(opt.default)] if len(by_family) < len(FAMILIES) else []
+        return ", ".join(others + [f"{name}: {show(value)}" for name, value in by_family.items()])
     return "" if opt.default is None or opt.default == () else f"default: {show(opt.default)}"
 
 

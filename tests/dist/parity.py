@@ -26,7 +26,6 @@ from megazero.train.parallelize import (
     MicroBatch,
     build_decoder,
     build_pipeline,
-    decoder_config,
     make_mesh,
     make_policy,
     shard_decoder,
@@ -79,7 +78,7 @@ class Reference:
 
 def _whole_decoder(model: Model) -> Decoder:
     config = model.config()
-    decoder = Decoder(decoder_config(config), dtype=DTYPES[model.dtype])
+    decoder = Decoder(config.model, dtype=DTYPES[model.dtype])
     decoder.initialize(config.training.seed)
     return decoder
 
@@ -240,7 +239,7 @@ def _put(view: np.ndarray, values: np.ndarray, what: str) -> None:
 
 @cache
 def _placements(model: Model, tp: int, rank: int) -> dict:
-    return decoder_placements(decoder_config(model.config()), TensorParallel(None, rank, tp))
+    return decoder_placements(model.config().model, TensorParallel(None, rank, tp))
 
 
 def model_name(case: Case, name: str) -> str:
