@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from megazero.config.nearest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -118,3 +120,47 @@ def show(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) if value and isinstance(value[0], str) else ",".join(map(str, value))
     return "unset" if value is None else str(value).removesuffix(".0")
+
+
+def fault(opt: Option, value: Any) -> str:
+    """The range or choice that a value of ``opt`` breaks, '' if none."""
+    if value is None:
+        return f"{opt.flag} is required" if opt.required else ""
+    if opt.choices and value not in opt.choices:
+        choices = [str(choice) for choice in opt.choices]
+        if opt.kind == "int":
+            nearest = f"; nearest: {min(opt.choices, key=lambda choice: abs(choice - value))}"
+        else:
+            nearest = did_you_mean(str(value), choices)
+        return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
+    if opt.kind in ("int", "float"):
+        default = "" if opt.default is None else f"; the default is {show(opt.default)}"
+        if opt.low is not None and value < opt.low:
+            return f"{opt.flag} {show(value)} must be at least {opt.low:g}; nearest: {opt.low:g}"
+        if opt.high is not None and value > opt.high:
+            return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
+        if opt.above is not None and value <= opt.above:
+            return f"{opt.flag} {show(value)} must be above {opt.above:g}{default}"
+        if opt.below is not None and value >= opt.below:
+            return f"{opt.flag} {show(value)} must be below {opt.below:g}{default}"
+    return ""
+
+
+def without_effect(
+    table: Iterable[tuple[Collection[str], bool, str]],
+    options: Mapping[str, Option],
+    values: Mapping[str, Any],
+    skip: Collection[str] = (),
+) -> Iterator[str]:
+    """Lines for options that were changed although another option makes them meaningless, one for each.
+
+    table: (names, whether they have an effect, what would give them one). skip: names that were reported already.
+    """
+    said = set(skip)
+    for names, holds, cure in table:
+        for name in names:
+            option, value = options[name], values[name]
+            if not holds and value != option.default and name not in said:
+                said.add(name)
+                typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
+                yield f"{typed} has no effect without {cure}; leave it out or add that"

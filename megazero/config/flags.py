@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megazero.config.fields import Option, section_options, show
+from megazero.config.fields import Option, fault, section_options, show
 from megazero.config.layers import FACTS, Layer, Switch, all_switches, switches
-from megazero.config.model import FAMILIES
 from megazero.config.run import all_options, section_types
-from megazero.config.validate import value_fault
+from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
 
@@ -62,9 +61,8 @@ def read_section(cls: type[Section], argv: Sequence[str]) -> tuple[Section, list
             rest += typed
         else:
             _put_switch(layer, switch, word, words)
-    faults = {
-        o.name: fault for o in options if (fault := value_fault(o, layer.values.get(o.name, o.default)))
-    }
+    said = {o.name: fault(o, layer.values.get(o.name, o.default)) for o in options}
+    faults = {name: text for name, text in said.items() if text}
     good = {name: value for name, value in layer.values.items() if name not in faults}
     return cls(**good), rest, [*layer.errors, *faults.values()]
 
@@ -155,9 +153,10 @@ def default_text(opt: Option) -> str:
     """The default in words, '' if the help already says it."""
     if opt.required:
         return "required"
-    by_family = {name: values[opt.name] for name, values in FAMILIES.items() if opt.name in values}
+    by_family = {name: f.defaults[opt.name] for name, f in FAMILIES.items() if opt.name in f.defaults}
     if by_family:
-        return ", ".join(f"{name}: {show(value)}" for name, value in by_family.items())
+        others = [show(opt.default)] if len(by_family) < len(FAMILIES) else []
+        return ", ".join(others + [f"{name}: {show(value)}" for name, value in by_family.items()])
     return "" if opt.default is None or opt.default == () else f"default: {show(opt.default)}"
 
 

@@ -1,4 +1,4 @@
-"""The model section, and what each family sets in it."""
+"""The model section: what the decoder is made of. Names are Megatron's; what families set is in megazero.families."""
 
 from __future__ import annotations
 
@@ -7,59 +7,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.fields import option
-
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": True,
-        "embed_layernorm": False,
-    },
-    "gpt": {
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "swiglu": False,
-        "add_bias_linear": True,
-        "untie_embeddings_and_output_weights": False,
-        "embed_layernorm": False,
-    },
-    "bloom": {
-        "position_embedding_type": "alibi",
-        "normalization": "LayerNorm",
-        "swiglu": False,
-        "add_bias_linear": True,
-        "untie_embeddings_and_output_weights": False,
-        "embed_layernorm": True,
-    },
-}
+from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The decoder. Fields that a family or other sizes decide are None until the configuration is resolved."""
 
+    # Types are those of a resolved section; the vocabulary is None until the tokenizer is read.
     model_family: str = option(
         "llama",
         "family that sets the defaults marked 'by family'",
         choices=tuple(FAMILIES),
     )
-    num_layers: int | None = option(None, "transformer layers", low=1, required=True)
-    hidden_size: int | None = option(None, "width of the residual stream", low=1, required=True)
-    ffn_hidden_size: int | None = option(
+    num_layers: int = option(None, "transformer layers", low=1, required=True)
+    hidden_size: int = option(None, "width of the residual stream", low=1, required=True)
+    ffn_hidden_size: int = option(
         None,
         "width inside the MLP (default: 4 x hidden; with --swiglu 8/3 x hidden, rounded up to 64)",
         low=1,
     )
-    num_attention_heads: int | None = option(None, "attention heads", low=1, required=True)
-    num_query_groups: int | None = option(
+    num_attention_heads: int = option(None, "attention heads", low=1, required=True)
+    num_query_groups: int = option(
         None, "key/value heads of grouped-query attention (default: as many as heads)", low=1
     )
-    kv_channels: int | None = option(None, "width of one head (default: hidden / heads)", low=1)
-    seq_length: int | None = option(None, "tokens of one sample", low=1, required=True)
-    max_position_embeddings: int | None = option(None, "longest sequence (default: --seq-length)", low=1)
-    position_embedding_type: str | None = option(
+    kv_channels: int = option(None, "width of one head (default: hidden / heads)", low=1)
+    seq_length: int = option(None, "tokens of one sample", low=1, required=True)
+    max_position_embeddings: int = option(None, "longest sequence (default: --seq-length)", low=1)
+    position_embedding_type: str = option(
         None, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
     )
     rotary_base: float = option(10000.0, "base of rotary frequencies", above=0)
@@ -75,20 +50,90 @@ class ModelConfig:
     rotary_low_freq_factor: float = option(1.0, "llama3: low-frequency factor", above=0)
     rotary_high_freq_factor: float = option(4.0, "llama3: high-frequency factor", above=0)
     rotary_original_max_position: int = option(8192, "llama3: context length before scaling", low=1)
-    normalization: str | None = option(None, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
+    normalization: str = option(None, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
-    swiglu: bool | None = option(None, "SwiGLU in the MLP, else GELU (by family)")
-    add_bias_linear: bool | None = option(
+    swiglu: bool = option(None, "SwiGLU in the MLP, else GELU (by family)")
+    add_bias_linear: bool = option(
         None, "biases in linear layers (by family)", negative="disable-bias-linear"
     )
-    untie_embeddings_and_output_weights: bool | None = option(
+    add_qkv_bias: bool = option(
+        False, "biases in the query, key and value linears, whatever the other linears have (by family)"
+    )
+    untie_embeddings_and_output_weights: bool = option(
         None, "a head with its own weights, else the embedding's (by family)"
     )
-    embed_layernorm: bool | None = option(None, "a norm after the embedding (by family)")
+    embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
     attention_dropout: float = option(0.0, "dropout of attention probabilities", low=0, below=1)
     hidden_dropout: float = option(0.0, "dropout before each residual sum", low=0, below=1)
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
-    vocab_size: int | None = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
+    vocab_size: int = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
     make_vocab_size_divisible_by: int = option(
         128, "the padded vocabulary is a multiple of this and of the tensor-parallel size", low=1
     )
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value linears have biases."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def query_projection_size(self) -> int:
+        """Output width of the query linear, and input width of the attention's output linear."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_projection_size(self) -> int:
+        """Output width of the key linear and of the value linear."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def layer_matrix_numel(self) -> int:
+        """Elements of a layer's matrices, which are the multiply-adds of one token:
+
+        h ffn m + h (q + 2 kv) + q h, with m = 3 matrices for SwiGLU and 2 for GELU, q and kv the widths of the query
+        and key linears.
+        """
+        h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
+        return h * self.ffn_hidden_size * (3 if self.swiglu else 2) + h * (q + 2 * kv) + q * h
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        """A checkpoint's: the family's own where they can express the choices, else Llama's."""
+        own = FAMILIES[self.model_family].names
+        return own if own.can_express(self) else GENERAL_NAMES
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name with what the family and other sizes decide filled in; None is not said."""
+    family = FAMILIES.get(values.get("model_family", ModelConfig.model_family))
+    said = {name: value for name, value in values.items() if value is not None}
+    done = {**(family.defaults if family else {}), **said}
+    hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
+    derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
+    if hidden:
+        derived["ffn_hidden_size"] = -(-hidden * 8 // 3 // 64) * 64 if done.get("swiglu") else 4 * hidden
+    if hidden and heads and heads > 0:
+        derived["kv_channels"] = max(1, hidden // heads)
+    return {**derived, **done}
+
+
+def make_model(**options: Any) -> ModelConfig:
+    """A model section by itself, for a decoder outside of a run: options by name, completed as a run's are.
+
+    The decoder checks what is said here. TypeError for an option that does not exist.
+    """
+    return ModelConfig(**complete(options))
+
+
+def from_hf_config(config: Mapping[str, Any], **options: Any) -> ModelConfig:
+    """The model section that a Hugging Face config.json describes.
+
+    options: by name, instead of what is read. Dropout is 0 unless it is given here.
+    Raises ValueError naming a model type or a setting that the decoder does not have.
+    """
+    known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
+    kind = config.get("model_type")
+    if kind not in known:
+        raise ValueError(f"model_type = {kind!r} is none of {', '.join(known)}")
+    read = known[kind].hugging_face.options(config)
+    return make_model(**{"model_family": known[kind].name, **read, **options})

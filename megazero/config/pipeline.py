@@ -44,20 +44,15 @@ def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, 
 def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     """Multiply-adds of one token, a third of its forward and backward without recompute.
 
-    layer: h ffn m + h (q + 2 kv) + q h, with m = 3 matrices for swiglu and 2 for gelu, q and kv the widths of the
-    query and key projections; and q * sequence for attention, the causal half. head: h V. The accounting is that of
-    models/flops.py. A recompute is one more forward, so 4/3 of the cost: of layers ('full'), of attention
-    ('selective').
+    layer: its matrices, and q * sequence for attention, the causal half, with q the width of the query linear.
+    head: h V. The accounting is that of models/flops.py. A recompute is one more forward, so 4/3 of the cost: of
+    layers ('full'), of attention ('selective').
     embedding: h; a lookup moves h numbers per token and multiplies none, less than what a layer's norms move.
     """
-    assert model.hidden_size and model.ffn_hidden_size and model.num_attention_heads and model.kv_channels
-    assert model.num_query_groups and model.seq_length and model.vocab_size, "the vocabulary is not known yet"
-    h, q = model.hidden_size, model.num_attention_heads * model.kv_channels
-    kv = model.num_query_groups * model.kv_channels
-    dense = h * model.ffn_hidden_size * (3 if model.swiglu else 2) + h * (q + 2 * kv) + q * h
-    attention = q * model.seq_length
+    assert model.vocab_size, "the vocabulary is not known yet"
+    h, attention = model.hidden_size, model.query_projection_size * model.seq_length
     again = 4 / 3
-    layer = dense + attention * (again if recompute == "selective" else 1)
+    layer = model.layer_matrix_numel + attention * (again if recompute == "selective" else 1)
     if recompute == "full":
         layer *= again
     return Costs(embedding=h, layer=layer, head=h * model.vocab_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.config.fields import show
 from megazero.config.layers import FACTS, Layer
-from megazero.config.model import FAMILIES
+from megazero.config.model import complete
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
@@ -20,7 +20,7 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     notes += [f"--{fact}: {FACTS[fact]}" for fact in said.facts]
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
-    _complete_model(values)
+    values = complete(values)
     errors += _complete_zero(values, notes)
     errors += _complete_batch(values, accumulation, world, notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
@@ -34,22 +34,6 @@ def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:
         by_section[all_options()[name].section][name] = value
     sections = {section: cls(**by_section[section]) for section, cls in section_types().items()}
     return RunConfig(**sections, notes=tuple(notes))
-
-
-def _complete_model(values: dict[str, Any]) -> None:
-    family = FAMILIES.get(values.get("model_family", all_options()["model_family"].default), {})
-    for name, value in family.items():
-        if values.get(name) is None:
-            values[name] = value
-    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    derived = {"num_query_groups": heads, "max_position_embeddings": values.get("seq_length")}
-    if hidden:
-        derived["ffn_hidden_size"] = -(-hidden * 8 // 3 // 64) * 64 if values.get("swiglu") else 4 * hidden
-    if hidden and heads and heads > 0:
-        derived["kv_channels"] = max(1, hidden // heads)
-    for name, value in derived.items():
-        if values.get(name) is None:
-            values[name] = value
 
 
 def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:

@@ -6,70 +6,12 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from megazero.config import pipeline_rules, wire_rules
+from megazero.config import model_rules, pipeline_rules, wire_rules
 from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import RunConfig
 
 Rule = Callable[[RunConfig], Iterator[str]]
-
-
-def _heads(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
-    assert hidden and heads and groups
-    if heads % groups:
-        yield (
-            f"--num-attention-heads {heads} do not divide into --num-query-groups {groups}; nearest groups: "
-            f"{around(common_divisors(heads), groups)}"
-        )
-    if hidden % heads and model.kv_channels == max(1, hidden // heads):
-        yield (
-            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads} (and --kv-channels does not "
-            f"say otherwise); nearest hidden size: {multiples_around(hidden, heads)}"
-        )
-
-
-def _rotary(config: RunConfig) -> Iterator[str]:
-    model = config.model
-    assert model.kv_channels
-    if model.position_embedding_type == "rope" and model.kv_channels % 2:
-        yield (
-            f"--kv-channels {model.kv_channels} must be even for rotary positions; nearest: "
-            f"{model.kv_channels - 1 or 2} or {model.kv_channels + 1}"
-        )
-    if model.rotary_scaling == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
-        yield (
-            f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
-            f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
-        )
-
-
-def _sequence(config: RunConfig) -> Iterator[str]:
-    length, longest = config.model.seq_length, config.model.max_position_embeddings
-    assert length and longest
-    if length > longest:
-        yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
-
-
-def _tensor_parallel(config: RunConfig) -> Iterator[str]:
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    sizes = {
-        "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": model.num_query_groups,
-        "--ffn-hidden-size": model.ffn_hidden_size,
-    }
-    if model.num_query_groups == model.num_attention_heads:  # one line, not two
-        del sizes["--num-query-groups"]
-    if config.parallel.sequence_parallel:
-        sizes["--seq-length"] = model.seq_length
-    legal = common_divisors(*(size for size in sizes.values() if size))
-    for flag, size in sizes.items():
-        if size and size % tp:
-            yield (
-                f"{flag} {size} does not divide by --tensor-model-parallel-size {tp}; nearest size that fits all: "
-                f"{around(legal, tp)}"
-            )
 
 
 def _ramp(config: RunConfig) -> Iterator[str]:
@@ -175,9 +117,12 @@ def _retention(config: RunConfig) -> Iterator[str]:
 
 # (options that must be known and legal by themselves, rule)
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    (("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), _heads),
-    (("kv_channels", "position_embedding_type"), _rotary),
-    (("seq_length", "max_position_embeddings"), _sequence),
+    (
+        ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        lambda c: model_rules.heads(c.model),
+    ),
+    (("kv_channels", "position_embedding_type"), lambda c: model_rules.rotary(c.model)),
+    (("seq_length", "max_position_embeddings"), lambda c: model_rules.sequence(c.model)),
     (
         (
             "num_attention_heads",
@@ -186,7 +131,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
             "seq_length",
             "tensor_model_parallel_size",
         ),
-        _tensor_parallel,
+        lambda c: model_rules.tensor_parallel(
+            c.model, c.parallel.tensor_model_parallel_size, c.parallel.sequence_parallel
+        ),
     ),
     (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.virtual),
     (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.schedule),

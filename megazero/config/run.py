@@ -12,7 +12,7 @@ from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, convert, section_options, show
-from megazero.config.model import FAMILIES, ModelConfig
+from megazero.config.model import ModelConfig
 from megazero.config.nearest import did_you_mean
 from megazero.config.pipeline import (
     micro_batch_multiple,
@@ -36,6 +36,7 @@ from megazero.config.sections import (
 from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
 from megazero.config.summary import zero_summary
 from megazero.config.wire import Wire, quantizes_changes, resolve_wire
+from megazero.families import FAMILIES
 from megazero.mesh.grid import data_ranks_per_node
 from megazero.pp.partition import StageSpec, partition, partition_table
 
@@ -212,7 +213,7 @@ class RunConfig:
     def describe(self, world: World | None = None) -> list[str]:
         """Every value in a paragraph per section; '*' marks what is not the default. ``world`` adds the layout."""
         lines = []
-        family = FAMILIES.get(self.model.model_family, {})
+        family = FAMILIES[self.model.model_family].defaults
         for section in section_types():
             words = []
             for opt in all_options().values():

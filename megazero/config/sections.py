@@ -10,6 +10,7 @@ from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
 ROUNDINGS = ("nearest", "stochastic", "feedback")
+RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -221,9 +222,7 @@ class TrainingConfig:
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
-    recompute_granularity: str = option(
-        "none", "what backward recomputes", choices=("none", "selective", "full")
-    )
+    recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
     distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
     device: str = option(
         "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.fields import Option, show
-from megazero.config.nearest import did_you_mean, multiples_around
+from megazero.config.fields import fault, without_effect
+from megazero.config.model_rules import conditions
+from megazero.config.nearest import multiples_around
 from megazero.config.pipeline_rules import OF_PIPELINES
 from megazero.config.rules import RULES
 from megazero.config.run import RunConfig, World, all_options
@@ -26,8 +26,8 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     """All error lines. Options in ``skip`` have been reported already and count as unknown."""
     broken, errors = set(skip), []
     for opt in all_options().values():
-        if opt.name not in broken and (fault := value_fault(opt, config.get(opt.name))):
-            errors.append(fault)
+        if opt.name not in broken and (error := fault(opt, config.get(opt.name))):
+            errors.append(error)
             broken.add(opt.name)
     unknown = {name for name, value in config.values().items() if value is None} | broken
     for needs, rule in RULES:
@@ -41,35 +41,9 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     return errors
 
 
-def value_fault(opt: Option, value: Any) -> str:
-    """The range or choice that one value breaks, '' if none."""
-    if value is None:
-        return f"{opt.flag} is required" if opt.required else ""
-    if opt.choices and value not in opt.choices:
-        choices = [str(choice) for choice in opt.choices]
-        if opt.kind == "int":
-            nearest = f"; nearest: {min(opt.choices, key=lambda choice: abs(choice - value))}"
-        else:
-            nearest = did_you_mean(str(value), choices)
-        return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
-    if opt.kind in ("int", "float"):
-        default = "" if opt.default is None else f"; the default is {show(opt.default)}"
-        if opt.low is not None and value < opt.low:
-            return f"{opt.flag} {show(value)} must be at least {opt.low:g}; nearest: {opt.low:g}"
-        if opt.high is not None and value > opt.high:
-            return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
-        if opt.above is not None and value <= opt.above:
-            return f"{opt.flag} {show(value)} must be above {opt.above:g}{default}"
-        if opt.below is not None and value >= opt.below:
-            return f"{opt.flag} {show(value)} must be below {opt.below:g}{default}"
-    return ""
-
-
 def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]:
     """Options that were changed although another option makes them meaningless: never ignored silently."""
-    model, opt, save, load = config.model, config.optimizer, config.checkpoint.save, config.checkpoint.load
-    rotary = [name for name in all_options() if name.startswith("rotary_")]
-    llama3 = ["rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position"]
+    opt, save, load = config.optimizer, config.checkpoint.save, config.checkpoint.load
     wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
     weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
     of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
@@ -81,10 +55,8 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
     of_either = ["zero_block_size", "zero_exact_numel"]
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     pipelines = config.parallel.pipeline_model_parallel_size > 1
-    table: tuple[tuple[list[str], bool, str], ...] = (
-        (rotary, model.position_embedding_type == "rope", "--position-embedding-type rope"),
-        (["rotary_scaling_factor"], model.rotary_scaling != "none", "--rotary-scaling linear or llama3"),
-        (llama3, model.rotary_scaling == "llama3", "--rotary-scaling llama3"),
+    table: tuple[tuple[Collection[str], bool, str], ...] = (
+        *conditions(config.model),
         (["adam_beta1", "adam_beta2", "adam_eps"], opt.optimizer == "adamw", "--optimizer adamw"),
         (["sgd_momentum"], opt.optimizer == "sgd", "--optimizer sgd"),
         (wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"),
@@ -115,15 +87,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
         (list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"),
     )
-    said: set[str] = set()
-    for names, holds, cure in table:
-        for name in names:
-            option = all_options()[name]
-            value = config.get(name)
-            if not holds and value != option.default and name not in said and name not in broken:
-                said.add(name)
-                typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
-                yield f"{typed} has no effect without {cure}; leave it out or add that"
+    yield from without_effect(table, all_options(), config.values(), broken)
 
 
 def _shard_chain(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 
-from megazero.models.decoder_config import DecoderConfig
+from megazero.config.model import ModelConfig
 from megazero.models.positions import Positions
 from megazero.tp import TensorParallel
 
@@ -26,13 +26,13 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
 
 
 def math_note(
-    config: DecoderConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """What to say at the start of a run whose attention gets no fused kernel on a GPU; None where it gets one."""
     if device.type == "cpu":
         return None
-    heads = tp.share(config.num_heads, "num_heads")
-    q = torch.zeros(64, 1, heads, config.head_size, device=device, dtype=dtype, requires_grad=True)
+    heads = tp.share(config.num_attention_heads, "num_attention_heads")
+    q = torch.zeros(64, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
     mask = Positions(config, tp).mask(q)
     q = q.permute(1, 2, 0, 3)
     if fused(q, q, q, mask, config.attention_dropout):
@@ -40,6 +40,6 @@ def math_note(
     biased = " with ALiBi" if mask is not None else ""
     return (
         "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused one takes "
-        f"{heads} heads of {config.head_size} in {str(dtype).removeprefix('torch.')}{biased} on this GPU; bf16 and a "
-        "head size (--kv-channels) that is a multiple of 8 get one"
+        f"{heads} heads of {config.kv_channels} in {str(dtype).removeprefix('torch.')}{biased} on this GPU; bf16 and "
+        "a head size (--kv-channels) that is a multiple of 8 get one"
     )

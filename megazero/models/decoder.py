@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.placement import Placement
-from megazero.models.decoder_config import DecoderConfig
+from megazero.config.model import ModelConfig
+from megazero.config.model_rules import check_model
+from megazero.config.sections import RECOMPUTE
 from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
@@ -39,17 +41,17 @@ _EMBEDDING_WEIGHT = "embedding.tokens.weight"
 class Embedding(nn.Module):
     """Token embedding, with learned positions and a norm where the configuration has them."""
 
-    def __init__(self, config: DecoderConfig, tp: TensorParallel, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
         self.config, self.tp = config, tp
         shard = VocabShard.of(config.vocab_size, config.make_vocab_size_divisible_by, tp)
         self.tokens = VocabParallelEmbedding(shard, config.hidden_size, tp, **factory)
         self.positions = (
             nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size, **factory))
-            if config.position == "learned"
+            if config.position_embedding_type == "learned_absolute"
             else None
         )
-        self.norm = make_norm(config, **factory) if config.embedding_norm else None
+        self.norm = make_norm(config, **factory) if config.embed_layernorm else None
 
     def forward(self, tokens: Tensor, dropout_key: int | None = None) -> Tensor:
         """tokens: int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
@@ -77,7 +79,7 @@ class Head(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, tp: TensorParallel, tied: nn.Parameter | None, **factory: Any
+        self, config: ModelConfig, tp: TensorParallel, tied: nn.Parameter | None, **factory: Any
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -108,31 +110,42 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: ModelConfig,
         tp: TensorParallel | None = None,
         *,
+        recompute: str = "none",
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """stages: the pipeline stages that this rank holds; default: one that is the whole model.
+        """config: a model section whose sizes are all known, of a run or by ``make_model``.
 
+        recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
+            or "full" layers.
+        stages: the pipeline stages that this rank holds; default: one that is the whole model.
         ValueError when the configuration cannot be built over ``tp``.
         """
         super().__init__()
         self.config = config
-        self.stages = tuple(stages or partition(config.num_layers, 1))
         self.tp = tp = tp if tp is not None else TensorParallel()
-        config.validate(tp.size)
+        check_model(config, tp.size)
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
+        self.stages = tuple(stages or partition(config.num_layers, 1))
         factory = {"device": device, "dtype": dtype}
         positions = Positions(config, tp)
         first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
         self.embedding = Embedding(config, tp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config, tp, positions, i, **factory) for s in self.stages for i in s.layers}
+            {
+                str(i): DecoderLayer(config, tp, positions, i, recompute, **factory)
+                for s in self.stages
+                for i in s.layers
+            }
         )
-        tied = self.embedding.tokens.weight if config.tied_embeddings and self.embedding else None
+        self.tied = not config.untie_embeddings_and_output_weights
+        tied = self.embedding.tokens.weight if self.tied and self.embedding else None
         self.head = Head(config, tp, tied, **factory) if last else None
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, dropout_key: int | None = None) -> Tensor:
@@ -190,7 +203,7 @@ class Decoder(nn.Module):
 
     def tied_ends(self) -> dict[str, str]:
         """Name here to common name of the parameter that the pipeline's other end holds, too."""
-        if not self.config.tied_embeddings or (self.embedding is None) == (self.head is None):
+        if not self.tied or (self.embedding is None) == (self.head is None):
             return {}
         return {_EMBEDDING_WEIGHT if self.head is None else "head.weight": _EMBEDDING_WEIGHT}
 

@@ -36,7 +36,7 @@ def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> No
     available = _with_prefix(state_dict, placements)
     wanted = {p.name: p.shape for p in placements.values()}
     errors = [f"{name} is missing" for name in sorted(wanted.keys() - available.keys())]
-    tied = {"lm_head.weight"} if decoder.config.tied_embeddings else set()
+    tied = {"lm_head.weight"} if not decoder.config.untie_embeddings_and_output_weights else set()
     unexpected = available.keys() - wanted.keys() - tied
     errors += [f"{n} belongs to no parameter" for n in sorted(unexpected) if not n.endswith(_BUFFERS)]
     errors += [
@@ -46,7 +46,8 @@ def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> No
     ]
     if errors:
         raise ValueError(
-            f"these weights are not of this model (layout {decoder.config.layout}):\n  " + "\n  ".join(errors)
+            f"these weights are not of this model (family {decoder.config.model_family}):\n  "
+            + "\n  ".join(errors)
         )
     for name, parameter in decoder.named_parameters():
         placement = placements[name]

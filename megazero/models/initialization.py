@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.placement import Placement
-from megazero.models.decoder_config import DecoderConfig
+from megazero.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from megazero.models.decoder import Decoder
@@ -52,17 +52,17 @@ def _normal(seed: int, placement: Placement) -> Tensor:
     return out
 
 
-def init_tensor(config: DecoderConfig, seed: int, name: str, placement: Placement) -> Tensor:
+def init_tensor(config: ModelConfig, seed: int, name: str, placement: Placement) -> Tensor:
     """The local fp32 tensor of parameter ``name``.
 
-    Biases 0, norms 1, weights normal with ``init_std``, those that write to the residual (o_proj,
+    Biases 0, norms 1, weights normal with ``init_method_std``, those that write to the residual (o_proj,
     down_proj) divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3; Megatron's default).
     """
     if len(placement.local_shape) == 1:
         value = 0.0 if name.endswith(".bias") else 1.0
         return torch.full(placement.local_shape, value, dtype=torch.float32, device="cpu")
     output = name.endswith(("o_proj.weight", "down_proj.weight"))
-    std = config.init_std / math.sqrt(2 * config.num_layers) if output else config.init_std
+    std = config.init_method_std / math.sqrt(2 * config.num_layers) if output else config.init_method_std
     return _normal(seed, placement).mul_(std)
 
 

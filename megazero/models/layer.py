@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megazero.config.model import ModelConfig
 from megazero.models.attention_kernels import fused
-from megazero.models.decoder_config import DecoderConfig
 from megazero.models.dropout import Key, keyed_dropout, keyed_randomness
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Positions
@@ -21,10 +21,10 @@ from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel,
 _ATTENTION, _ATTENTION_OUTPUT, _MLP_OUTPUT = range(3)
 
 
-def make_norm(config: DecoderConfig, **factory: Any) -> nn.Module:
+def make_norm(config: ModelConfig, **factory: Any) -> nn.Module:
     """The configuration's norm over the hidden dim."""
-    kind = RMSNorm if config.normalization == "rmsnorm" else nn.LayerNorm
-    return kind(config.hidden_size, config.norm_eps, **factory)
+    kind = RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+    return kind(config.hidden_size, config.norm_epsilon, **factory)
 
 
 def sharded_key(key: Key | None, tp: TensorParallel, *, sharded: bool) -> Key | None:
@@ -44,28 +44,32 @@ class Attention(nn.Module):
     """Causal self-attention, heads split over the tp axis, grouped key/value heads."""
 
     def __init__(
-        self, config: DecoderConfig, tp: TensorParallel, positions: Positions, **factory: Any
+        self, config: ModelConfig, tp: TensorParallel, positions: Positions, recompute: str, **factory: Any
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.positions = config, tp, positions
+        self.config, self.tp, self.positions, self.recompute = config, tp, positions, recompute
         h, bias = config.hidden_size, config.qkv_bias
-        self.q_proj = ColumnParallelLinear(h, config.query_size, tp, bias=bias, **factory)
-        self.k_proj = ColumnParallelLinear(h, config.kv_size, tp, bias=bias, **factory)
-        self.v_proj = ColumnParallelLinear(h, config.kv_size, tp, bias=bias, **factory)
-        self.o_proj = RowParallelLinear(config.query_size, h, tp, bias=config.linear_bias, **factory)
+        self.q_proj = ColumnParallelLinear(h, config.query_projection_size, tp, bias=bias, **factory)
+        self.k_proj = ColumnParallelLinear(h, config.kv_projection_size, tp, bias=bias, **factory)
+        self.v_proj = ColumnParallelLinear(h, config.kv_projection_size, tp, bias=bias, **factory)
+        self.o_proj = RowParallelLinear(
+            config.query_projection_size, h, tp, bias=config.add_bias_linear, **factory
+        )
 
     def forward(self, x: Tensor, key: Key | None) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = (y.unflatten(-1, (-1, self.config.head_size)) for y in column_parallel(x, linears, self.tp))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.config.kv_channels)) for y in column_parallel(x, linears, self.tp)
+        )
         key = sharded_key(key, self.tp, sharded=True)
-        if self.config.recompute == "selective" and torch.is_grad_enabled():
+        if self.recompute == "selective" and torch.is_grad_enabled():
             return self.o_proj(recomputed(self._core, q, k, v, key))
         return self.o_proj(self._core(q, k, v, key))
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None) -> Tensor:
         """q: [s, b, heads, d], k and v: [s, b, kv heads, d]; returns [s, b, heads * d]."""
-        if self.config.position == "rope":
+        if self.config.position_embedding_type == "rope":
             q, k = self.positions.rotate(q), self.positions.rotate(k)
         mask = self.positions.mask(q)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
@@ -94,13 +98,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)); or GELU: down(gelu(up(x)))."""
 
-    def __init__(self, config: DecoderConfig, tp: TensorParallel, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
         self.tp = tp
-        h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.linear_bias
-        self.gate_proj = (
-            ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.activation == "swiglu" else None
-        )
+        h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
+        self.gate_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.swiglu else None
         self.up_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory)
         self.down_proj = RowParallelLinear(ffn, h, tp, bias=bias, **factory)
 
@@ -116,23 +118,29 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    index: the layer's number in the whole model (part of its dropout keys).
+    index: the layer's number in the whole model (part of its dropout keys). recompute: as Decoder's.
     """
 
     def __init__(
-        self, config: DecoderConfig, tp: TensorParallel, positions: Positions, index: int, **factory: Any
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        positions: Positions,
+        index: int,
+        recompute: str,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.index = config, tp, index
+        self.config, self.tp, self.index, self.recompute = config, tp, index, recompute
         self.input_norm = make_norm(config, **factory)
-        self.attention = Attention(config, tp, positions, **factory)
+        self.attention = Attention(config, tp, positions, recompute, **factory)
         self.mlp_norm = make_norm(config, **factory)
         self.mlp = FeedForward(config, tp, **factory)
 
     def forward(self, x: Tensor, dropout_key: int | None = None) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         key = (dropout_key, self.index) if dropout_key is not None and self.training else None
-        if self.config.recompute == "full" and torch.is_grad_enabled():
+        if self.recompute == "full" and torch.is_grad_enabled():
             return recomputed(self._layer, x, key)
         return self._layer(x, key)
 

@@ -1,8 +1,7 @@
 """Where the decoder's parameters lie in the Hugging Face tensors of its family.
 
-Two tables: what the parameters are (shape, and the dim cut over the tp axis), and what each family
-calls them. GPT-2 stores linears transposed (Conv1D) and q, k, v side by side in one; BLOOM stores
-q, k, v in one tensor, interleaved by head.
+What the parameters are is said here (shape, and the dim cut over the tp axis); what a family calls them and how it
+stores them, in its record (megazero/families).
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.checkpoint.placement import Placement, Segment
-from megazero.models.decoder_config import DecoderConfig
+from megazero.config.model import ModelConfig
+from megazero.families import TensorNames
 from megazero.tp import TensorParallel, VocabShard
 
 
@@ -24,150 +24,77 @@ class ParameterRole:
     split: int | None
 
 
-@dataclass(frozen=True)
-class FamilyNames:
-    """A family's tensor names: module names here to module names there, (name, part) where fused."""
-
-    model: dict[str, str]
-    layer_prefix: str
-    layer: dict[str, str | tuple[str, int]]
-    transposed: bool = False
-
-
-_LLAMA = FamilyNames(
-    model={
-        "embedding.tokens": "model.embed_tokens",
-        "embedding.positions": "model.embed_positions",
-        "embedding.norm": "model.embed_norm",
-        "head.norm": "model.norm",
-        "head": "lm_head",
-    },
-    layer_prefix="model.layers.",
-    layer={
-        "input_norm": "input_layernorm",
-        "attention.q_proj": "self_attn.q_proj",
-        "attention.k_proj": "self_attn.k_proj",
-        "attention.v_proj": "self_attn.v_proj",
-        "attention.o_proj": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate_proj": "mlp.gate_proj",
-        "mlp.up_proj": "mlp.up_proj",
-        "mlp.down_proj": "mlp.down_proj",
-    },
-)
-_GPT2 = FamilyNames(
-    model={
-        "embedding.tokens": "transformer.wte",
-        "embedding.positions": "transformer.wpe",
-        "head.norm": "transformer.ln_f",
-        "head": "lm_head",
-    },
-    layer_prefix="transformer.h.",
-    layer={
-        "input_norm": "ln_1",
-        "attention.q_proj": ("attn.c_attn", 0),
-        "attention.k_proj": ("attn.c_attn", 1),
-        "attention.v_proj": ("attn.c_attn", 2),
-        "attention.o_proj": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.up_proj": "mlp.c_fc",
-        "mlp.down_proj": "mlp.c_proj",
-    },
-    transposed=True,
-)
-_BLOOM = FamilyNames(
-    model={
-        "embedding.tokens": "transformer.word_embeddings",
-        "embedding.norm": "transformer.word_embeddings_layernorm",
-        "head.norm": "transformer.ln_f",
-        "head": "lm_head",
-    },
-    layer_prefix="transformer.h.",
-    layer={
-        "input_norm": "input_layernorm",
-        "attention.q_proj": ("self_attention.query_key_value", 0),
-        "attention.k_proj": ("self_attention.query_key_value", 1),
-        "attention.v_proj": ("self_attention.query_key_value", 2),
-        "attention.o_proj": "self_attention.dense",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.up_proj": "mlp.dense_h_to_4h",
-        "mlp.down_proj": "mlp.dense_4h_to_h",
-    },
-)
-_FAMILIES = {"llama": _LLAMA, "gpt2": _GPT2, "bloom": _BLOOM}
-
-
-def _norm_roles(c: DecoderConfig, name: str) -> Iterator[ParameterRole]:
+def _norm_roles(c: ModelConfig, name: str) -> Iterator[ParameterRole]:
     yield ParameterRole(f"{name}.weight", (c.hidden_size,), None)
-    if c.normalization == "layernorm":
+    if c.normalization == "LayerNorm":
         yield ParameterRole(f"{name}.bias", (c.hidden_size,), None)
 
 
-def _layer_roles(c: DecoderConfig) -> Iterator[ParameterRole]:
-    h, q, kv, ffn = c.hidden_size, c.query_size, c.kv_size, c.ffn_hidden_size
+def _layer_roles(c: ModelConfig) -> Iterator[ParameterRole]:
+    h, q, kv, ffn = c.hidden_size, c.query_projection_size, c.kv_projection_size, c.ffn_hidden_size
     yield from _norm_roles(c, "input_norm")
     for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         yield ParameterRole(f"attention.{name}.weight", (rows, h), 0)
         if c.qkv_bias:
             yield ParameterRole(f"attention.{name}.bias", (rows,), 0)
     yield ParameterRole("attention.o_proj.weight", (h, q), 1)
-    if c.linear_bias:
+    if c.add_bias_linear:
         yield ParameterRole("attention.o_proj.bias", (h,), None)
     yield from _norm_roles(c, "mlp_norm")
-    for name in ("gate_proj", "up_proj") if c.activation == "swiglu" else ("up_proj",):
+    for name in ("gate_proj", "up_proj") if c.swiglu else ("up_proj",):
         yield ParameterRole(f"mlp.{name}.weight", (ffn, h), 0)
-        if c.linear_bias:
+        if c.add_bias_linear:
             yield ParameterRole(f"mlp.{name}.bias", (ffn,), 0)
     yield ParameterRole("mlp.down_proj.weight", (h, ffn), 1)
-    if c.linear_bias:
+    if c.add_bias_linear:
         yield ParameterRole("mlp.down_proj.bias", (h,), None)
 
 
-def parameter_roles(c: DecoderConfig) -> Iterator[ParameterRole]:
+def parameter_roles(c: ModelConfig) -> Iterator[ParameterRole]:
     """Every parameter of the whole model, true vocabulary, in the order of ``named_parameters``."""
     yield from (role for role in _embedding_roles(c))
     for index in range(c.num_layers):
         for role in _layer_roles(c):
             yield ParameterRole(f"layers.{index}.{role.name}", role.shape, role.split)
-    if not c.tied_embeddings:
+    if c.untie_embeddings_and_output_weights:
         yield ParameterRole("head.weight", (c.vocab_size, c.hidden_size), 0)
     yield from _norm_roles(c, "head.norm")
 
 
-def _embedding_roles(c: DecoderConfig) -> Iterator[ParameterRole]:
-    if c.position == "learned":
+def _embedding_roles(c: ModelConfig) -> Iterator[ParameterRole]:
+    if c.position_embedding_type == "learned_absolute":
         yield ParameterRole("embedding.positions", (c.max_position_embeddings, c.hidden_size), None)
     yield ParameterRole("embedding.tokens.weight", (c.vocab_size, c.hidden_size), 0)
-    if c.embedding_norm:
+    if c.embed_layernorm:
         yield from _norm_roles(c, "embedding.norm")
 
 
-def replicated_names(c: DecoderConfig) -> set[str]:
+def replicated_names(c: ModelConfig) -> set[str]:
     """Parameters that tensor parallelism does not cut."""
     return {role.name for role in parameter_roles(c) if role.split is None}
 
 
-def decoder_placements(c: DecoderConfig, tp: TensorParallel) -> dict[str, Placement]:
+def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placement]:
     """Parameter name to placement, for the rank ``tp.rank``."""
-    return {role.name: _placement(c, tp, role) for role in parameter_roles(c)}
+    names = c.tensor_names
+    return {role.name: _placement(c, names, tp, role) for role in parameter_roles(c)}
 
 
-def _stored_name(family: FamilyNames, name: str) -> tuple[str, int | None]:
+def _stored_name(names: TensorNames, name: str) -> tuple[str, int | None]:
     """The stored tensor's name, and which of q, k, v the parameter is within it if it is fused."""
     if name == "embedding.positions":
-        return f"{family.model[name]}.weight", None
+        return f"{names.model[name]}.weight", None
     module, kind = name.rsplit(".", 1)
     if not module.startswith("layers."):
-        return f"{family.model[module]}.{kind}", None
+        return f"{names.model[module]}.{kind}", None
     _, index, module = module.split(".", 2)
-    entry = family.layer[module]
+    entry = names.layer[module]
     stored, part = entry if isinstance(entry, tuple) else (entry, None)
-    return f"{family.layer_prefix}{index}.{stored}.{kind}", part
+    return f"{names.layer_prefix}{index}.{stored}.{kind}", part
 
 
-def _placement(c: DecoderConfig, tp: TensorParallel, role: ParameterRole) -> Placement:
-    family = _FAMILIES[c.layout]
-    name, part = _stored_name(family, role.name)
+def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: ParameterRole) -> Placement:
+    name, part = _stored_name(names, role.name)
     if role.name in ("embedding.tokens.weight", "head.weight"):
         shard = VocabShard.of(c.vocab_size, c.make_vocab_size_divisible_by, tp)
         return Placement.plain(name, role.shape, (shard.rows, c.hidden_size), shard.start)
@@ -181,14 +108,16 @@ def _placement(c: DecoderConfig, tp: TensorParallel, role: ParameterRole) -> Pla
     shape = role.shape
     if part is not None:
         shape = (3 * role.shape[0], *role.shape[1:])
-        segments = _fused_segments(c, part, first, rows)
-    transposed = family.transposed and len(shape) == 2 and role.name != "embedding.positions"
+        segments = _fused_segments(c, names, part, first, rows)
+    transposed = names.transposed and len(shape) == 2 and role.name != "embedding.positions"
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
 
 
-def _fused_segments(c: DecoderConfig, part: int, first: int, rows: int) -> tuple[Segment, ...]:
+def _fused_segments(
+    c: ModelConfig, names: TensorNames, part: int, first: int, rows: int
+) -> tuple[Segment, ...]:
     """Rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
-    if c.layout == "gpt2":
-        return (Segment(0, rows, part * c.query_size + first),)
-    d = c.head_size
+    if names.fused == "sides":
+        return (Segment(0, rows, part * c.query_projection_size + first),)
+    d = c.kv_channels
     return tuple(Segment(j, d, 3 * (first + j) + part * d) for j in range(0, rows, d))

@@ -9,24 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.models.decoder_config import DecoderConfig, RopeScaling
+from megazero.config.model import ModelConfig
 from megazero.tp import TensorParallel
 
 
-def rotary_frequencies(
-    head_size: int, base: float, scaling: RopeScaling | None, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Radians per position of each of the head_size / 2 pairs: [head_size / 2]."""
-    pairs = torch.arange(0, head_size, 2, dtype=dtype)
-    frequencies = base ** (-pairs / head_size)
-    if scaling is None:
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair of a head: fp64 [kv_channels / 2].
+
+    rotary_scaling stretches positions beyond the trained length. "linear": positions divided by the factor (Chen et
+    al. 2023). "llama3": wavelengths above original length / low_freq_factor divided by the factor, below original
+    length / high_freq_factor kept, interpolated between (Llama 3.1).
+    """
+    pairs = torch.arange(0, config.kv_channels, 2, dtype=torch.float64)
+    frequencies = config.rotary_base ** (-pairs / config.kv_channels)
+    factor = config.rotary_scaling_factor
+    if config.rotary_scaling == "none":
         return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    turns = scaling.original_length * frequencies / (2 * math.pi)  # over the original length
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if config.rotary_scaling == "linear":
+        return frequencies / factor
+    turns = config.rotary_original_max_position * frequencies / (2 * math.pi)  # over the original length
+    low, high = config.rotary_low_freq_factor, config.rotary_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -66,7 +70,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 class Positions:
     """Position tables of one decoder, shared by its layers: a cache, neither parameters nor state."""
 
-    def __init__(self, config: DecoderConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.config, self.tp = config, tp
         self._cache: dict[tuple[str, int, torch.device, torch.dtype], Any] = {}
 
@@ -81,8 +85,7 @@ class Positions:
         """Rotary positions 0 .. s-1 applied to x [s, b, heads, d]; tables computed in fp64."""
 
         def tables(length: int) -> tuple[Tensor, Tensor]:
-            c = self.config
-            frequencies = rotary_frequencies(c.head_size, c.rope_base, c.rope_scaling)
+            frequencies = rotary_frequencies(self.config)
             angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)[:, None, None]
             return angles.cos().to(x), angles.sin().to(x)
 
@@ -93,12 +96,14 @@ class Positions:
 
         ALiBi: [1, heads of this rank, s, s], slope * (key - query), -inf above the diagonal.
         """
-        if self.config.position != "alibi":
+        if self.config.position_embedding_type != "alibi":
             return None
 
         def bias(length: int) -> Tensor:
-            heads = self.tp.share(self.config.num_heads, "num_heads")
-            slopes = alibi_slopes(self.config.num_heads)[self.tp.rank * heads : (self.tp.rank + 1) * heads]
+            heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
+            slopes = alibi_slopes(self.config.num_attention_heads)[
+                self.tp.rank * heads : (self.tp.rank + 1) * heads
+            ]
             at = torch.arange(length, device=x.device)
             distance = (at[None, :] - at[:, None]).to(torch.promote_types(x.dtype, torch.float32))
             distance.masked_fill_(distance > 0, -torch.inf)

@@ -19,7 +19,7 @@ from megazero.config import RunConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict
-from megazero.train.parallelize import DTYPES, decoder_config
+from megazero.train.parallelize import DTYPES
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def load_text_model(
     dtype = DTYPES[config.precision.params_dtype]
     if torch.device(device).type == "cpu" and dtype is torch.bfloat16:
         dtype = torch.float32
-    decoder = Decoder(decoder_config(config), device=device, dtype=dtype)
+    decoder = Decoder(config.model, device=device, dtype=dtype)
     load_hf_state_dict(decoder, store.load_full(path))
     return TextModel(decoder.eval(), tokenizer)
 

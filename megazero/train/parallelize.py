@@ -28,7 +28,7 @@ from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.wire import Coding
 from megazero.mesh.mesh import Mesh, create_mesh
-from megazero.models import Decoder, DecoderConfig, RopeScaling, initializer
+from megazero.models import Decoder, initializer
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
@@ -36,70 +36,6 @@ from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-_POSITIONS = {"rope": "rope", "learned_absolute": "learned", "alibi": "alibi"}
-_LAYOUTS = {"llama": "llama", "gpt": "gpt2", "bloom": "bloom"}
-
-
-def decoder_config(config: RunConfig) -> DecoderConfig:
-    """The decoder that the resolved model section describes. Raises ValueError as DecoderConfig does."""
-    m = config.model
-    assert m.num_layers and m.hidden_size and m.ffn_hidden_size and m.num_attention_heads and m.vocab_size
-    assert m.kv_channels and m.max_position_embeddings and m.position_embedding_type
-    built = DecoderConfig(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_hidden_size,
-        num_heads=m.num_attention_heads,
-        vocab_size=m.vocab_size,
-        max_position_embeddings=m.max_position_embeddings,
-        num_kv_heads=m.num_query_groups,
-        head_dim=m.kv_channels,
-        normalization="rmsnorm" if m.normalization == "RMSNorm" else "layernorm",
-        norm_eps=m.norm_epsilon,
-        position=_POSITIONS[m.position_embedding_type],  # type: ignore[arg-type]
-        rope_base=m.rotary_base,
-        rope_scaling=_rope_scaling(config),
-        activation="swiglu" if m.swiglu else "gelu",
-        qkv_bias=bool(m.add_bias_linear),
-        linear_bias=bool(m.add_bias_linear),
-        embedding_norm=bool(m.embed_layernorm),
-        tied_embeddings=not m.untie_embeddings_and_output_weights,
-        attention_dropout=m.attention_dropout,
-        hidden_dropout=m.hidden_dropout,
-        recompute=config.training.recompute_granularity,  # type: ignore[arg-type]
-        init_std=m.init_method_std,
-        make_vocab_size_divisible_by=m.make_vocab_size_divisible_by,
-        layout=_layout(config),  # type: ignore[arg-type]
-    )
-    built.validate(config.parallel.tensor_model_parallel_size)
-    return built
-
-
-def _rope_scaling(config: RunConfig) -> RopeScaling | None:
-    m = config.model
-    if m.rotary_scaling == "none" or m.position_embedding_type != "rope":
-        return None
-    return RopeScaling(
-        m.rotary_scaling,  # type: ignore[arg-type]
-        m.rotary_scaling_factor,
-        m.rotary_low_freq_factor,
-        m.rotary_high_freq_factor,
-        m.rotary_original_max_position,
-    )
-
-
-def _layout(config: RunConfig) -> str:
-    """The family's own tensor names where its choices were kept; Llama's names can express any mixture."""
-    m = config.model
-    wanted = _LAYOUTS[m.model_family]
-    plain = m.num_query_groups == m.num_attention_heads and bool(m.add_bias_linear) and not m.swiglu
-    plain = plain and m.normalization == "LayerNorm"
-    plain = plain and (m.num_attention_heads or 0) * (m.kv_channels or 0) == m.hidden_size
-    own = {
-        "gpt2": m.position_embedding_type == "learned_absolute" and not m.embed_layernorm,
-        "bloom": m.position_embedding_type == "alibi" and bool(m.embed_layernorm),
-    }
-    return wanted if wanted != "llama" and plain and own[wanted] else "llama"
 
 
 def make_mesh(
@@ -132,7 +68,8 @@ def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None)
     )
     dtype = DTYPES[config.precision.params_dtype]
     own = [stage for stage in config.stages() if stage.rank == mesh.pp.index]
-    return Decoder(decoder_config(config), tp, stages=own, device="meta", dtype=dtype)
+    recompute = config.training.recompute_granularity
+    return Decoder(config.model, tp, recompute=recompute, stages=own, device="meta", dtype=dtype)
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:

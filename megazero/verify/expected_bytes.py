@@ -16,7 +16,7 @@ from megazero.plan.communication import Activation, Bytes, Copies, Formats, Unit
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.train.batch_size import BatchSchedule
-from megazero.train.parallelize import DTYPES, decoder_config
+from megazero.train.parallelize import DTYPES
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 
@@ -72,7 +72,7 @@ class ExpectedBytes:
     def _decoder(self, pp: int, tp: int) -> Decoder:
         context = TensorParallel(None, tp, self.grid.tp, self.config.parallel.sequence_parallel)
         own = [stage for stage in self.config.stages() if stage.rank == pp]
-        return Decoder(decoder_config(self.config), context, stages=own, device="meta")
+        return Decoder(self.config.model, context, stages=own, device="meta")
 
     def _formats(self, exact_gradients: bool) -> Formats:
         width = DTYPES[self.config.precision.params_dtype].itemsize

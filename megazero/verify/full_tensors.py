@@ -12,7 +12,6 @@ from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
 from megazero.models.placements import decoder_placements
 from megazero.tp import TensorParallel
-from megazero.train.parallelize import decoder_config
 from megazero.verify.reference import Tensors
 
 # Of a tensor-parallel rank: a parameter's name there, the first flat element of the rank's own tensor, values [m].
@@ -40,7 +39,7 @@ class Assembler:
         self.of_rank = lru_cache(maxsize=None)(self._of_rank)
 
     def _of_rank(self, size: int, rank: int) -> Mapping[str, Placement]:
-        return decoder_placements(decoder_config(self.config), TensorParallel(None, rank, size))
+        return decoder_placements(self.config.model, TensorParallel(None, rank, size))
 
     def name(self, held: str) -> str:
         """In the whole model, of a parameter as a stage names it."""

@@ -12,7 +12,7 @@ import torch
 from megazero.config import RunConfig
 from megazero.models import Decoder
 from megazero.train.batch_size import BatchSchedule
-from megazero.train.parallelize import decoder_config, optimizer_factory
+from megazero.train.parallelize import optimizer_factory
 from megazero.verify.training_run import tokens_of
 
 Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
@@ -31,7 +31,7 @@ class Reference:
 
     def __init__(self, config: RunConfig, data_parallel: int) -> None:
         self.config, self.data_parallel = config, data_parallel
-        whole = replace(decoder_config(config), recompute="none", attention_dropout=0.0, hidden_dropout=0.0)
+        whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.decoder = Decoder(whole, dtype=torch.float64)
         self.decoder.initialize(config.training.seed)
         sizes = BatchSchedule.of(config, data_parallel)

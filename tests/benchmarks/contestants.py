@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megazero import zero
 from megazero.config import resolve_shards
 from megazero.mesh.mesh import create_mesh
-from megazero.models import Decoder, DecoderConfig, initializer
+from megazero.models import Decoder, initializer, make_model
 from megazero.zero.state import held_bytes
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
@@ -44,11 +44,11 @@ Step = Callable[[], torch.Tensor]  # returns this rank's loss per token, detache
 
 
 def decoder(shape: Shape, device: str = "cpu") -> Decoder:
-    config = DecoderConfig(
+    config = make_model(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
-        num_heads=shape.heads,
+        num_attention_heads=shape.heads,
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.sequence,
     )

@@ -18,7 +18,7 @@ from megazero import zero
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import create_mesh
-from megazero.models import Decoder, DecoderConfig, initializer
+from megazero.models import Decoder, initializer, make_model
 from megazero.train.schedule import LearningRate
 from megazero.zero.build import Init
 from tests.benchmarks.loss_data import evaluation_samples, train_samples
@@ -74,11 +74,11 @@ class Settings:
         return RANKS * self.micro_batch * self.sequence
 
     def decoder(self) -> Decoder:
-        config = DecoderConfig(
+        config = make_model(
             num_layers=self.layers,
             hidden_size=self.hidden,
             ffn_hidden_size=self.ffn,
-            num_heads=self.heads,
+            num_attention_heads=self.heads,
             vocab_size=self.vocabulary,
             max_position_embeddings=self.sequence,
         )

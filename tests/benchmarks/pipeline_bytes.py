@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.models import Decoder
-from megazero.train.parallelize import decoder_config
 from tests.benchmarks.pipeline_bytes_rank import CASES, HIDDEN, NODES, SEQUENCE, VOCABULARY
 from tests.benchmarks.pipeline_page import BYTES, PAGE, ROOT, setting, table, write_section
 from tests.netlab.lab import Lab, LabUnavailable, parse_rate
@@ -67,7 +66,7 @@ def measure(names: list[str], micro_batches: list[int], rate: str | None = None)
 
 def elements() -> int:
     """Of the whole model."""
-    decoder = Decoder(decoder_config(CASES["across"].config(1)), device="meta")
+    decoder = Decoder(CASES["across"].config(1).model, device="meta")
     return sum(p.numel() for p in decoder.parameters())
 
 

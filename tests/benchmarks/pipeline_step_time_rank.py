@@ -29,7 +29,6 @@ from megazero.train.parallelize import (
     MicroBatch,
     build_decoder,
     build_pipeline,
-    decoder_config,
     make_mesh,
     shard_decoder,
 )
@@ -130,7 +129,7 @@ def peer(keep: bool, order: str, shape: Shape, per_node: int) -> Step:
     pp, dp = mesh["pp"], mesh["dp"]
     config = shape.config("zero1", order, per_node)
     spec = config.stages()[pp.get_local_rank()]
-    decoder = Decoder(decoder_config(config), stages=[spec])
+    decoder = Decoder(config.model, stages=[spec])
     decoder.initialize(config.training.seed)
     module = PeerStage(decoder, spec)
     for part in (*decoder.layers.values(), module):

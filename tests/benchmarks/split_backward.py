@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megazero.models import Decoder, DecoderConfig
+from megazero.models import Decoder, make_model
 from megazero.tp import DeferredGradients, TensorParallel
 from tests.benchmarks.pipeline_page import PAGE, SPLIT, setting, table, write_section
 
@@ -113,16 +113,15 @@ class Stack(nn.Module):
         self, options: argparse.Namespace, recompute: str, deferred: DeferredGradients | None
     ) -> None:
         super().__init__()
-        config = DecoderConfig(
+        config = make_model(
             num_layers=options.layers,
             hidden_size=options.hidden,
             ffn_hidden_size=options.ffn,
-            num_heads=options.heads,
+            num_attention_heads=options.heads,
             vocab_size=64,
             max_position_embeddings=options.sequence,
-            recompute=recompute,  # type: ignore[arg-type]
         )
-        decoder = Decoder(config, TensorParallel(deferred=deferred), dtype=torch.float32)
+        decoder = Decoder(config, TensorParallel(deferred=deferred), recompute=recompute, dtype=torch.float32)
         decoder.initialize(1)
         self.layers, self.deferred, self.counts = decoder.layers, deferred, Counts()
         for layer in self.layers.values():

@@ -24,7 +24,6 @@ from megazero.train.parallelize import (
     MicroBatch,
     build_decoder,
     build_pipeline,
-    decoder_config,
     make_mesh,
     make_policy,
     shard_decoder,
@@ -78,7 +77,7 @@ class Reference:
 
 def _whole_decoder(model: Model) -> Decoder:
     config = model.config()
-    decoder = Decoder(decoder_config(config), dtype=DTYPES[model.dtype])
+    decoder = Decoder(config.model, dtype=DTYPES[model.dtype])
     decoder.initialize(config.training.seed)
     return decoder
 

@@ -67,7 +67,7 @@ class Model:
             "num_layers": self.layers,
             "lr": SIZES["lr"] if self.layers == 2 else LR_OF_DEEP,
             "model_family": self.family,
-            "num_query_groups": 4 if self.family == "llama" else None,
+            "num_query_groups": 4 if self.family in ("llama", "qwen2") else None,
             "untie_embeddings_and_output_weights": not self.tied,
             "vocab_size": size,
             "make_vocab_size_divisible_by": divisor,

@@ -18,7 +18,6 @@ from megazero.train.parallelize import (
     MicroBatch,
     build_decoder,
     build_pipeline,
-    decoder_config,
     make_mesh,
     shard_decoder,
 )
@@ -92,7 +91,7 @@ def one_rank(family: str, tied: bool, dp: int) -> tuple[list[float], list[float]
     options = {"model_family": family, "untie_embeddings_and_output_weights": not tied, "zero_preset": "ddp"}
     options |= {} if family == "llama" else {"num_query_groups": None}
     config = make_config(values_of(Layout("one rank", 1, 1, {}), options), World(1, 1))
-    decoder = Decoder(decoder_config(config), dtype=torch.float32)
+    decoder = Decoder(config.model, dtype=torch.float32)
     decoder.initialize(config.training.seed)
     o, plain, named = config.optimizer, decoder.no_weight_decay(), dict(decoder.named_parameters())
     groups = [

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
 from megazero.mesh.grid import INTRA
-from megazero.models import Decoder, DecoderConfig
-from megazero.models.families import bloom, gpt2, llama
+from megazero.models import Decoder, ModelConfig, make_model
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.tp import (
     ColumnParallelLinear,
@@ -27,23 +26,24 @@ SIZES = {
     "num_layers": 2,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
-    "num_heads": 8,
-    "num_kv_heads": 4,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
     "vocab_size": 101,
     "max_position_embeddings": 16,
     "make_vocab_size_divisible_by": 1,
 }
-MHA = {**SIZES, "num_kv_heads": 8}
-CASES: dict[str, DecoderConfig] = {
-    "llama": llama(**SIZES),
-    "llama-tied-selective": llama(**SIZES, tied_embeddings=True, recompute="selective"),
-    "llama-full-recompute": llama(**{**SIZES, "make_vocab_size_divisible_by": 128}, recompute="full"),
-    "llama-biases": llama(**SIZES, qkv_bias=True, linear_bias=True, normalization="layernorm"),
-    "gpt2": gpt2(**MHA),
-    "gpt2-untied": gpt2(**{**MHA, "vocab_size": 96}, tied_embeddings=False),
-    "bloom": bloom(**MHA),
-    "bloom-tiny-vocabulary": bloom(**{**MHA, "vocab_size": 5, "make_vocab_size_divisible_by": 128}),
+GPT, BLOOM = ({**SIZES, "num_query_groups": 8, "model_family": family} for family in ("gpt", "bloom"))
+CASES: dict[str, ModelConfig] = {
+    "llama": make_model(**SIZES),
+    "llama-tied-selective": make_model(**SIZES, untie_embeddings_and_output_weights=False),
+    "llama-full-recompute": make_model(**{**SIZES, "make_vocab_size_divisible_by": 128}),
+    "llama-biases": make_model(**SIZES, add_bias_linear=True, normalization="LayerNorm"),
+    "gpt": make_model(**GPT),
+    "gpt-untied": make_model(**{**GPT, "vocab_size": 96}, untie_embeddings_and_output_weights=True),
+    "bloom": make_model(**BLOOM),
+    "bloom-tiny-vocabulary": make_model(**{**BLOOM, "vocab_size": 5, "make_vocab_size_divisible_by": 128}),
 }
+RECOMPUTE = {"llama-tied-selective": "selective", "llama-full-recompute": "full"}
 
 
 def context(sequence_parallel: bool) -> TensorParallel:
@@ -51,7 +51,7 @@ def context(sequence_parallel: bool) -> TensorParallel:
     return TensorParallel(world, dist.get_rank(), dist.get_world_size(), sequence_parallel)
 
 
-def batch(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, config.vocab_size, (3, 12), generator=torch.Generator().manual_seed(1))
     return tokens, tokens.roll(-1, 1)
 
@@ -68,9 +68,10 @@ def perturb(decoder: Decoder) -> None:
                 p.mul_(4)
 
 
-def run(config: DecoderConfig, tp: TensorParallel):
+def run(name: str, tp: TensorParallel):
     """Loss, logits and stored-layout gradients of this rank's slices (partial ones summed)."""
-    decoder = Decoder(config, tp, dtype=torch.float64)
+    config = CASES[name]
+    decoder = Decoder(config, tp, recompute=RECOMPUTE.get(name, "none"), dtype=torch.float64)
     decoder.initialize(3)
     perturb(decoder)
     loss = decoder(*batch(config))
@@ -94,12 +95,12 @@ def run(config: DecoderConfig, tp: TensorParallel):
 
 def on_ranks(names: list[str], sequence_parallel: bool) -> dict:
     torch.set_num_threads(1)
-    return {name: run(CASES[name], context(sequence_parallel)) for name in names}
+    return {name: run(name, context(sequence_parallel)) for name in names}
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict:
-    return {name: run(config, TensorParallel()) for name, config in CASES.items()}
+    return {name: run(name, TensorParallel()) for name in CASES}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
@@ -176,7 +177,7 @@ def gradients_put_off(sequence_parallel: bool, dtype: torch.dtype) -> dict[str, 
         plain = replace(context(sequence_parallel), traffic=traffic)
         decoders, sent = [], []
         for tp in (plain, replace(plain, deferred=deferred)):
-            decoder = Decoder(config, tp, dtype=dtype)
+            decoder = Decoder(config, tp, recompute=RECOMPUTE.get(case, "none"), dtype=dtype)
             decoder.initialize(3)
             loss = decoder(*batch(config)).sum()
             traffic.bytes.clear()
@@ -208,10 +209,10 @@ def gradients_put_off(sequence_parallel: bool, dtype: torch.dtype) -> dict[str, 
 def test_gradients_put_off_equal_the_direct_backward(sequence_parallel, dtype):
     first, second = run_ranks(2, gradients_put_off, sequence_parallel, dtype)
     assert first == second
-    assert "layers.0.attention.q_proj.bias" in first["gpt2"]  # columns' biases wait with their weights;
-    assert "layers.0.attention.o_proj.bias" not in first["gpt2"]  # rows' are added after the reduction
-    assert first["gpt2"][-1] == "embedding.tokens.weight"  # tied: at the place of its last use
-    assert first["gpt2-untied"][0] == "head.weight"
+    assert "layers.0.attention.q_proj.bias" in first["gpt"]  # columns' biases wait with their weights;
+    assert "layers.0.attention.o_proj.bias" not in first["gpt"]  # rows' are added after the reduction
+    assert first["gpt"][-1] == "embedding.tokens.weight"  # tied: at the place of its last use
+    assert first["gpt-untied"][0] == "head.weight"
 
 
 def cross_entropy_of_a_shard(dtype: torch.dtype):
@@ -254,8 +255,8 @@ def dropout_masks(sequence_parallel: bool):
     """Loss under dropout twice, with and without recompute; the gradients of the replicated parameters."""
     out = []
     for recompute in ("none", "full", "selective"):
-        config = llama(**SIZES, hidden_dropout=0.3, attention_dropout=0.2, recompute=recompute)
-        decoder = Decoder(config, context(sequence_parallel), dtype=torch.float64)
+        config = make_model(**SIZES, hidden_dropout=0.3, attention_dropout=0.2)
+        decoder = Decoder(config, context(sequence_parallel), recompute=recompute, dtype=torch.float64)
         decoder.initialize(3)
         loss = decoder(*batch(config), dropout_key=5)
         loss.sum().backward()

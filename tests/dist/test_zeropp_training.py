@@ -20,7 +20,6 @@ from megazero.mesh.launch import Launch
 from megazero.models import Decoder
 from megazero.train import setup
 from megazero.train.metrics import read_metrics
-from megazero.train.parallelize import decoder_config
 from megazero.train.timebill import ITEMS
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, checkpoint_of, differences, refusals, train_all
@@ -63,7 +62,7 @@ class Formula:
     def units(self) -> list[tuple[int, int]]:
         """(quantised, exact) elements of each unit, padded so that all slices are whole blocks."""
         config = make_config({**TINY, **self.values}, World(RANKS, RANKS))
-        decoder = Decoder(decoder_config(config), device="meta")
+        decoder = Decoder(config.model, device="meta")
         out = []
         for group in decoder.units():
             shapes = [p.numel() for module in group for p in module.parameters()]

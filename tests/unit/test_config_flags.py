@@ -66,6 +66,11 @@ def test_families_and_booleans_both_ways():
     assert bloom.position_embedding_type == "alibi" and bloom.add_bias_linear
     assert not bloom.embed_layernorm and bloom.untie_embeddings_and_output_weights
     assert not run("--model-family gpt --disable-bias-linear").model.add_bias_linear
+    qwen = run("--model-family qwen2").model
+    assert qwen.qkv_bias and not qwen.add_bias_linear and not run().model.qkv_bias
+    assert not run("--model-family qwen2 --no-add-qkv-bias").model.qkv_bias
+    assert run("--model-family gpt --disable-bias-linear --add-qkv-bias").model.qkv_bias
+    assert run("--model-family gpt").model.qkv_bias and run("--add-qkv-bias").model.qkv_bias
     assert run().model.ffn_hidden_size == 192 and run("--no-swiglu").model.ffn_hidden_size == 256
     assert run("--use-rope-scaling --rope-scaling-factor 4").model.rotary_scaling_factor == 4.0
     config = run("--load x --no-load-optim --no-load-rng")

@@ -6,7 +6,6 @@ import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.pipeline import stage_costs
-from megazero.models.decoder_config import DecoderConfig
 from megazero.models.flops import training_flops
 
 BASE = {
@@ -77,18 +76,7 @@ def test_stage_costs_are_the_flops_of_the_model():
     for changes in ({}, {"swiglu": False}, {"num_query_groups": 2, "kv_channels": 32}):
         model = legal(**changes).model
         costs = stage_costs(model, "none")
-        decoder = DecoderConfig(
-            num_layers=8,
-            hidden_size=64,
-            ffn_hidden_size=model.ffn_hidden_size,
-            num_heads=4,
-            num_kv_heads=model.num_query_groups,
-            head_dim=model.kv_channels,
-            vocab_size=128,
-            max_position_embeddings=32,
-            activation="swiglu" if model.swiglu else "gelu",
-        )
-        assert 6 * 32 * (8 * costs.layer + costs.head) == training_flops(decoder, [32])
+        assert 6 * 32 * (8 * costs.layer + costs.head) == training_flops(model, [32])
         assert 0 < costs.embedding < 0.02 * costs.layer
         full, selective = stage_costs(model, "full"), stage_costs(model, "selective")
         assert full.layer == pytest.approx(4 / 3 * costs.layer) and full.head == costs.head

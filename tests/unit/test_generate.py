@@ -19,7 +19,7 @@ from megazero.train.generate import (
     next_token,
     sample_tokens,
 )
-from megazero.train.parallelize import DTYPES, decoder_config
+from megazero.train.parallelize import DTYPES
 
 VOCABULARY = 23  # the last id is the end of a document
 CONTEXT = 8
@@ -42,7 +42,7 @@ def make_run(folder, tokenizer=None, dtype="fp32"):
             "params_dtype": dtype,
         }
     )
-    decoder = Decoder(decoder_config(config))
+    decoder = Decoder(config.model)
     decoder.initialize(3)
     placements = decoder.placements()
     records = [

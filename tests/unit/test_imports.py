@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
-    {"kernels"},
+    {"kernels", "families"},
     {"config", "mesh"},
     {"comm", "checkpoint"},
     {"tp", "zero", "pp"},
@@ -112,6 +112,7 @@ def test_imports_go_downward() -> None:
         ("megazero/mesh/mesh.py", "from ..config import RunConfig"),
         ("megazero/data/build.py", "from megazero import models"),
         ("kernels/__init__.py", "import megazero.config"),
+        ("megazero/families/llama.py", "from megazero.config.model import ModelConfig"),
         ("megazero/__init__.py", "from megazero.config import RunConfig"),
         ("megazero/train/setup.py", "import tools.preprocess_data"),
     ],
@@ -159,7 +160,14 @@ def loaded_after(modules: list[str]) -> set[str]:
 
 
 def test_megazero_and_its_configuration_need_neither_torch_nor_numpy() -> None:
-    modules = ["megazero", "megazero.config", "megazero.mesh.grid", "megazero.mesh.launch", *PIPELINE]
+    modules = [
+        "megazero",
+        "megazero.config",
+        "megazero.families",
+        "megazero.mesh.grid",
+        "megazero.mesh.launch",
+        *PIPELINE,
+    ]
     loaded = loaded_after(modules)
     assert not loaded & (OPTIONAL | {"torch", "numpy"})
 

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from megazero.models import Decoder, DecoderConfig, RopeScaling, initializer
+from megazero.families import FAMILIES
+from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.attention_kernels import math_note
-from megazero.models.families import bloom, gpt2, llama
 from megazero.models.flops import parameter_count, training_flops
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.norm import RMSNorm
@@ -21,17 +21,16 @@ SIZES = {
     "num_layers": 2,
     "hidden_size": 48,
     "ffn_hidden_size": 64,
-    "num_heads": 4,
+    "num_attention_heads": 4,
     "vocab_size": 301,
     "max_position_embeddings": 32,
     "make_vocab_size_divisible_by": 64,
 }
-FAMILIES = {"llama": llama, "gpt2": gpt2, "bloom": bloom}
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.3}
 
 
-def make(family: str, **changes) -> DecoderConfig:
-    return FAMILIES[family](**{**SIZES, **({"num_kv_heads": 4} if family != "llama" else {}), **changes})
+def make(family: str, **changes) -> ModelConfig:
+    return make_model(model_family=family, **{**SIZES, **changes})
 
 
 def batch(length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,8 +38,8 @@ def batch(length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.roll(-1, 1)
 
 
-def gradients(config: DecoderConfig, key: int | None = None, dtype=torch.float32):
-    decoder = Decoder(config, dtype=dtype)
+def gradients(config: ModelConfig, key: int | None = None, recompute: str = "none"):
+    decoder = Decoder(config, recompute=recompute)
     decoder.initialize(7)
     loss = decoder(*batch(), dropout_key=key)
     loss.sum().backward()
@@ -58,7 +57,7 @@ def assert_same(a, b):
 def test_recompute_gives_the_same_bits(family, recompute, dropout):
     config = make(family, **dropout)
     kept = gradients(config, key=11)
-    assert_same(gradients(dataclasses.replace(config, recompute=recompute), key=11), kept)
+    assert_same(gradients(config, 11, recompute), kept)
     if dropout:
         assert not torch.equal(gradients(config, key=12)[0], kept[0])
         assert not torch.equal(gradients(make(family))[0], kept[0])
@@ -67,7 +66,7 @@ def test_recompute_gives_the_same_bits(family, recompute, dropout):
 def test_recompute_keeps_fewer_activations():
     def kept(recompute):
         sizes = []
-        decoder = Decoder(make("llama", recompute=recompute, num_layers=4))
+        decoder = Decoder(make("llama", num_layers=4), recompute=recompute)
         decoder.initialize(0)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
             decoder(*batch())
@@ -104,7 +103,7 @@ def test_dropout_leaves_the_default_generator_alone_and_needs_a_key():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_initialisation_and_slices_do_not_depend_on_tp(family, size):
-    config = make(family, num_layers=1, num_kv_heads=4)
+    config = make(family, num_layers=1)
     whole = Decoder(config)
     whole.initialize(5)
     expected = to_hf_state_dict(whole)
@@ -118,7 +117,7 @@ def test_initialisation_and_slices_do_not_depend_on_tp(family, size):
 
 
 def test_initial_values_follow_the_scheme():
-    config = make("gpt2", hidden_size=256, num_heads=4, ffn_hidden_size=512, vocab_size=2000)
+    config = make("gpt", hidden_size=256, ffn_hidden_size=512, vocab_size=2000)
     decoder = Decoder(config, dtype=torch.float64)
     decoder.initialize(0)
     p = dict(decoder.named_parameters())
@@ -146,7 +145,7 @@ def test_initial_values_follow_the_scheme():
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_units_and_sets(family, tied):
     tp = TensorParallel(None, 1, 2, sequence_parallel=True)
-    decoder = Decoder(make(family, tied_embeddings=tied), tp, device="meta")
+    decoder = Decoder(make(family, untie_embeddings_and_output_weights=not tied), tp, device="meta")
     parameters = dict(decoder.named_parameters())
     placements = decoder.placements()
     assert list(placements) == list(parameters)
@@ -180,7 +179,7 @@ def test_parameter_count_and_flops(family):
     counted = counter.get_flop_counts()["Global"]
     attention = sum(v for op, v in counted.items() if "attention" in str(op))
     formula = training_flops(config, [16, 16])
-    half_attention = 6 * config.query_size * config.num_layers * 2 * 16 * 16
+    half_attention = 6 * config.query_projection_size * config.num_layers * 2 * 16 * 16
     assert sum(counted.values()) - attention == formula - half_attention
     assert padded_vocab_size(301, 64, 1) == 320
     assert training_flops(config, [32]) > formula
@@ -208,11 +207,11 @@ def test_rms_norm_equals_torch(dtype):
 
 
 def test_rotary_tables_are_fp64_and_scaled():
-    plain = rotary_frequencies(64, 10000.0, None)
-    linear = rotary_frequencies(64, 10000.0, RopeScaling("linear", 4.0))
-    assert torch.equal(linear * 4, plain)
-    scaled = rotary_frequencies(64, 500000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))
-    ratio = scaled / rotary_frequencies(64, 500000.0, None)
+    linear = make("llama", kv_channels=64, rotary_scaling="linear", rotary_scaling_factor=4.0)
+    assert torch.equal(rotary_frequencies(linear) * 4, rotary_frequencies(make("llama", kv_channels=64)))
+    plain = make("llama", kv_channels=64, rotary_base=500000.0)
+    scaled = dataclasses.replace(plain, rotary_scaling="llama3")
+    ratio = rotary_frequencies(scaled) / rotary_frequencies(plain)
     assert ratio[0] == 1
     assert ratio[-1] == pytest.approx(1 / 8)
     assert torch.all(ratio.diff() <= 0)
@@ -227,8 +226,9 @@ def test_rotary_tables_are_fp64_and_scaled():
 
 
 def test_llama3_original_length_is_respected():
-    short = rotary_frequencies(64, 500000.0, RopeScaling("llama3", 8.0, original_length=1024))
-    long = rotary_frequencies(64, 500000.0, RopeScaling("llama3", 8.0, original_length=8192))
+    long = make("llama", kv_channels=64, rotary_base=500000.0, rotary_scaling="llama3")
+    short = rotary_frequencies(dataclasses.replace(long, rotary_original_max_position=1024))
+    long = rotary_frequencies(long)
     assert (short <= long).all()
     assert (short < long).any()
 
@@ -238,36 +238,68 @@ def test_learned_positions_have_a_limit_and_others_do_not():
         decoder = Decoder(make(family))
         decoder.initialize(0)
         assert decoder(*batch(length)).shape == (2, length)
-    decoder = Decoder(make("gpt2"))
+    decoder = Decoder(make("gpt"))
     decoder.initialize(0)
     with pytest.raises(ValueError, match="40 exceeds the 32 learned positions"):
         decoder(*batch(40))
 
 
+def refusal(config: ModelConfig, tp: int = 1, **choices) -> str:
+    with pytest.raises(ValueError) as error:
+        Decoder(config, TensorParallel(None, 0, tp), device="meta", **choices)
+    return str(error.value)
+
+
 def test_all_configuration_errors_are_reported_at_once():
-    config = make(
-        "gpt2", num_heads=6, num_kv_heads=4, normalization="rmsnorm", recompute="some", vocab_size=0
-    )
-    with pytest.raises(ValueError) as error:
-        config.validate()
-    assert "recompute = 'some'" in str(error.value)
-    assert "vocab_size = 0" in str(error.value)
-    config = dataclasses.replace(config, recompute="none", vocab_size=9, ffn_hidden_size=63)
-    with pytest.raises(ValueError) as error:
-        Decoder(config, TensorParallel(None, 0, 4), device="meta")
-    text = str(error.value)
+    text = refusal(make("gpt", normalization="RMSnorm", vocab_size=0, num_layers=None, hidden_dropout=1.0))
     for part in (
-        "num_heads = 6 is not a multiple of num_kv_heads = 4",
-        "num_heads = 6 does not divide over tensor parallel size 4; the nearest multiple is 8",
-        "ffn_hidden_size = 63 does not divide over tensor parallel size 4; the nearest multiple is 64",
-        "layout = gpt2 needs normalization = layernorm, not rmsnorm",
-        "layout = gpt2 needs kv_heads = 6, not 4",
+        "--normalization RMSnorm is not one of RMSNorm, LayerNorm; nearest: RMSNorm",
+        "--vocab-size 0 must be at least 1",
+        "--num-layers is required",
+        "--hidden-dropout 1 must be below 1",
     ):
         assert part in text
+    sizes = {"num_attention_heads": 6, "num_query_groups": 4, "ffn_hidden_size": 63, "kv_channels": 7}
+    text = refusal(make("llama", **sizes, rotary_scaling_factor=4.0), tp=4)
+    for part in (
+        "--num-attention-heads 6 do not divide into --num-query-groups 4; nearest groups: 3 or 6",
+        "--num-attention-heads 6 does not divide by --tensor-model-parallel-size 4",
+        "--ffn-hidden-size 63 does not divide by --tensor-model-parallel-size 4",
+        "--kv-channels 7 must be even for rotary positions",
+        "--rotary-scaling-factor 4 has no effect without --rotary-scaling",
+    ):
+        assert part in text
+    assert "recompute = 'some' is none of none, selective, full" in refusal(make("llama"), recompute="some")
+
+
+@pytest.mark.parametrize(
+    "family, change, own",
+    [
+        ("gpt", {}, True),
+        ("gpt", {"untie_embeddings_and_output_weights": True, "ffn_hidden_size": 63}, True),
+        ("gpt", {"normalization": "RMSNorm"}, False),
+        ("gpt", {"swiglu": True}, False),
+        ("gpt", {"num_query_groups": 2}, False),
+        ("gpt", {"kv_channels": 8}, False),
+        ("gpt", {"embed_layernorm": True}, False),
+        ("bloom", {}, True),
+        ("bloom", {"embed_layernorm": False}, False),
+        ("bloom", {"position_embedding_type": "learned_absolute"}, False),
+        ("bloom", {"add_bias_linear": False}, False),
+    ],
+)
+def test_what_a_familys_names_cannot_express_is_stored_under_llamas(family, change, own):
+    config = make(family, **change)
+    assert (config.tensor_names is FAMILIES[family].names) == own
+    names = [p.name for p in Decoder(config, device="meta").placements().values()]
+    assert all(
+        name.startswith("transformer." if own else "model.") for name in names if "lm_head" not in name
+    )
 
 
 def test_mixed_families_have_names_too():
-    config = make("llama", normalization="layernorm", position="learned", linear_bias=True, qkv_bias=True)
+    choices = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
+    config = make("llama", **choices, add_bias_linear=True)
     decoder = Decoder(config)
     decoder.initialize(0)
     names = [p.name for p in decoder.placements().values()]

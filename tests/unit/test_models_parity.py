@@ -1,13 +1,13 @@
-"""The decoder equals transformers' Llama, GPT-2 and BLOOM on the same weights."""
+"""The decoder equals transformers' Llama, Qwen2, GPT-2 and BLOOM on the same weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megazero.models import Decoder
-from megazero.models.families import from_hf_config
+from megazero.models import Decoder, from_hf_config
 from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
+from tests.oracle import in_fp64
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,6 +37,10 @@ def llama(**changes):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **changes}))
 
 
+def qwen2(**changes):
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**LLAMA, **changes}))
+
+
 def gpt2():
     sizes = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 101}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -56,21 +60,12 @@ MODELS = {
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True),
     "llama-rope-linear": lambda: llama(rope_parameters=LINEAR_ROPE),
     "llama-rope-llama3": lambda: llama(rope_parameters=LLAMA3_ROPE),
+    "qwen2": qwen2,
+    "qwen2-tied-linear": lambda: qwen2(tie_word_embeddings=True, rope_parameters=LINEAR_ROPE),
     "gpt2": gpt2,
     "bloom": bloom,
     "bloom-6-heads": lambda: bloom(6),
 }
-
-
-@pytest.fixture
-def exact_oracle(monkeypatch):
-    """transformers hard-codes fp32 in its norms, softmax and rotary tables, and a GELU constant of nine
-    digits in BLOOM: run it in fp64 throughout."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    gelu = transformers.models.bloom.modeling_bloom.BloomGelu
-    monkeypatch.setattr(gelu, "forward", lambda self, x: torch.nn.functional.gelu(x, approximate="tanh"))
 
 
 def perturb(model):
@@ -111,8 +106,9 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_transformers_fp64(name, exact_oracle):
-    differences = compare(MODELS[name](), torch.double)
+def test_equals_transformers_fp64(name):
+    with in_fp64():
+        differences = compare(MODELS[name](), torch.double)
     assert max(differences.values()) < 1e-10, differences
 
 
@@ -137,7 +133,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is():
     assert ours < 1.3 * theirs
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, bloom])
+@pytest.mark.parametrize("make", [llama, qwen2, gpt2, bloom])
 def test_state_dict_round_trip(make):
     model = make()
     state = model.state_dict()
@@ -182,3 +178,20 @@ def test_unsupported_hf_configs_are_refused(change, message):
     config = {**transformers.LlamaConfig(**LLAMA).to_dict(), **change}
     with pytest.raises(ValueError, match=message):
         from_hf_config(config)
+
+
+def test_what_an_absent_field_means_and_which_may_not_be():
+    config = transformers.LlamaConfig(**LLAMA).to_dict()
+    few = {name: config[name] for name in ("model_type", *LLAMA) if name in config}
+    del few["num_key_value_heads"]
+    model = from_hf_config(few, hidden_dropout=0.1)
+    assert (model.num_query_groups, model.kv_channels, model.norm_epsilon) == (4, 12, 1e-6)
+    assert model.hidden_dropout == 0.1 and model.untie_embeddings_and_output_weights
+    with pytest.raises(ValueError, match="hidden_size is missing; intermediate_size is missing"):
+        from_hf_config({n: v for n, v in few.items() if n not in ("hidden_size", "intermediate_size")})
+    old = {"model_type": "bloom", "n_embed": 48, "n_layer": 2, "num_attention_heads": 4, "vocab_size": 9}
+    bloom = from_hf_config(old)
+    assert (bloom.hidden_size, bloom.num_attention_heads, bloom.ffn_hidden_size) == (48, 4, 192)
+    assert bloom.max_position_embeddings == 2048 and not bloom.untie_embeddings_and_output_weights
+    with pytest.raises(ValueError, match="use_sliding_window = True"):
+        from_hf_config({**transformers.Qwen2Config(**LLAMA).to_dict(), "use_sliding_window": True})

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.models import Decoder, DecoderConfig
-from megazero.models.families import bloom, gpt2, llama
+from megazero.models import Decoder, ModelConfig, make_model
 from megazero.tp import (
     ColumnParallelLinear,
     DeferredGradients,
@@ -22,28 +21,30 @@ SIZES = {
     "num_layers": 2,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
-    "num_heads": 8,
-    "num_kv_heads": 4,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
     "vocab_size": 101,
     "max_position_embeddings": 16,
     "make_vocab_size_divisible_by": 1,
 }
-MHA = {**SIZES, "num_kv_heads": 8}
-CASES: dict[str, DecoderConfig] = {
-    "llama": llama(**SIZES),
-    "llama-tied-selective": llama(**SIZES, tied_embeddings=True, recompute="selective"),
-    "llama-tied-full": llama(**SIZES, tied_embeddings=True, recompute="full"),
-    "llama-biases": llama(**SIZES, qkv_bias=True, linear_bias=True, normalization="layernorm"),
-    "gpt2": gpt2(**MHA),
-    "gpt2-full": gpt2(**MHA, recompute="full"),
-    "bloom": bloom(**MHA),
+MHA = {**SIZES, "num_query_groups": 8}
+CASES: dict[str, ModelConfig] = {
+    "llama": make_model(**SIZES),
+    "llama-tied-selective": make_model(**SIZES, untie_embeddings_and_output_weights=False),
+    "llama-tied-full": make_model(**SIZES, untie_embeddings_and_output_weights=False),
+    "llama-biases": make_model(**SIZES, add_bias_linear=True, normalization="LayerNorm"),
+    "gpt": make_model(**MHA, model_family="gpt"),
+    "gpt-full": make_model(**MHA, model_family="gpt"),
+    "bloom": make_model(**MHA, model_family="bloom"),
 }
 
 
 def decoder_loss(
-    config: DecoderConfig, dtype: torch.dtype, deferred: DeferredGradients | None, seed: int = 0
+    case: str, dtype: torch.dtype, deferred: DeferredGradients | None, seed: int = 0
 ) -> tuple[Decoder, torch.Tensor]:
-    decoder = Decoder(config, TensorParallel(deferred=deferred), dtype=dtype)
+    last = case.rsplit("-", 1)[-1]
+    recompute = last if last in ("selective", "full") else "none"
+    decoder = Decoder(CASES[case], TensorParallel(deferred=deferred), recompute=recompute, dtype=dtype)
     decoder.initialize(3)
     tokens = torch.randint(0, 101, (3, 12), generator=torch.Generator().manual_seed(seed))
     return decoder, decoder(tokens, tokens.roll(-1, 1)).sum()
@@ -59,12 +60,12 @@ def deferrable(decoder: Decoder) -> set[nn.Parameter]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_decoder_equals_the_direct_backward(case, dtype):
-    reference, loss = decoder_loss(CASES[case], dtype, None)
+    reference, loss = decoder_loss(case, dtype, None)
     loss.backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
 
     deferred = DeferredGradients()
-    decoder, again = decoder_loss(CASES[case], dtype, deferred)
+    decoder, again = decoder_loss(case, dtype, deferred)
     assert torch.equal(loss, again)
     with deferred.recording(0):
         again.backward()
@@ -78,7 +79,7 @@ def test_decoder_equals_the_direct_backward(case, dtype):
         assert torch.equal(got[parameter], expected[name]), name
     assert pairs[-1][0] is decoder.embedding.tokens.weight  # a tied head's too: at the place of its last use
 
-    plain, once_more = decoder_loss(CASES[case], dtype, deferred)  # the same object, outside of a recording
+    plain, once_more = decoder_loss(case, dtype, deferred)  # the same object, outside of a recording
     once_more.backward()
     assert all(torch.equal(p.grad, expected[name]) for name, p in plain.named_parameters())
 

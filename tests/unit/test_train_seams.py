@@ -26,7 +26,7 @@ from megazero.models.flops import training_flops
 from megazero.train import setup
 from megazero.train.guards import NonFiniteLoss
 from megazero.train.metrics import read_metrics
-from megazero.train.parallelize import decoder_config, make_policy
+from megazero.train.parallelize import make_policy
 from megazero.train.schedule import STYLES, WSD_STYLES
 from megazero.train.trainer import Trainer
 from tests.dist.runs import TINY
@@ -106,7 +106,7 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
     """The lines of an uninterrupted run: whole batches, autograd, torch.optim, clip_grad_norm_."""
     o, training, batch = config.optimizer, config.training, config.batch
     torch.manual_seed(0)
-    model = Decoder(decoder_config(config), dtype=torch.float64)
+    model = Decoder(config.model, dtype=torch.float64)
     model.initialize(training.seed)
     every = list(model.parameters())
     groups = [
@@ -193,7 +193,7 @@ def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options:
     assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 10, 11]
     assert any(line.get("grad_norm", 0) > config.optimizer.clip_grad for line in lines)
     assert [{**line, "resumed_from": 5} for line in logged] == [{**line, "resumed_from": 5} for line in lines]
-    flops = training_flops(decoder_config(config), [8], 1)
+    flops = training_flops(config.model, [8], 1)
     for got, want in zip(lines, wanted, strict=True):
         assert {name: got.get(name) for name in want} == pytest.approx(want, rel=1e-9), got
         assert ("eval_lm_loss" in got) == ("eval_lm_loss" in want)

@@ -1,0 +1,94 @@
+"""Rules between the options of a model, and over tensor-parallel ranks. The decoder calls them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from megazero.config.errors import ConfigError
+from megazero.config.fields import fault, section_options, without_effect
+from megazero.config.model import ModelConfig
+from megazero.config.nearest import around, common_divisors, multiples_around
+
+_ROTARY = ("rotary_base", "rotary_scaling")
+_LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position")
+
+
+def heads(model: ModelConfig) -> Iterator[str]:
+    """Heads that do not share the key/value heads evenly, or do not divide the residual stream."""
+    hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    if count % groups:
+        yield (
+            f"--num-attention-heads {count} do not divide into --num-query-groups {groups}; nearest groups: "
+            f"{around(common_divisors(count), groups)}"
+        )
+    if hidden % count and model.kv_channels == max(1, hidden // count):
+        yield (
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {count} (and --kv-channels does not "
+            f"say otherwise); nearest hidden size: {multiples_around(hidden, count)}"
+        )
+
+
+def rotary(model: ModelConfig) -> Iterator[str]:
+    """Heads that have no pairs to rotate, and frequencies out of order."""
+    if model.position_embedding_type == "rope" and model.kv_channels % 2:
+        yield (
+            f"--kv-channels {model.kv_channels} must be even for rotary positions; nearest: "
+            f"{model.kv_channels - 1 or 2} or {model.kv_channels + 1}"
+        )
+    if model.rotary_scaling == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
+        yield (
+            f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
+            f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
+        )
+
+
+def sequence(model: ModelConfig) -> Iterator[str]:
+    """Samples that are longer than the positions go."""
+    length, longest = model.seq_length, model.max_position_embeddings
+    if length > longest:
+        yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
+
+
+def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> Iterator[str]:
+    """Sizes that ``tp`` ranks cannot share evenly."""
+    sizes = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_query_groups,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+    }
+    if model.num_query_groups == model.num_attention_heads:  # one line, not two
+        del sizes["--num-query-groups"]
+    if sequence_parallel:
+        sizes["--seq-length"] = model.seq_length
+    legal = common_divisors(*sizes.values())
+    for flag, size in sizes.items():
+        if size % tp:
+            yield (
+                f"{flag} {size} does not divide by --tensor-model-parallel-size {tp}; nearest size that fits all: "
+                f"{around(legal, tp)}"
+            )
+
+
+def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]]:
+    """Options, whether they have an effect in this model, and what would give them one."""
+    rope = model.position_embedding_type == "rope"
+    yield (*_ROTARY, "rotary_scaling_factor", *_LLAMA3), rope, "--position-embedding-type rope"
+    yield ("rotary_scaling_factor",), model.rotary_scaling != "none", "--rotary-scaling linear or llama3"
+    yield _LLAMA3, model.rotary_scaling == "llama3", "--rotary-scaling llama3"
+
+
+def check_model(model: ModelConfig, tp: int = 1) -> None:
+    """What a decoder over ``tp`` ranks asks of its sizes and choices: ConfigError with every fault.
+
+    seq_length may be None: a decoder is called with any length.
+    """
+    options = {
+        o.name: replace(o, required=o.name != "seq_length") for o in section_options("model", ModelConfig)
+    }
+    errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
+    if not errors:
+        errors = [*heads(model), *rotary(model), *tensor_parallel(model, tp)]
+        errors += without_effect(conditions(model), options, vars(model))
+    if errors:
+        raise ConfigError(errors)

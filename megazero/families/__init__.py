@@ -1,0 +1,25 @@
+"""Model families, one record each: defaults by flag, tensor names, Hugging Face's config.json. No torch.
+
+To add one: a file with its record here, and its line in the registry. What the record says is all that the
+configuration, the decoder's placements and the import from Hugging Face know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megazero.families.bloom import BLOOM
+from megazero.families.family import Family, TensorNames
+from megazero.families.gpt import GPT
+from megazero.families.huggingface import HuggingFace
+from megazero.families.llama import LLAMA
+from megazero.families.qwen2 import QWEN2
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (LLAMA, GPT, BLOOM, QWEN2)}
+)
+# Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
+GENERAL_NAMES = LLAMA.names
+
+__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "HuggingFace", "TensorNames"]

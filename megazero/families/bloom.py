@@ -1,0 +1,56 @@
+"""BLOOM (Le Scao et al. 2022): ALiBi, a LayerNorm after the embedding, GELU, biases, tied embeddings."""
+
+from __future__ import annotations
+
+from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
+from megazero.families.huggingface import HuggingFace
+
+CHOICES = {
+    "position_embedding_type": "alibi",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "add_bias_linear": True,
+    "embed_layernorm": True,
+}
+NAMES = TensorNames(
+    model={
+        "embedding.tokens": "transformer.word_embeddings",
+        "embedding.norm": "transformer.word_embeddings_layernorm",
+        "head.norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    layer_prefix="transformer.h.",
+    layer={
+        "input_norm": "input_layernorm",
+        "attention.q_proj": ("self_attention.query_key_value", 0),
+        "attention.k_proj": ("self_attention.query_key_value", 1),
+        "attention.v_proj": ("self_attention.query_key_value", 2),
+        "attention.o_proj": "self_attention.dense",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    },
+    fused="heads",
+    needs=CHOICES,
+    equal=PLAIN_ATTENTION,
+)
+BLOOM = Family(
+    name="bloom",
+    defaults={**CHOICES, "untie_embeddings_and_output_weights": False},
+    names=NAMES,
+    hugging_face=HuggingFace(
+        "bloom",
+        # No field for the MLP's width: it is 4 x hidden, as the option's default.
+        fields={
+            "num_layers": "n_layer",
+            "hidden_size": "hidden_size",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "seq_length",
+            "norm_epsilon": "layer_norm_epsilon",
+        },
+        absent={"max_position_embeddings": 2048, "norm_epsilon": 1e-5},
+        tied=True,
+        aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
+        only={"apply_residual_connection_post_layernorm": (False,)},
+    ),
+)

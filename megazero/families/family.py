@@ -1,0 +1,48 @@
+"""What a model family is. Options have the names of the flags, with underscores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megazero.families.huggingface import HuggingFace
+
+# Widths that are equal where every query head has its own key and value, and the heads fill the residual stream.
+PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), ("query_projection_size", "hidden_size"))
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a family calls the tensors of a checkpoint, and how it stores them.
+
+    model: module here -> module there. layer: the same within a layer, whose modules there begin with
+        ``layer_prefix`` and the layer's number; (module, part) for q, k, v as parts 0, 1, 2 of one tensor.
+    transposed: matrices of layers are stored [in, out].
+    fused: the rows of such a tensor. "sides": all of q, then all of k, then all of v. "heads": q, k, v of the first
+        head, of the second head, and so on.
+    needs: option -> the only value these names can express. equal: pairs of options that must be equal for it.
+    """
+
+    model: Mapping[str, str]
+    layer_prefix: str
+    layer: Mapping[str, str | tuple[str, int]]
+    transposed: bool = False
+    fused: Literal["sides", "heads"] = "sides"
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    equal: tuple[tuple[str, str], ...] = ()
+
+    def can_express(self, options: object) -> bool:
+        """Whether the choices in ``options``, an object with the options as attributes, have names here."""
+        wanted = all(getattr(options, name) == value for name, value in self.needs.items())
+        return wanted and all(getattr(options, one) == getattr(options, other) for one, other in self.equal)
+
+
+@dataclass(frozen=True)
+class Family:
+    """name: of ``--model-family``. defaults: option -> value where nothing else is said."""
+
+    name: str
+    defaults: Mapping[str, Any]
+    names: TensorNames
+    hugging_face: HuggingFace

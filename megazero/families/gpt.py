@@ -1,0 +1,59 @@
+"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, GELU, biases, tied embeddings."""
+
+from __future__ import annotations
+
+from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
+from megazero.families.huggingface import HuggingFace
+
+CHOICES = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "add_bias_linear": True,
+}
+NAMES = TensorNames(
+    model={
+        "embedding.tokens": "transformer.wte",
+        "embedding.positions": "transformer.wpe",
+        "head.norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    layer_prefix="transformer.h.",
+    layer={
+        "input_norm": "ln_1",
+        "attention.q_proj": ("attn.c_attn", 0),
+        "attention.k_proj": ("attn.c_attn", 1),
+        "attention.v_proj": ("attn.c_attn", 2),
+        "attention.o_proj": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up_proj": "mlp.c_fc",
+        "mlp.down_proj": "mlp.c_proj",
+    },
+    transposed=True,
+    fused="sides",
+    needs={**CHOICES, "embed_layernorm": False},
+    equal=PLAIN_ATTENTION,
+)
+GPT = Family(
+    name="gpt",
+    defaults={**CHOICES, "untie_embeddings_and_output_weights": False},
+    names=NAMES,
+    hugging_face=HuggingFace(
+        "gpt2",
+        fields={
+            "num_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "ffn_hidden_size": "n_inner",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "norm_epsilon": "layer_norm_epsilon",
+        },
+        absent={"ffn_hidden_size": None, "norm_epsilon": 1e-5},
+        tied=True,
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+    ),
+)

@@ -1,0 +1,66 @@
+"""Llama 1 to 3 and models of its shape: RMSNorm, rotary positions, SwiGLU, no biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megazero.families.family import Family, TensorNames
+from megazero.families.huggingface import Config, HuggingFace, rotary_options
+
+DEFAULTS = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+# embed_positions and embed_norm, which no Llama has, make these names express every mixture.
+NAMES = TensorNames(
+    model={
+        "embedding.tokens": "model.embed_tokens",
+        "embedding.positions": "model.embed_positions",
+        "embedding.norm": "model.embed_norm",
+        "head.norm": "model.norm",
+        "head": "lm_head",
+    },
+    layer_prefix="model.layers.",
+    layer={
+        "input_norm": "input_layernorm",
+        "attention.q_proj": "self_attn.q_proj",
+        "attention.k_proj": "self_attn.k_proj",
+        "attention.v_proj": "self_attn.v_proj",
+        "attention.o_proj": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate_proj": "mlp.gate_proj",
+        "mlp.up_proj": "mlp.up_proj",
+        "mlp.down_proj": "mlp.down_proj",
+    },
+)
+FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+ABSENT = {"num_query_groups": None, "kv_channels": None, "norm_epsilon": 1e-6}
+
+
+def _further(config: Config) -> dict[str, Any]:
+    biases = config.get("mlp_bias", False)
+    if biases != config.get("attention_bias", False):
+        raise ValueError("llama config: attention_bias and mlp_bias must be equal")
+    return {"add_bias_linear": biases, **rotary_options(config)}
+
+
+LLAMA = Family(
+    name="llama",
+    defaults=DEFAULTS,
+    names=NAMES,
+    hugging_face=HuggingFace(
+        "llama", FIELDS, ABSENT, tied=False, only={"hidden_act": ("silu",)}, further=_further
+    ),
+)
