@@ -334,7 +334,7 @@ def fused_kernels(monkeypatch):
 def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
     position, dtype, grouped, fused_kernels, monkeypatch
 ):
-    decoder = Decoder(make("llama", num_kv_heads=2, position=position), dtype=dtype)
+    decoder = Decoder(make("llama", num_query_groups=2, position_embedding_type=position), dtype=dtype)
     decoder.initialize(7)
     seen = []
     attention = torch.nn.functional.scaled_dot_product_attention

@@ -26,7 +26,7 @@ from megazero.models.flops import training_flops
 from megazero.train import setup
 from megazero.train.guards import NonFiniteLoss
 from megazero.train.metrics import read_metrics
-from megazero.train.parallelize import make_policy
+from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.schedule import STYLES, WSD_STYLES
 from megazero.train.trainer import Trainer
 from tests.dist.runs import TINY
@@ -233,11 +233,11 @@ def test_dropout_draws_anew_in_every_iteration_and_micro_batch(tmp_path: Path) -
         run({**values, **changes}, watch)
     first, second, reseeded, none = keys
     assert first == second and len({*first, *reseeded}) == 12 and none == [None] * 6
-    of = SimpleNamespace(config=make_config({**values, "hidden_dropout": 0.1}, World(1, 1)))
+    config = make_config({**values, "hidden_dropout": 0.1}, World(1, 1))
     for iteration in range(2):
-        of.progress = SimpleNamespace(iteration=iteration)
-        assert [Trainer._dropout_key(of, 2 * iteration + i) for i in range(2)] == first[2 * iteration :][:2]
-        assert (Trainer._dropout_key(of, 0) == first[0]) == (iteration == 0)
+        own = [dropout_key(config, iteration, 2 * iteration + i) for i in range(2)]
+        assert own == first[2 * iteration :][:2]
+        assert (dropout_key(config, iteration, 0) == first[0]) == (iteration == 0)
 
 
 def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp_path: Path) -> None:
