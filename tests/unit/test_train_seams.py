@@ -287,6 +287,23 @@ def test_generators_go_on_from_a_checkpoint_unless_told_not_to(tmp_path: Path) -
     assert seen == [True, False]
 
 
+def test_finetuning_takes_the_weights_and_nothing_else(tmp_path: Path) -> None:
+    values = {**SMALL, "train_iters": 2, "lr_warmup_iters": 0, "log_dir": str(tmp_path)}
+    run({**values, "save": str(tmp_path / "run")})
+    masters, moments = [], []
+
+    def watch(trainer: Trainer) -> None:
+        masters.append(torch.cat([unit.master for unit in trainer.engine.units]).clone())
+        states = trainer.engine.optimizer.torch.state.values()
+        moments.append(sum(float(value.abs().sum()) for state in states for value in state.values()))
+
+    for load in ({"load": str(tmp_path / "run")}, {"load": str(tmp_path / "run"), "finetune": True}, {}):
+        run({**values, **load}, watch)
+    assert torch.equal(masters[0], masters[1]) and not torch.equal(masters[0], masters[2])
+    assert moments[0] > 0 and moments[1:] == [0, 0]
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
 def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     values = {
         **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
