@@ -148,9 +148,8 @@ class Unit:
         self.codecs = replace(self.codecs, weights=None)
         copy = self.copy
         self._plan_wire()
-        self.copy_version = (
-            0  # rounded, or of another format: stale also where the step that told so was skipped
-        )
+        # Rounded, or of another format: stale also where the step that told so was skipped.
+        self.copy_version = 0
         if self.delta:
             self.copy = copy  # R goes on
         elif self.levels.p and not self.copy_present:

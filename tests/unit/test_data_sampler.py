@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.config import World, make_config
 from megazero.data.sampler import Batches
+from megazero.train.trainer import Trainer
+from tests.dist.runs import TINY
 
 
 class Counting:
@@ -120,3 +125,29 @@ def test_limit_and_errors() -> None:
     broken.close()
     with pytest.raises(ValueError, match="rank 2 of 2"):
         Batches(Counting(10), micro_batch_size=2, rank=2, size=2)
+
+
+class Host:
+    """A tensor on the host that says what was copied, and how."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+
+    def pin_memory(self) -> Host:
+        return Host(pinned=True)
+
+    def to(self, device: torch.device, non_blocking: bool) -> tuple[str, bool, bool]:
+        return device.type, self.pinned, non_blocking
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_are_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """What is copied without waiting is the pinned tensor."""
+    monkeypatch.setattr(torch, "from_numpy", lambda _: Host())
+    mesh = SimpleNamespace(device=torch.device(device), dp_rank=0, dp_size=1)
+    trainer: Any = SimpleNamespace(mesh=mesh, config=make_config(TINY, World(1, 1)))
+    for position in ({}, {"consumed": 2}):
+        with Trainer._batches(trainer, Counting(4), **position) as batches:
+            (batch,) = batches.next_step(1)
+        copied = Trainer._to_device(trainer, batch)
+        assert copied == dict.fromkeys(("tokens", "labels", "loss_mask"), (device, device == "cuda", True))

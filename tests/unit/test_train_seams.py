@@ -17,8 +17,6 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
-from megazero.data.gpt import SampleSpec
-from megazero.data.mock import MockDataset
 from megazero.data.tokenizer import NullTokenizer
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
@@ -287,6 +285,23 @@ def test_generators_go_on_from_a_checkpoint_unless_told_not_to(tmp_path: Path) -
     assert seen == [True, False]
 
 
+def test_finetuning_takes_the_weights_and_nothing_else(tmp_path: Path) -> None:
+    values = {**SMALL, "train_iters": 2, "lr_warmup_iters": 0, "log_dir": str(tmp_path)}
+    run({**values, "save": str(tmp_path / "run")})
+    masters, moments = [], []
+
+    def watch(trainer: Trainer) -> None:
+        masters.append(torch.cat([unit.master for unit in trainer.engine.units]).clone())
+        states = trainer.engine.optimizer.torch.state.values()
+        moments.append(sum(float(value.abs().sum()) for state in states for value in state.values()))
+
+    for load in ({"load": str(tmp_path / "run")}, {"load": str(tmp_path / "run"), "finetune": True}, {}):
+        run({**values, **load}, watch)
+    assert torch.equal(masters[0], masters[1]) and not torch.equal(masters[0], masters[2])
+    assert moments[0] > 0 and moments[1:] == [0, 0]
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
 def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     values = {
         **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
@@ -307,33 +322,6 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
     )
     assert policy.codecs.delta and not policy.codecs.feedback and policy.codecs.gradients_intra is None
     assert (weights.stochastic, gradients.stochastic, weights.clip, gradients.clip) == (False, True, 3, 0)
-
-
-class Host:
-    """A tensor on the host that says what was copied, and how."""
-
-    def __init__(self, pinned: bool = False) -> None:
-        self.pinned = pinned
-
-    def pin_memory(self) -> Host:
-        return Host(pinned=True)
-
-    def to(self, device: torch.device, non_blocking: bool) -> tuple[str, bool, bool]:
-        return device.type, self.pinned, non_blocking
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_batches_are_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """What is copied without waiting is the pinned tensor."""
-    monkeypatch.setattr(torch, "from_numpy", lambda _: Host())
-    mesh = SimpleNamespace(device=torch.device(device), dp_rank=0, dp_size=1)
-    trainer: Any = SimpleNamespace(mesh=mesh, config=make_config(SMALL, World(1, 1)))
-    data = MockDataset(4, 0, SampleSpec(4, 1, NullTokenizer(50).info))
-    for position in ({}, {"consumed": 2}):
-        with Trainer._batches(trainer, data, **position) as batches:
-            (batch,) = batches.next_step(1)
-        copied = Trainer._to_device(trainer, batch)
-        assert copied == dict.fromkeys(("tokens", "labels", "loss_mask"), (device, device == "cuda", True))
 
 
 def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
