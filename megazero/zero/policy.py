@@ -49,8 +49,8 @@ class Policy:
         gathered at the step's first use, dropped after its last backward (hpZ); 'resident': kept across steps.
         None: 'use' where P = OS, 'resident' where P = 1 or the refresh sends differences, else 'step'.
     keep_gathered: full parameters live from their first use in a step to its end (one gather a step).
-    prefetch_bytes: how much may be gathered ahead of use beyond what the next module needs. pending_reductions: how many units' gradients may
-        be on their way before a backward waits for the oldest.
+    prefetch_bytes: how much may be gathered ahead of use, beyond what the next module needs. pending_reductions: how
+        many units' gradients may be on their way before a backward waits for the oldest.
     chunk_numel: a unit with more elements is cut, at parameters, into several that are gathered for the same
         module but move one by one: one's hop inside a node runs beside another's across nodes, and messages
         take less memory.
