@@ -136,9 +136,8 @@ class Hooks:
 
     def _deliver(self, unit: Unit, grads: dict[str, torch.Tensor]) -> None:
         for name, grad in grads.items():
-            param = unit.params[name]
-            param.grad = grad
-            self._arrived(unit, name, param)
+            unit.params[name].grad = grad
+            self._arrived(unit, name, unit.params[name])
 
     def _enter(self, kind: str, part: int = 0, micro_batch: int = 0) -> None:
         self.program.enter(Segment(kind, part))
@@ -347,6 +346,5 @@ class Hooks:
 
 
 def _grad_arrived(seen_by: weakref.ref[Hooks], index: int, name: str, param: nn.Parameter) -> None:
-    alive = seen_by()
-    if alive is not None:
+    if (alive := seen_by()) is not None:
         alive._grad_ready(alive.units[index], name, param)
