@@ -198,7 +198,7 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
 
 
 def used_weights(unit: Unit) -> torch.Tensor:
-    """Compact [n/OS], the master's dtype: what forwards see of this rank's OS slice. The P copy must be up to date."""
+    """Compact [n/OS], the master's dtype: what forwards see of this rank's OS slice, once the P copy is current."""
     levels = unit.levels
     if unit.delta or not levels.p:
         rows = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)
