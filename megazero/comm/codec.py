@@ -11,6 +11,7 @@ Shapes: k slices (rows), n elements each, e exact elements each, m = message_num
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -25,7 +26,7 @@ from megazero.kernels.format import DEFAULT_BLOCK, Format
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
 
-__all__ = ["Blockwise", "Codec", "Identity", "Noise", "sum_encode"]
+__all__ = ["Blockwise", "Codec", "Identity", "Noise", "decoded"]
 
 ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
@@ -268,24 +269,14 @@ class Blockwise:
         return out
 
 
-def sum_encode(
-    codec: Codec,
-    messages: torch.Tensor,
-    n: int,
-    next_codec: Codec,
-    rows: int = 1,
-    *,
-    exact: int = 0,
-    noise: Noise | None = None,
-) -> torch.Tensor:
-    """Blockwise.decode_sum_encode for any pair of codecs: fused where both are Blockwise, else through sums in
-    at least fp32."""
-    if isinstance(codec, Blockwise) and isinstance(next_codec, Blockwise):
-        return codec.decode_sum_encode(messages, n, next_codec, rows, exact=exact, noise=noise)
-    sums = torch.empty(n + exact, dtype=_sum_dtype(messages.dtype), device=messages.device)
-    coded, rest = sums[:n], sums[n:] if exact else None
-    codec.decode_sum(messages, coded, False, rest)
-    return next_codec.encode(coded.view(rows, -1), None if rest is None else rest.view(rows, -1), noise=noise)
+def decoded(
+    codec: Codec, messages: torch.Tensor, like: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """What messages [k, m] say, in new tensors of the shapes (and the dtype, unless one is given) of ``like``: [k, n]
+    per region."""
+    out = [torch.empty_like(x, dtype=dtype) for x in like]
+    codec.decode(messages, *out)
+    return out
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -22,7 +22,7 @@ from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh
 from megazero.train.origin import Origin, Progress, world_group
 from megazero.zero import Engine
-from megazero.zero.state import (
+from megazero.zero.records import (
     NOT_OPTIMIZER,
     RESIDUAL,
     load_kinds,

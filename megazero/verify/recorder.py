@@ -15,6 +15,8 @@ from megazero.comm.codec import Blockwise, Codec
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine
+from megazero.zero.gather import used_weights
+from megazero.zero.layout import Slice
 from megazero.zero.optimizer import clip_factor
 from megazero.zero.rounding import WEIGHTS
 from megazero.zero.unit import Unit
@@ -80,7 +82,7 @@ class Recorder:
         self._watch_optimizer()
         for unit in engine.units:
             if unit.delta:
-                self._held[unit.name] = unit.used().to(unit.sum_dtype)
+                self._held[unit.name] = used_weights(unit)
         engine.rounding.observer = self._note_rounding
 
     def open(self, batches: Sequence[Any]) -> None:
@@ -146,14 +148,14 @@ class Recorder:
             n = unit.layout.pieces(unit.levels.os)[0].numel
             held, coded, sent = self._held.get(unit.name), exact[:n].view(1, -1), sent[:n].view(1, -1)
             if held is not None:
-                self._held[unit.name] = unit.used().to(unit.sum_dtype)
+                self._held[unit.name] = used_weights(unit)
                 coded = coded.to(unit.dtype).to(unit.sum_dtype) - held[:n].view(1, -1)
                 sent = sent - held[:n].view(1, -1)
         block = codec.form.block
         bound = codec.error_bound(coded).double().unsqueeze(-1)
         error = (sent.double() - coded.double()).unflatten(1, (-1, block))
         # What is decoded into a 16-bit parameter is rounded once more, by half a unit of its last place.
-        value = unit.used()[: error.numel()].view(error.shape) if kind == WEIGHTS else error
+        value = used_weights(unit)[: error.numel()].view(error.shape) if kind == WEIGHTS else error
         place = 0.51 * torch.finfo(unit.dtype).eps * value.abs().double() if kind == WEIGHTS else 0.0
         note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block)), RoundingRecord())
         note.elements += error.numel()
@@ -173,7 +175,9 @@ def slices(engine: Engine, values: Any) -> list[UnitSlice]:
 
 def _gradient(unit: Unit) -> Tensor:
     assert unit.grad is not None
-    return torch.cat([r.view(-1) for r in unit.regions_of(unit.grad, unit.levels.os, unit.levels.g, 1)])
+    return torch.cat(
+        [r.view(-1) for r in Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1)]
+    )
 
 
 def rounded_name(bits: int, block: int) -> str:

@@ -1,4 +1,4 @@
-"""The ZeRO engine: when units are gathered, reduced and updated. The table of DESIGN section 1 as code.
+"""The ZeRO engine: when units are gathered, reduced and updated.
 
 One step of the user's loop::
 
@@ -6,7 +6,7 @@ One step of the user's loop::
     for each micro-batch: module(...).sum().backward()     # summed losses, not averaged
     info = engine.step()
 
-State is explicit (begin_step, step, evaluation); hooks (passes.py) only say "this unit is needed now" and "this
+State is explicit (begin_step, step, evaluation); hooks (hooks.py) only say "this unit is needed now" and "this
 gradient is there". The order of collectives is fixed: gathers by the recorded order of use, reductions by the reverse
 of the forward's order of first use; both are hashed and compared across ranks at every step.
 """
@@ -27,14 +27,15 @@ from megazero.comm.lane import Lane
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
-from megazero.zero.exchange import exchange_scalars, sum_partial
-from megazero.zero.gathering import Gathering
+from megazero.zero.context import Context
+from megazero.zero.feedback import commit_residual
+from megazero.zero.gather import Gatherer
+from megazero.zero.grad_norm import exchange_scalars, sum_partial
+from megazero.zero.hooks import Hooks
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
-from megazero.zero.order import BACKWARD, EVALUATION, FORWARD, OrderHash, Segment
-from megazero.zero.passes import Passes
 from megazero.zero.policy import Policy
-from megazero.zero.reducing import Reducing
-from megazero.zero.reduction import commit_residual
+from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, IssueHash, Segment
+from megazero.zero.reduce import Reducer
 from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding
 from megazero.zero.unit import Unit
 
@@ -77,24 +78,14 @@ class Engine:
         self.traffic = traffic
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
-        self.issued = OrderHash()
+        self.issued = IssueHash()
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, unit_names(mesh, self.units))
         self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
-        axes = mesh.data_axes
-        self.gathering = Gathering(
-            self.units,
-            axes,
-            policy,
-            self.gathers,
-            self.rounding,
-            traffic,
-            self.issued,
-        )
-        self.reducing = Reducing(
-            self.units, axes, policy, self.reductions, self.rounding, traffic, self.issued
-        )
-        self.passes = Passes(module, plan, self.gathering, self.reducing)
+        context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued)
+        self.gatherer = Gatherer(self.units, context, self.gathers)
+        self.reducer = Reducer(self.units, context, self.reductions)
+        self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
         self.divisor = 1.0
 
     # -- the user's verbs ------------------------------------------------------------------------
@@ -104,41 +95,39 @@ class Engine:
     ) -> None:
         """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
 
-        program: the (kind, part) that the step will run, in order, kinds F, B, I, W of order.py: gathers run ahead by
-            it. Default: a forward and a backward of the whole module, all parts, for each micro-batch.
+        program: the (kind, part) that the step will run, in order, kinds F, B, I, W of program.py: gathers run ahead
+            by it. Default: a forward and a backward of the whole module, all parts, for each micro-batch.
         """
         if micro_batches < 1 or not divisor > 0:
             raise ValueError(
                 f"begin_step needs micro_batches >= 1 and divisor > 0, got {micro_batches} and {divisor}"
             )
-        if self.passes.micro_batches:
+        if self.hooks.micro_batches:
             raise RuntimeError(
                 "begin_step was called twice: call step() after the step's last backward, or abort_step()"
             )
         self._check_parameters()
         self.divisor = self.rounding.divisor = float(divisor)
-        self.reducing.micro_batches, self.reducing.exact = micro_batches, self.exact_gradients
+        self.reducer.micro_batches, self.reducer.exact = micro_batches, self.exact_gradients
         for unit in self.units:
             unit.begin_step()
-        self.passes.open_step(
-            micro_batches, [Segment(*s) for s in program] or self._plain_loop(micro_batches)
-        )
+        self.hooks.open_step(micro_batches, [Segment(*s) for s in program] or self._plain_loop(micro_batches))
         self.gathers.follow()
-        self.gathering.prefetch()
+        self.gatherer.prefetch()
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]:
         """Around one of the program's forwards (F), backwards (B) or backwards of the input alone (I)."""
-        return self.passes.segment(kind, part, micro_batch)
+        return self.hooks.segment(kind, part, micro_batch)
 
     def weight_gradients(
         self, part: int, micro_batch: int, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]
     ) -> None:
         """W of the program: what the backward of the input alone put off, as (parameter, its whole gradient)."""
-        self.passes.weight_gradients(part, micro_batch, pairs)
+        self.hooks.weight_gradients(part, micro_batch, pairs)
 
     def poll(self) -> bool:
         """Let what is in flight move on, while the caller waits for something else; True if there is more to come."""
-        self.passes.poll()
+        self.hooks.poll()
         return self.gathers.busy or self.reductions.busy
 
     def step(self) -> StepInfo:
@@ -147,11 +136,11 @@ class Engine:
         A norm that is not finite skips the update on every rank. Raises RuntimeError if the number of
         backwards is not what begin_step was told.
         """
-        self.passes.check_done()
+        self.hooks.check_done()
         if self.mesh.ends is not None:
-            self.reducing.join_ends(self.mesh.ends)
-        self.reducing.wait()
-        self.gathering.drop_all()  # what ran ahead and was not used may still be reading the master weights
+            self.reducer.join_ends(self.mesh.ends)
+        self.reducer.wait()
+        self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
         if self.mesh.device.type == "cuda":
             # The norm is read by the host below: standing here instead keeps the reductions' tail out of the
             # optimizer's time.
@@ -169,9 +158,9 @@ class Engine:
 
     def abort_step(self) -> None:
         """Give the open step up, on every rank alike (after an exception): no update, gradients are forgotten."""
-        self.reducing.abort()
-        self.gathering.drop_all()
-        self.passes.abort()
+        self.reducer.abort()
+        self.gatherer.drop_all()
+        self.hooks.abort()
         self.issued.take()  # ranks may have been broken off at different places
         self.rounding.abort()
         self._end_step(updated=False)
@@ -180,7 +169,7 @@ class Engine:
     def evaluation(self) -> Iterator[None]:
         """Forwards without gradient, between steps; training goes on bit for bit as if it had not been."""
         self._between_steps("evaluation()")
-        program = self.gathering.program
+        program = self.gatherer.program
         program.open(())
         program.enter(Segment(EVALUATION))
         try:
@@ -188,7 +177,7 @@ class Engine:
                 yield
         finally:
             program.leave()
-            self.gathering.drop_all()
+            self.gatherer.drop_all()
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None, write: bool = False) -> Iterator[None]:
@@ -203,7 +192,7 @@ class Engine:
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
         for unit in units:
-            self.gathering.ensure(unit)
+            self.gatherer.ensure(unit)
             unit.pinned += 1
         # Rounded weights do not tell which of the masters behind them were written.
         seen = [unit.full.clone() if write and unit.codecs.weights else None for unit in units]
@@ -218,12 +207,12 @@ class Engine:
         finally:
             for unit in units:
                 unit.pinned -= 1
-            self.gathering.drop_all()
+            self.gatherer.drop_all()
 
     def invalidate(self) -> None:
         """The master weights were changed from outside (a checkpoint was loaded): every copy is stale.
 
-        Under the delta refresh R was loaded with them (``state.load_records``) and goes on from there.
+        Under the delta refresh R was loaded with them (``records.load_records``) and goes on from there.
         """
         for unit in self.units:
             unit.master_version += 1
@@ -237,9 +226,9 @@ class Engine:
         """
         self._between_steps("refresh()")
         for unit in self.units:
-            if unit.copy_version != unit.master_version:
-                self.gathering.ensure(unit)
-                self.gathering.drop_all()  # one unit's full parameters at a time
+            if unit.stale:
+                self.gatherer.ensure(unit)
+                self.gatherer.drop_all()  # one unit's full parameters at a time
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint keeps: counters that noise depends on, units that fell back. JSON types."""
@@ -255,7 +244,7 @@ class Engine:
     # -- parts of them ---------------------------------------------------------------------------
 
     def _plain_loop(self, micro_batches: int) -> list[Segment]:
-        parts = range(len(self.passes.parts))
+        parts = range(len(self.hooks.parts))
         once = [Segment(FORWARD, part) for part in parts] + [
             Segment(BACKWARD, part) for part in reversed(parts)
         ]
@@ -263,7 +252,7 @@ class Engine:
 
     def _between_steps(self, call: str) -> None:
         """Raises RuntimeError inside a step. What was done to weights since the last one comes before gathers."""
-        if self.passes.micro_batches:
+        if self.hooks.micro_batches:
             raise RuntimeError(f"{call} inside a step: call step() first")
         self.gathers.follow()
 
@@ -334,9 +323,9 @@ class Engine:
                 unit.drop_copy()
             if updated:
                 unit.master_version += 1
-                commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducing.exact)
+                commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducer.exact)
         self.rounding.updates += int(updated)
-        self.passes.micro_batches = 0
+        self.hooks.micro_batches = 0
 
 
 def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:

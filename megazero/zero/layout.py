@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -43,6 +45,19 @@ class Piece:
     start: int
     compact: int
     numel: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.numel)
+
+
+@dataclass(frozen=True)
+class GatherHop:
+    """One all-gather over the sub-axis of ``level``: from the buffer's part ``own`` into its part ``into``."""
+
+    level: int
+    own: slice
+    into: slice
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,15 @@ class Layout:
         assert outer <= level
         inside = zip(self.pieces(level), self.pieces(outer), strict=True)
         return tuple(Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
+
+    def gather_hops(self, deepest: int, outer: int, base: int) -> tuple[GatherHop, ...]:
+        """The all-gathers from this rank's slice of the ``deepest`` level to that of level ``outer``, in their order,
+        inside a compact buffer of level ``base``. Of layouts with one region."""
+        hops = []
+        for level in range(deepest, outer, -1):
+            (own,), (into,) = self.within(level, base), self.within(level - 1, base)
+            hops.append(GatherHop(level, own.span, into.span))
+        return tuple(hops)
 
     def ranges(self, level: int) -> list[tuple[Slot, int, int, int]]:
         """Parameters in the level's slice: (slot, first, last + 1 flat element of it, compact start)."""
@@ -139,3 +163,17 @@ def make_layout(
         end = begin + -(-(at - begin) // quantum) * quantum
         regions.append((begin, end - begin))
     return Layout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A compact buffer of one level's slice: the whole unit (0), a P slice, a G slice, ..."""
+
+    layout: Layout
+    buffer: torch.Tensor
+    level: int
+
+    def rows(self, level: int, count: int) -> list[torch.Tensor]:
+        """Of this rank's slice of a deeper level, the part of each region as a view [count, -1]."""
+        within = self.layout.within(level, self.level)
+        return [self.buffer[p.span].view(count, -1) for p in within]

@@ -20,7 +20,7 @@ class Codecs:
     weights: of the refresh; the gathers inside P send what was received. gradients_intra, gradients_inter: of
     reductions inside a node and across nodes. Blocks must divide the policy's block.
     delta: the refresh sends master - R instead of the master, R being the P copy that every receiver holds
-        (DESIGN of the delta refresh in unit.py); the gathers inside P then send R in the parameters' dtype. Takes
+        (R in unit.py); the gathers inside P then send R in the parameters' dtype. Takes
         effect where P < OS.
     feedback: what the rounding of a gradient's crossing lost is added to the next step's gradient at the sender
         (error feedback, Seide et al. 2014). Only of hops across nodes that run once per step.

@@ -1,6 +1,6 @@
 """What rounding on the wire needs (noise, the divisor) and what it leaves (sampled errors).
 
-One Rounding per engine, handed to the chains of movement.py and reduction.py. Noise is a function of (seed,
+One Rounding per engine, handed to the chains of gather.py and reduce.py. Noise is a function of (seed,
 updates, unit, hop, sender, element), so it is the same after a resume, and replicas that round the same slice draw
 the same.
 """
@@ -48,16 +48,25 @@ class Rounding:
         return Noise(self.seed, self.updates, stream, start)
 
     def measures(self, unit: Unit, codec: Codec) -> bool:
+        """Whether ``measure`` wants what these messages lost."""
         watched = self.observer is not None or unit.name == self.sampled
         return watched and not isinstance(codec, Identity)
 
-    def add(self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: torch.Tensor) -> None:
-        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the sample."""
+    def measure(
+        self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: Callable[[], torch.Tensor]
+    ) -> None:
+        """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the sample.
+
+        exact: what was encoded. sent: makes what it decodes to, of the same shape; called if it is looked at.
+        """
+        if not self.measures(unit, codec):
+            return
+        decoded = sent()
         if self.observer is not None:
-            self.observer(unit, codec, kind, exact, sent)
+            self.observer(unit, codec, kind, exact, decoded)
         if unit.name != self.sampled:
             return
-        squares = torch.stack([(sent - exact).double().square().sum(), exact.double().square().sum()])
+        squares = torch.stack([(decoded - exact).double().square().sum(), exact.double().square().sum()])
         if kind in self.sums:
             # In place: on CUDA a unit's chains take turns on streams, and memory freed here would be the first one's.
             self.sums[kind].add_(squares)

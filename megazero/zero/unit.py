@@ -42,7 +42,7 @@ from math import prod
 import torch
 from torch import nn
 
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise
+from megazero.comm.codec import Codec, Identity
 from megazero.comm.lane import Ticket
 from megazero.zero.binding import Binding
 from megazero.zero.layout import Layout, Slot
@@ -57,7 +57,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class Unit:
-    """Buffers and counters of one unit; what moves between ranks is in movement.py and reduction.py."""
+    """Buffers, versions and counters of one unit; what moves between ranks is in gather.py and reduce.py."""
 
     def __init__(
         self,
@@ -117,6 +117,8 @@ class Unit:
         self.direct = self.direct and len(self.layout.regions) == 1
         self.refresh_wire = self._wire_layout(self.refresh_codec, self.levels.os)
         self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
+        self.refresh_hops = self.refresh_wire.gather_hops(self.levels.os, self.levels.p, self.levels.p)
+        self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
         self.copy = self.full if self.levels.p == 0 else self.new_wire(self.levels.p)
 
     def _wire_layout(self, codec: Codec, level: int) -> Layout:
@@ -131,7 +133,7 @@ class Unit:
         kept = levels.p == levels.os or self.lifetime == "resident"
         if self.direct and self.dtype == self.sum_dtype and kept and not self.delta:
             (own,) = self.wire.within(levels.os, levels.p)
-            return self.copy[own.start : own.start + own.numel]
+            return self.copy[own.span]
         return torch.zeros(self.layout.level_numel(levels.os), dtype=self.sum_dtype, device=self.device)
 
     def send_exactly(self, kind: str) -> None:
@@ -158,11 +160,6 @@ class Unit:
     def new_wire(self, level: int) -> torch.Tensor:
         """A buffer for the messages that gathers of a level's slice send."""
         return torch.empty(self.wire.level_numel(level), dtype=self.codec.wire_dtype, device=self.device)
-
-    def regions_of(self, buffer: torch.Tensor, level: int, base: int, rows: int) -> list[torch.Tensor]:
-        """The level's slice inside a compact buffer of level ``base``, as [rows, -1] per region."""
-        within = self.layout.within(level, base)
-        return [buffer[p.start : p.start + p.numel].view(rows, -1) for p in within]
 
     def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take the parameters' values [shape of each] into the master and make the Parameters views of full."""
@@ -224,48 +221,6 @@ class Unit:
         numel = self.refresh_wire.level_numel(self.levels.p)
         return torch.empty(numel, dtype=self.refresh_codec.wire_dtype, device=self.device)
 
-    def encode(self, out: torch.Tensor, noise: Noise) -> None:
-        """The refresh's message [m] of this rank's OS slice into ``out``."""
-        source = self.regions_of(self.master, self.levels.os, self.levels.os, 1)
-        message = out.view(1, -1)
-        if self.direct and not self.delta:
-            # A cast, or nothing where master is the copy.
-            self.codec.decode(self.codec.encode(source[0]), message)
-            return
-        if self.delta and self.codecs.weights is not None:
-            held = self.regions_of(self.copy, self.levels.os, self.levels.p, 1)[0]
-            source[0] = source[0].to(self.dtype).to(self.sum_dtype) - held
-        self.refresh_codec.encode(*source, noise=noise, out=message)
-
-    def receive(self, messages: torch.Tensor) -> None:
-        """The messages of a refresh into the P copy, where that is not what they were received in."""
-        level = self.levels.p
-        if not self.delta and (level or self.direct):
-            return
-        rows = prod(self.refresh_wire.sizes[level:])
-        regions = self.regions_of(self.copy, level, level, rows)
-        if self.delta and isinstance(self.refresh_codec, Blockwise):
-            self.refresh_codec.decode_add(messages.view(rows, -1), *regions)
-        else:
-            self.refresh_codec.decode(messages.view(rows, -1), *regions)
-
-    def decode(self, messages: torch.Tensor) -> None:
-        """The messages that gathers over P brought together, into full (P > 1)."""
-        if not self.direct:
-            rows = prod(self.wire.sizes)
-            self.codec.decode(messages.view(rows, -1), *self.regions_of(self.full, 0, 0, rows))
-
-    def used(self) -> torch.Tensor:
-        """Compact [n/OS]: the parameters that forwards see where this rank owns them, P copy up to date."""
-        levels, layout = self.levels, self.layout
-        if self.delta or not levels.p:
-            return torch.cat([r.view(-1) for r in self.regions_of(self.copy, levels.os, levels.p, 1)])
-        out = torch.empty(layout.level_numel(levels.os), dtype=self.dtype, device=self.device)
-        (own,) = self.wire.within(levels.os, levels.p)
-        message = self.copy[own.start : own.start + own.numel].view(1, -1)
-        self.codec.decode(message, *self.regions_of(out, levels.os, levels.os, 1))
-        return out
-
     def open_residual(self) -> torch.Tensor:
         """The residual, zeros at first."""
         assert self.crossing is not None
@@ -284,9 +239,14 @@ class Unit:
         return self.refresh_wire.level_numel(0) * self.refresh_codec.wire_dtype.itemsize
 
     @property
+    def stale(self) -> bool:
+        """The P copy is behind the master weights."""
+        return self.copy_version != self.master_version
+
+    @property
     def ready(self) -> bool:
         """Full parameters of the current version are there."""
-        return self.full_present and self.copy_version == self.master_version and self.ticket is None
+        return self.full_present and not self.stale and self.ticket is None
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -311,7 +271,7 @@ class Unit:
                 self.touched.add(name)
         param.grad = None
 
-    def fill_missing(self) -> None:
+    def _fill_missing(self) -> None:
         """Parameters without gradient contribute zeros, in staging (every micro-batch) or in grad (at the last)."""
         if self.levels.g:
             if self.staging is None:
@@ -328,7 +288,20 @@ class Unit:
             slot = self.slots[name]
             buffer[slot.start : slot.start + slot.numel].zero_()
 
+    def close_micro_batch(self, last: bool) -> torch.Tensor | None:
+        """All gradients of a micro-batch have arrived: hand over its staging (None where G = 1).
+
+        last: of the step. Afterwards the unit waits for the next micro-batch's.
+        """
+        if self.levels.g or last:
+            self._fill_missing()
+        staging, self.staging = self.staging, None
+        self.pending = set(self.trainable)
+        self.backwards += 1
+        return staging
+
     def begin_step(self) -> None:
+        """Forget the last step's gradients, and count backwards from 0."""
         if self.grad is None and self.trainable:
             self.grad = torch.zeros(
                 self.layout.level_numel(self.levels.g), dtype=self.sum_dtype, device=self.device

@@ -17,7 +17,7 @@ from megazero import zero
 from megazero.config import resolve_shards
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder, initializer, make_model
-from megazero.zero.state import held_bytes
+from megazero.zero.records import held_bytes
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 CLIP = 1.0
@@ -160,7 +160,7 @@ def bytes_in_step(preset: str, shape: Shape, ranks_per_node: int, device: torch.
         engine.module(tokens, tokens).sum().backward()
     for unit in engine.units:
         if unit.levels.p:
-            engine.gathering.release(unit)
+            engine.gatherer.release(unit)
     engine.optimizer.ensure_state()
     held = held_bytes(engine)
     engine.step()

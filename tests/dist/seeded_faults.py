@@ -16,8 +16,9 @@ from megazero.config import RunConfig
 from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
-from megazero.zero import Engine, reduction
+from megazero.zero import Engine, reduce
 from megazero.zero import engine as engine_module
+from megazero.zero.layout import Slice
 from megazero.zero.unit import Unit
 
 
@@ -45,7 +46,7 @@ def seeded(name: str, engine: Engine, pipeline: Pipeline, config: RunConfig) -> 
 
 def _skip_last_reduction(place: Place) -> None:
     """A step's last micro-batch adds nothing to the gradients."""
-    count = place.engine.reducing
+    count = place.engine.reducer
     stage = Unit.stage
 
     def skipping(unit: Unit, name: str, param: torch.nn.Parameter) -> None:
@@ -101,7 +102,7 @@ def _swapped_shard(place: Place) -> None:
     def swapping() -> Any:
         for unit in place.engine.units:
             assert unit.grad is not None
-            for own in unit.regions_of(unit.grad, unit.levels.os, unit.levels.g, 1):
+            for own in Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1):
                 every = own.new_empty(axis.size * own.numel())
                 all_gather_flat(every, own.reshape(-1).clone(), group=axis.reduce_group)
                 if axis.index < 2:
@@ -113,7 +114,7 @@ def _swapped_shard(place: Place) -> None:
 
 def _wrong_tied_sum(place: Place) -> None:
     """The two ends of the pipeline do not add up the gradients of their tied embedding."""
-    place.replace(place.engine.reducing, "join_ends", lambda ends: None)
+    place.replace(place.engine.reducer, "join_ends", lambda ends: None)
 
 
 def _lost_activation(place: Place) -> None:
@@ -141,7 +142,7 @@ def _wrong_noise(place: Place) -> None:
 
 def _wrong_bytes(place: Place) -> None:
     """Every exchange of gradients is sent twice."""
-    exchange = reduction.start_exchange
+    exchange = reduce.start_exchange
     flying: list[Any] = []  # not waited for: that would hold the other lanes' chains
 
     def twice(axis: Any, out: Tensor, messages: Tensor, traffic: Any) -> Any:
@@ -149,7 +150,7 @@ def _wrong_bytes(place: Place) -> None:
         flying.append((exchange(axis, spare, messages, traffic), spare, messages))
         return exchange(axis, out, messages, traffic)
 
-    place.replace(reduction, "start_exchange", twice)
+    place.replace(reduce, "start_exchange", twice)
 
 
 FAULTS: dict[str, Callable[[Place], None]] = {

@@ -12,7 +12,7 @@ from torch import nn
 
 from megazero import zero
 from megazero.mesh.mesh import create_mesh
-from megazero.zero.state import save_records
+from megazero.zero.records import save_records
 from tests.dist.capture import weights
 from tests.dist.pool import run_ranks
 from tests.dist.test_engine_rules import Stack, make

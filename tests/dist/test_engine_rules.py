@@ -268,8 +268,8 @@ def prefetch():
     wait = engine.gathers.wait
     engine.gathers.wait = lambda ticket: (waited.append(ticket.label), wait(ticket))
     launched = []
-    launch = engine.gathering._launch
-    engine.gathering._launch = lambda unit: (
+    launch = engine.gatherer._launch
+    engine.gatherer._launch = lambda unit: (
         launched.append((engine.units.index(unit), len(waited))),
         launch(unit),
     )

@@ -80,8 +80,8 @@ def refreshed():
     model(torch.ones(3, 8)).sum().backward()
     engine.step()
     most = []
-    ensure = engine.gathering.ensure
-    engine.gathering.ensure = lambda unit: (
+    ensure = engine.gatherer.ensure
+    engine.gatherer.ensure = lambda unit: (
         ensure(unit),
         most.append(sum(u.full_present for u in engine.units)),
     )

@@ -51,7 +51,7 @@ def shares(name: str, shards: tuple[int, int, int]) -> list[tuple[float, ...]]:
     engine = zero.shard(model, mesh=mesh, policy=policy, units=model, optimizer=SGD)
     total = sum(u.full.nbytes for u in engine.units) / len(model)
     called, held = [], []
-    use = engine.gathering.use
+    use = engine.gatherer.use
 
     def watch(needs):
         here = [u for u in needs if u.ready or u.ticket is not None]
@@ -59,7 +59,7 @@ def shares(name: str, shards: tuple[int, int, int]) -> list[tuple[float, ...]]:
         use(needs)
         held.append(sum(u.full.nbytes for u in engine.units if u.full_present) / total)
 
-    engine.gathering.use = watch
+    engine.gatherer.use = watch
     for _ in range(2):
         called.clear(), held.clear()
         engine.begin_step(1)

@@ -19,12 +19,12 @@ from megazero.comm.codec import Blockwise
 from megazero.config import World, make_config
 from megazero.mesh.launch import Launch
 from megazero.train import setup
-from megazero.zero.reduction import residual_sum
-from megazero.zero.state import (
+from megazero.zero.records import (
     load_kinds,
     load_rank_tensors,
     load_records,
     rank_tensors,
+    residual_sum,
     save_records,
 )
 from tests.dist.capture import assemble, local_slices

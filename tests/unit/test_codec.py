@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megazero.kernels.format import DEFAULT_BLOCK
 
-from megazero.comm.codec import Blockwise, Identity, Noise, sum_encode
+from megazero.comm.codec import Blockwise, Identity, Noise
 
 BITS = st.sampled_from([2, 4, 8])
 BLOCK = st.sampled_from([8, 16, 64, 128, 512])
@@ -157,9 +157,6 @@ def test_sums_and_the_middle_of_two_hops(
     codec.decode_sum(messages, sums, False, exact_sums)
     fused = codec.decode_sum_encode(messages, n, following, rows, exact=e * rows, noise=noise)
     assert torch.equal(fused, following.encode(sums.view(rows, -1), exact_sums.view(rows, -1), noise=noise))
-    assert torch.equal(fused, sum_encode(codec, messages, n, following, rows, exact=e * rows, noise=noise))
-    exactly = sum_encode(codec, messages, n, Identity(torch.float32), rows, exact=e * rows)
-    assert torch.equal(exactly, torch.cat([sums.view(rows, -1), exact_sums.view(rows, -1)], 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -216,13 +213,9 @@ def test_slices_of_exact_elements_alone(bits: int, e: int) -> None:
     sums = torch.ones(e)
     codec.decode_sum(messages, torch.empty(0), True, sums)
     assert torch.equal(sums, 1 + exact[0] + exact[1] + exact[2])
-    middle, following = sum_encode(codec, messages, 0, codec, 2, exact=e), torch.empty(2, e // 2)
+    middle, following = codec.decode_sum_encode(messages, 0, codec, 2, exact=e), torch.empty(2, e // 2)
     codec.decode(middle, torch.empty(2, 0), following)
     assert torch.equal(following.flatten(), exact[0] + exact[1] + exact[2])
-    for pair in ((codec, Identity(torch.float32)), (Identity(torch.float32), codec)):
-        source = messages if pair[0] is codec else exact
-        out = sum_encode(pair[0], source, 0, pair[1], 2, exact=e)
-        assert out.shape == (2, pair[1].message_numel(0, e // 2))
 
 
 def test_long_slices_are_taken_in_chunks() -> None:

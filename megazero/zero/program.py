@@ -26,7 +26,7 @@ class Segment(NamedTuple):
 Use = tuple[int, ...]  # indices of the units that one module needs
 
 
-class Order:
+class UseOrder:
     """What modules need, in order of use within one kind of segment."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Program:
     """The open step's segments, where it is in them, and the recorded orders."""
 
     def __init__(self) -> None:
-        self.orders: defaultdict[Segment, Order] = defaultdict(Order)
+        self.orders: defaultdict[Segment, UseOrder] = defaultdict(UseOrder)
         self.segments: Sequence[Segment] = ()
         self.at = 0  # the current segment, or the next one
         self.current: Segment | None = None
@@ -100,7 +100,7 @@ class Program:
         return range(self.at + int(self.current is not None), len(self.segments))
 
 
-class OrderHash:
+class IssueHash:
     """Hash of everything issued in a step, 32 bits: exact in a float64 that ranks exchange."""
 
     def __init__(self) -> None:

@@ -7,34 +7,32 @@ the ends exchange their OS slices. Both add up the same decoded messages, so mas
 
 from __future__ import annotations
 
-import torch
-
-from megazero.comm.codec import Identity
+from megazero.comm.codec import Identity, decoded
 from megazero.comm.hops import start_gather
 from megazero.comm.lane import Chain, Leg
-from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
-from megazero.zero.rounding import GRADIENTS, Rounding
+from megazero.zero.context import Context, leg
+from megazero.zero.layout import Slice
+from megazero.zero.rounding import GRADIENTS
 from megazero.zero.unit import Unit
 
 
-def ends_plan(ends: Axis) -> tuple[Leg, ...]:
-    return (Leg(ends.name, f"reduce_{ends.link.removesuffix('_node')}"),)
+def tied_legs(ends: Axis) -> tuple[Leg, ...]:
+    """``sum_ends``'s one collective."""
+    return (leg("reduce", ends),)
 
 
-def sum_ends(unit: Unit, ends: Axis, exact: bool, rounding: Rounding, traffic: Traffic) -> Chain:
+def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     """Both ends' sums into this rank's OS slice of ``grad``, in the codec of gradients for the ends' link."""
     assert unit.grad is not None
     codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
-    rows = unit.regions_of(unit.grad, unit.levels.os, unit.levels.g, 1)
+    rounding = context.rounding
+    rows = Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1)
     start = unit.layout.pieces(unit.levels.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
     own = codec.encode(*rows, noise=rounding.noise(unit, f"end {ends.index}", start))
-    if rounding.measures(unit, codec):
-        sent = [torch.empty_like(r) for r in rows]
-        codec.decode(own, *sent)
-        rounding.add(unit, codec, GRADIENTS, rows[0], sent[0])
+    rounding.measure(unit, codec, GRADIENTS, rows[0], lambda: decoded(codec, own, rows)[0])
     both = own.new_empty(2, own.shape[1])
-    yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", traffic)
+    yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", context.traffic)
     first, *rest = (r.view(-1) for r in rows)
     codec.decode_sum(both, first, False, *rest)

@@ -8,11 +8,17 @@ import torch
 
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
+from megazero.comm.codec import Identity
+from megazero.comm.traffic import Traffic
 from megazero.mesh.collectives import all_gather_flat
+from megazero.mesh.mesh import Axis
+from megazero.zero.context import Context
 from megazero.zero.engine import Engine
-from megazero.zero.layout import Slot
-from megazero.zero.reduction import residual_sum
-from megazero.zero.rounding import KINDS
+from megazero.zero.layout import Slice, Slot
+from megazero.zero.policy import Policy
+from megazero.zero.program import IssueHash
+from megazero.zero.reduce import Hop, Reduction, Turn
+from megazero.zero.rounding import KINDS, Rounding
 from megazero.zero.unit import Unit
 
 WEIGHTS, MASTER, RESIDUAL, ERRORS = "weights", "master", "residual", "rounding errors"
@@ -29,7 +35,7 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
     engine.optimizer.ensure_state()
     records = []
     for unit in engine.units:
-        if unit.delta and unit.copy_version != unit.master_version:
+        if unit.delta and unit.stale:
             raise RuntimeError(
                 "save_records() needs engine.refresh() before it: R is behind the master weights"
             )
@@ -66,6 +72,30 @@ def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
         all_gather_flat(both.view(-1), owed, group=engine.mesh.ends.reduce_group)
         owed = both[0] + both[1]
     return owed
+
+
+def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
+    """Compact [n/OS]: the residual summed over senders, and what is carried: all that rounding still owes this slice.
+
+    Collective.
+    """
+    levels, device = unit.levels, unit.device
+    owed = torch.zeros(unit.layout.level_numel(levels.os), dtype=unit.sum_dtype, device=device)
+    if unit.residual is not None:
+        assert unit.crossing is not None
+        sums = Slice(unit.layout, unit.residual.clone(), unit.crossing)
+        context = Context(axes, Policy(), Rounding(0, rank, device), Traffic(), IssueHash())
+        reduction, exact = Reduction(unit, Turn(0, True), context), Identity(unit.sum_dtype)
+        hops = [Hop(context.axis(n), n, exact) for n in range(unit.crossing + 1, levels.all + 1)]
+        chains = [reduction.descend(hops, sums, sums)]
+        chains += [reduction.share_back(hop, sums) for hop in reversed(hops) if hop.level > levels.os]
+        for chain in chains:
+            for work in chain:
+                work.wait()
+        owed_rows = Slice(unit.layout, owed, levels.os).rows(levels.os, 1)
+        for out, rows in zip(owed_rows, sums.rows(levels.os, 1), strict=True):
+            out.copy_(rows)
+    return owed if unit.carry is None else owed.add_(unit.carry)
 
 
 def is_second_end(engine: Engine, unit: Unit) -> bool:

@@ -1,6 +1,6 @@
-"""The passes of a step: hooks on the module that say "this unit is needed now" and "this gradient is there".
+"""Hooks on the module: they say "this unit is needed now" and "this gradient is there", and nothing else.
 
-One Passes per engine. A pass is one segment of the step's program (order.py). A pipeline enters and leaves its
+One Hooks per engine. A pass is one segment of the step's program (program.py). A pipeline enters and leaves its
 segments; in a loop of plain forwards and backwards the hooks begin them, of the part that their unit is in.
 Nothing is inferred from the hooks' order but the order of use.
 """
@@ -19,37 +19,33 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.build import Plan
-from megazero.zero.gathering import Gathering
+from megazero.zero.gather import Gatherer
 from megazero.zero.graph import brings_gradients
-from megazero.zero.order import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.outside import guard_reads
-from megazero.zero.reducing import Reducing
+from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
+from megazero.zero.reduce import Reducer
 from megazero.zero.released import outliving
 from megazero.zero.unit import Unit
 
 
-class Passes:
-    """Counts a step's backwards and tells gathering and reducing what the module's hooks see.
+class Hooks:
+    """Counts a step's backwards and tells gatherer and reducer what the module's hooks see.
 
     micro_batches: of the step that is open; 0: none is. backwards: of them that are done, by part.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, gathering: Gathering, reducing: Reducing) -> None:
-        self.units, self.gathering, self.reducing = plan.units, gathering, reducing
-        self.program = gathering.program
+    def __init__(self, module: nn.Module, plan: Plan, gatherer: Gatherer, reducer: Reducer) -> None:
+        self.units, self.gatherer, self.reducer = plan.units, gatherer, reducer
+        self.program = gatherer.program
         self.micro_batches = 0
         self.parts = [[u for u in plan.units if u.part == part] for part in range(plan.parts)]
         self.backwards = [0] * plan.parts
         self._forward_uses: list[list[Unit]] = [[] for _ in self.parts]  # of each part's last forward
         self._running = False  # a graph task of autograd that uses parameters
-        self._counted: set[int] = (
-            set()
-        )  # parts whose backward of the step it is: torch.autograd.grad's is none
+        self._counted = set[int]()  # parts whose backward of the step it is: torch.autograd.grad's is none
         self._creates_graph = False  # create_graph=True: its gradients are part of a loss
         self._forwards = 0  # of hooked modules that are open
-        self._done: list[
-            Unit
-        ] = []  # have all their gradients, and may be read until the next module's backward
+        self._done: list[Unit] = []  # have all gradients; may be read until the next module's backward
         self._declared = False  # segments are entered by ``segment``, not by the hooks
         self._splits = False  # the program has backwards of the input alone
         self._micro_batch = 0
@@ -106,7 +102,7 @@ class Passes:
         """Take the gradients that a backward of the input alone put off; with them go those it did not."""
         self._enter(WEIGHT, part, micro_batch)
         self._check_announced(part)
-        self.reducing.open(self._reduction_order(part))
+        self.reducer.open(self._reduction_order(part))
         held = self._held.pop((part, micro_batch), {})
         for param, grad in pairs:
             unit, name = self._owner[id(param)]
@@ -116,7 +112,7 @@ class Passes:
                 self._deliver(unit, held.pop(unit))
         for unit, grads in held.items():
             self._deliver(unit, grads)
-        self.reducing.close()
+        self.reducer.close()
         self.backwards[part] += 1
         self.program.leave()
 
@@ -140,9 +136,8 @@ class Passes:
 
     def _deliver(self, unit: Unit, grads: dict[str, torch.Tensor]) -> None:
         for name, grad in grads.items():
-            param = unit.params[name]
-            param.grad = grad
-            self._arrived(unit, name, param)
+            unit.params[name].grad = grad
+            self._arrived(unit, name, unit.params[name])
 
     def _enter(self, kind: str, part: int = 0, micro_batch: int = 0) -> None:
         self.program.enter(Segment(kind, part))
@@ -176,17 +171,17 @@ class Passes:
     def _hook_gradients(self) -> None:
         # Python's collector does not see into these hooks: a strong reference would keep the engine, its buffers and
         # the mesh's communicators for ever.
-        passes = weakref.ref(self)
+        seen_by = weakref.ref(self)
         for index, unit in enumerate(self.units):
             for name in unit.trainable:
                 unit.params[name].register_post_accumulate_grad_hook(
-                    partial(_grad_arrived, passes, index, name)
+                    partial(_grad_arrived, seen_by, index, name)
                 )
 
     def _pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
         if torch._C._current_graph_task_id() != -1:  # a recompute
             for unit in needs:
-                self.gathering.ensure(unit)
+                self.gatherer.ensure(unit)
             return
         self._forwards += 1
         if not needs:
@@ -198,14 +193,14 @@ class Passes:
             if self.program.current.kind == FORWARD and unit not in uses:
                 uses.append(unit)
             unit.active += 1
-        self.gathering.use(needs)
+        self.gatherer.use(needs)
         if self._splits and torch.is_grad_enabled():
             self._watch_input(needs, args)
 
     def _open_forward(self, part: int) -> None:
         current = self.program.current
         if current is None and not self.micro_batches:
-            self.gathering.lane.follow()
+            self.gatherer.lane.follow()
         if current is None or current.kind == FORWARD and current.part != part and not self._declared:
             self._enter(FORWARD, part)
 
@@ -229,13 +224,11 @@ class Passes:
         self._forwards -= 1
         for unit in needs:
             unit.active -= 1
-            self.gathering.release(unit)
+            self.gatherer.release(unit)
         for unit in needs:
             if not unit.pinned:  # else gathered() looks when its block ends
-                unit.check_unwritten(
-                    "in a forward",
-                    "write between steps, inside `with engine.gathered(write=True)`",
-                )
+                cure = "write between steps, inside `with engine.gathered(write=True)`"
+                unit.check_unwritten("in a forward", cure)
         self.poll()
         if needs and torch.is_grad_enabled() and output is not None:
             self._watch_backward(needs, output)
@@ -263,9 +256,9 @@ class Passes:
         for unit in wanted:
             unit.in_backward = True
         if counts and wanted:
-            self.gathering.use(wanted)
+            self.gatherer.use(wanted)
         for unit in needs:
-            self.gathering.ensure(unit)
+            self.gatherer.ensure(unit)
         self.poll()
 
     def _grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
@@ -292,7 +285,7 @@ class Passes:
                 # used them detached runs before the gradient leaves the module. Frozen ones give no such sign: their
                 # unit stays gathered to the end of the backward.
                 self._done.append(unit)
-            self.reducing.completed(unit)
+            self.reducer.completed(unit)
         self.poll()
 
     def _segment_is_backward(self) -> bool:
@@ -312,7 +305,7 @@ class Passes:
                 self._enter(BACKWARD, unit.part)
             assert self.program.current is not None
             if self.program.current.kind == BACKWARD:
-                self.reducing.open(self._reduction_order(unit.part))
+                self.reducer.open(self._reduction_order(unit.part))
             self._counted.add(unit.part)
         if not self._running:
             torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)  # type: ignore[attr-defined]
@@ -324,7 +317,7 @@ class Passes:
         if self._counted:
             assert self.program.current is not None
             if self.program.current.kind == BACKWARD:
-                self.reducing.close()
+                self.reducer.close()
                 for part in self._counted:
                     self.backwards[part] += 1
         if self._counted or not self._creates_graph:  # else a backward through the gradients is to come
@@ -344,15 +337,14 @@ class Passes:
     def _end_use(self, unit: Unit) -> None:
         if unit.in_backward:
             unit.in_backward = False
-            self.gathering.release(unit)
+            self.gatherer.release(unit)
 
     def poll(self) -> None:
         """Move on what is in flight (on gloo chains advance only when someone looks)."""
-        self.gathering.lane.poll()
-        self.reducing.lane.poll()
+        self.gatherer.lane.poll()
+        self.reducer.lane.poll()
 
 
-def _grad_arrived(passes: weakref.ref[Passes], index: int, name: str, param: nn.Parameter) -> None:
-    alive = passes()
-    if alive is not None:
+def _grad_arrived(seen_by: weakref.ref[Hooks], index: int, name: str, param: nn.Parameter) -> None:
+    if (alive := seen_by()) is not None:
         alive._grad_ready(alive.units[index], name, param)

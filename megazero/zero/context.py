@@ -1,0 +1,39 @@
+"""What both directions of an engine's communication share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.comm.lane import Leg
+from megazero.comm.traffic import Traffic
+from megazero.mesh.mesh import Axis
+from megazero.zero.policy import Policy
+from megazero.zero.program import IssueHash
+from megazero.zero.rounding import Rounding
+
+
+@dataclass(frozen=True)
+class Context:
+    """axes: the data-parallel sub-axes, innermost first. rounding, traffic: of the whole engine. issued: hash of all
+    collectives that this rank has issued in the step.
+    """
+
+    axes: Sequence[Axis]
+    policy: Policy
+    rounding: Rounding
+    traffic: Traffic
+    issued: IssueHash
+
+    def axis(self, level: int) -> Axis:
+        """The sub-axis between level - 1 and ``level``."""
+        return self.axes[level - 1]
+
+    def legs(self, kind: str, levels: Sequence[int]) -> tuple[Leg, ...]:
+        """One collective of a kind ('refresh', 'gather', 'reduce') on the axis of each of these levels, in order."""
+        return tuple(leg(kind, self.axis(level)) for level in levels)
+
+
+def leg(kind: str, axis: Axis) -> Leg:
+    """A collective's axis, and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
+    return Leg(axis.name, f"{kind}_{axis.link.removesuffix('_node')}")

@@ -1,0 +1,210 @@
+"""The way of weights: when units are gathered and dropped, and what a gather sends, hop by hop.
+
+``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what moves
+for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has finished. It takes the
+sub-axes outermost first, one collective and one message per sub-axis: first, once per update, the refresh of the P
+copy over the axes between P and OS (qwZ, ZeRO++ section 4.1), then the gather over P.
+
+What a gather must come after on CUDA. Its chain runs on a stream of the lane, behind what the compute stream had been
+given at the lane's last ``follow`` and not behind what it was given since: a gather may run beside all compute that
+was enqueued before it. ``follow`` is called at every drop, and when gathers begin outside of a step (``begin_step``,
+evaluation, ``gathered``, ``refresh``, a forward between steps). That is enough:
+
+- Memory. Buffers that come and go (full, copy, passing messages) are allocated inside chains, so the allocator takes
+  them from blocks that were allocated on the same stream before. Such a block came free in a chain of that stream
+  (then the order of the stream is enough) or by a drop. Before a drop the compute stream has waited for every chain
+  that wrote or read the buffer, and all that reads it has been enqueued: what follows the drop follows those.
+- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step and the
+  next time that gathers begin, with nothing in flight (``drop_all``). Chains of one unit follow each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from math import prod
+
+import torch
+
+from megazero.comm.codec import Blockwise
+from megazero.comm.hops import start_gather
+from megazero.comm.lane import Chain, Lane
+from megazero.zero.context import Context
+from megazero.zero.layout import Slice
+from megazero.zero.program import EVALUATION, Program, Segment
+from megazero.zero.released import hide, show
+from megazero.zero.rounding import WEIGHTS
+from megazero.zero.unit import Unit
+
+
+class Gatherer:
+    """Keeps the units gathered that are in use, and what comes next on its way."""
+
+    def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
+        self.units, self.context, self.lane = units, context, lane
+        self.program = Program()
+        self.index = {u: i for i, u in enumerate(units)}
+        self.ahead: set[Unit] = set()  # gathered or on the way before use
+
+    @property
+    def evaluating(self) -> bool:
+        return self.program.current == Segment(EVALUATION)
+
+    def use(self, units: Sequence[Unit]) -> None:
+        """A module needs these units now: note it, start what comes next, return when they are gathered."""
+        self.program.use(tuple(self.index[u] for u in units))
+        self.ahead.difference_update(units)
+        for unit in units:
+            if not unit.ready and unit.ticket is None:
+                self._launch(unit)
+        self.prefetch()
+        for unit in units:
+            self.ensure(unit)
+
+    def ensure(self, unit: Unit) -> None:
+        """Gathered, without a word in the order (recompute, reading from outside)."""
+        if not unit.ready:
+            if unit.ticket is None:
+                self._launch(unit)
+            if unit.ticket is not None:
+                self.lane.wait(unit.ticket)
+                unit.ticket = None
+            assert unit.ready, f"unit {unit.name}: copy {unit.copy_version}, master {unit.master_version}"
+        show(unit)
+
+    def prefetch(self) -> None:
+        """Start gathers of what comes next: all that the next module needs, beyond it within the policy's bytes.
+
+        The next module is the first one that needs what is not here, or was started ahead of it.
+        """
+        # Bounded in uses, too: a long evaluation is one segment of many forwards.
+        modules = islice(self.program.upcoming(), 2 * len(self.units))
+        awaited = ([u for u in map(self.units.__getitem__, needs) if self._awaited(u)] for needs in modules)
+        coming = (units for units in awaited if units)
+        following = next(coming, [])
+        budget = self.context.policy.prefetch_bytes
+        budget -= sum(u.gather_bytes for u in self.ahead.difference(following))
+        self._start(following)
+        for units in coming:
+            for unit in units:
+                if unit not in self.ahead:
+                    budget -= unit.gather_bytes
+                    if budget < 0:
+                        return
+                    self._start([unit])
+
+    def release(self, unit: Unit) -> None:
+        """Drop the gathered parameters unless someone uses them now or next."""
+        if not unit.levels.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
+            return
+        keep = (
+            self.context.policy.keep_gathered and not self.evaluating and self.program.returns_to(unit.part)
+        )
+        if keep or self.program.next_is(self.index[unit]):
+            hide(unit)
+        elif unit.full_present:
+            self.lane.follow()
+            unit.drop_full()
+
+    def drop_all(self) -> None:
+        """Finish what is on its way and drop every gathered buffer (not the P copies)."""
+        self.lane.drain()
+        self.lane.follow()
+        self.ahead.clear()
+        for unit in self.units:
+            unit.ticket = None
+            if unit.levels.p and not unit.pinned:
+                unit.drop_full()
+
+    def _awaited(self, unit: Unit) -> bool:
+        """It has to be gathered for a later module, or is on its way to one."""
+        return unit in self.ahead or not unit.ready and unit.ticket is None
+
+    def _start(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit not in self.ahead:
+                self._launch(unit)
+                self.ahead.add(unit)
+
+    def _launch(self, unit: Unit) -> None:
+        self.context.issued.add(f"g{self.index[unit]}")
+        chain = gather_chain(unit, self.context)
+        refreshed = [hop.level for hop in unit.refresh_hops if unit.stale]
+        gathered = [hop.level for hop in unit.gather_hops]
+        plan = (*self.context.legs("refresh", refreshed), *self.context.legs("gather", gathered))
+        if plan:
+            unit.ticket = self.lane.submit(unit.name, plan, chain)
+        else:
+            deque(chain, maxlen=0)
+
+
+def gather_chain(unit: Unit, context: Context) -> Chain:
+    """Make the full parameters present: refresh the P copy if it is stale, then all-gather it over the P axes.
+
+    Every rank, the owner too, decodes what was received into ``full``, so all forwards read the same bits.
+    """
+    if unit.stale:
+        yield from _refresh(unit, context)
+    unit.materialise_full()
+    if not unit.gather_hops:
+        return
+    every = unit.full if unit.direct else unit.new_wire(0)
+    for hop in unit.gather_hops:
+        own = unit.copy if hop.level == unit.levels.p else every[hop.own]
+        yield start_gather(context.axis(hop.level), every[hop.into], own, "gather", context.traffic)
+    if not unit.direct:
+        rows = prod(unit.wire.sizes)
+        unit.codec.decode(every.view(rows, -1), *Slice(unit.layout, unit.full, 0).rows(0, rows))
+
+
+def _refresh(unit: Unit, context: Context) -> Chain:
+    """The P copy of the current master: each OS slice (or its difference to R) is encoded once per update, and the
+    messages are all-gathered over the axes between P and OS."""
+    messages = unit.open_refresh()
+    _encode(unit, messages, context)
+    for hop in unit.refresh_hops:
+        own, into = messages[hop.own], messages[hop.into]
+        yield start_gather(context.axis(hop.level), into, own, "refresh", context.traffic)
+    if unit.delta or not (unit.levels.p or unit.direct):  # else they were received in the P copy
+        rows = prod(unit.refresh_wire.sizes[unit.levels.p :])
+        regions = Slice(unit.layout, unit.copy, unit.levels.p).rows(unit.levels.p, rows)
+        if unit.delta and isinstance(unit.refresh_codec, Blockwise):
+            unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
+        else:
+            unit.refresh_codec.decode(messages.view(rows, -1), *regions)
+    unit.copy_version = unit.master_version
+    used = partial(used_weights, unit)
+    context.rounding.measure(unit, unit.refresh_codec, WEIGHTS, unit.master, used)
+
+
+def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
+    """The refresh's message of this rank's OS slice into its place in ``messages``, those of the P slice."""
+    levels = unit.levels
+    (own,) = unit.refresh_wire.within(levels.os, levels.p)
+    message = messages[own.span].view(1, -1)
+    source = Slice(unit.layout, unit.master, levels.os).rows(levels.os, 1)
+    if unit.direct and not unit.delta:
+        # A cast, or nothing where master is the copy.
+        unit.codec.decode(unit.codec.encode(source[0]), message)
+        return
+    if unit.delta and unit.codecs.weights is not None:
+        held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
+        source[0] = source[0].to(unit.dtype).to(unit.sum_dtype) - held
+    start = unit.layout.pieces(levels.os)[0].start
+    noise = context.rounding.noise(unit, "refresh", start)
+    unit.refresh_codec.encode(*source, noise=noise, out=message)
+
+
+def used_weights(unit: Unit) -> torch.Tensor:
+    """Compact [n/OS], the master's dtype: what forwards see of this rank's OS slice, once the P copy is current."""
+    levels = unit.levels
+    if unit.delta or not levels.p:
+        rows = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)
+        return torch.cat([r.view(-1) for r in rows]).to(unit.sum_dtype)
+    out = torch.empty(unit.layout.level_numel(levels.os), dtype=unit.dtype, device=unit.device)
+    (own,) = unit.wire.within(levels.os, levels.p)
+    message = unit.copy[own.span].view(1, -1)
+    unit.codec.decode(message, *Slice(unit.layout, out, levels.os).rows(levels.os, 1))
+    return out.to(unit.sum_dtype)

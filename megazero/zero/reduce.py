@@ -1,0 +1,339 @@
+"""The way of gradients: when a unit's reduction begins, and what it sends, hop by hop.
+
+``Reducer`` decides when: unit by unit as gradients complete, in one order on every rank, behind the backward.
+``Reduction`` is what moves for one unit and micro-batch, a chain for comm.lane: it yields each collective's Work and
+goes on when that has finished. It takes the sub-axes innermost first: all-to-all, then a sum by source index in at
+least fp32; one collective and one message per sub-axis (qgZ's two hops, ZeRO++ section 4.2, on any mesh).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded
+from megazero.comm.hops import start_exchange, start_gather
+from megazero.comm.lane import Chain, Lane, Leg, Ticket
+from megazero.mesh.grid import INTER
+from megazero.mesh.mesh import Axis
+from megazero.zero.context import Context
+from megazero.zero.feedback import add_residual, lost_slice
+from megazero.zero.layout import Slice
+from megazero.zero.rounding import GRADIENTS
+from megazero.zero.tied import sum_ends, tied_legs
+from megazero.zero.unit import EXACT, Unit
+
+
+class Reducer:
+    """Submits reductions in the reverse of the forward's order of first use, whichever gradients come first."""
+
+    def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
+        self.units, self.context, self.lane = units, context, lane
+        self.micro_batches = 0
+        self.exact = False  # gradient codecs are off in this step
+        self.index = {u: i for i, u in enumerate(units)}
+        self.queue: deque[Unit] = deque()  # units of this backward, in the order of submission
+        self.complete: set[Unit] = set()
+        self.pending: deque[Ticket] = deque()
+
+    def open(self, units: Sequence[Unit]) -> None:
+        """A backward begins whose units are reduced in this order."""
+        self.queue.extend(u for u in units if u.trainable)
+
+    def completed(self, unit: Unit) -> None:
+        """The unit's last gradient of this micro-batch has arrived."""
+        self.complete.add(unit)
+        self._submit_complete()
+
+    def close(self) -> None:
+        """The backward ends: parameters without gradient contribute zeros."""
+        self.complete.update(self.queue)
+        self._submit_complete()
+
+    def join_ends(self, ends: Axis) -> None:
+        """Add up tied parameters' sums of the pipeline's two ends; done last, since the other end may be late."""
+        for unit in self.units:
+            if unit.tied and unit.trainable:
+                for ticket in self.pending:  # a chain may begin before older ones of its unit have ended
+                    if ticket.label == unit.name:
+                        self.lane.wait(ticket)
+                self.context.issued.add(f"t{self.index[unit]}")
+                chain = sum_ends(unit, ends, self.exact, self.context)
+                self.lane.follow()
+                self.pending.append(self.lane.submit(unit.name, tied_legs(ends), chain))
+
+    def wait(self) -> None:
+        """Return when every sum is there."""
+        while self.pending:
+            self.lane.wait(self.pending.popleft())
+        self.lane.drain()
+
+    def abort(self) -> None:
+        """Finish what is on its way and forget the rest of the step."""
+        self.wait()
+        self.queue.clear()
+        self.complete.clear()
+
+    def _submit_complete(self) -> None:
+        while self.queue and self.queue[0] in self.complete:
+            unit = self.queue.popleft()
+            self.complete.discard(unit)
+            self._submit(unit)
+
+    def _submit(self, unit: Unit) -> None:
+        turn = Turn(unit.backwards, unit.backwards == self.micro_batches - 1, self.exact)
+        staging = unit.close_micro_batch(turn.last)
+        reduction = Reduction(unit, turn, self.context)
+        plan, chain = reduction.legs(), reduction.chain(staging)
+        self.context.issued.add(f"r{self.index[unit]}{turn.last}")
+        if not plan:
+            deque(chain, maxlen=0)
+            return
+        keep = () if staging is None else (staging,)
+        self.lane.follow()  # the gradients are the compute stream's latest
+        self.pending.append(self.lane.submit(unit.name, plan, chain, keep))
+        # The bound is on staging memory; where there is none (G = 1) the backward need not wait.
+        while staging is not None and len(self.pending) > self.context.policy.pending_reductions:
+            self.lane.wait(self.pending.popleft())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
+
+    index: of the micro-batch in the step. exact: codecs are off in this step.
+    """
+
+    index: int
+    last: bool
+    exact: bool = False
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def single(self) -> bool:
+        return self.first and self.last
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective of a reduction: over ``axis``, from level - 1 to ``level``, in the codec's format.
+
+    fused: its sum goes straight into the next hop's messages. whole: the own row, too, is a message (of fused hops
+    and those after them, since no buffer has the sum, and of exact rows that can be sent from where they lie); else
+    what stays here is neither copied nor rounded. feedback: its rounding is fed back.
+    """
+
+    axis: Axis
+    level: int
+    codec: Codec
+    fused: bool = False
+    whole: bool = False
+    feedback: bool = False
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of one unit's gradients of one micro-batch: into ``grad``; after the last over OS/G and replicas.
+
+    A hop's codec is the unit's for its link, else identity: in the parameters' own dtype for what is still a raw
+    gradient (exact), at least fp32 for sums. Replicas: reduce-scatter down to an equal share each, then gather
+    back, so every replica holds the owner's bits.
+    """
+
+    unit: Unit
+    turn: Turn
+    context: Context
+
+    def legs(self) -> tuple[Leg, ...]:
+        """``chain``'s collectives, in order."""
+        levels = self.unit.levels
+        order = [*range(1, levels.g + 1)]
+        if self.turn.last:
+            order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
+        return self.context.legs("reduce", order)
+
+    def chain(self, staging: torch.Tensor | None) -> Chain:
+        """staging: [n] the micro-batch's gradients, parameter dtype; None where they were added to ``grad``."""
+        unit, levels = self.unit, self.unit.levels
+        assert unit.grad is not None
+        sums = Slice(unit.layout, unit.grad, levels.g)
+        if levels.g:
+            assert staging is not None
+            yield from self.descend(self._hops(range(1, levels.g + 1)), Slice(unit.layout, staging, 0), sums)
+        if not self.turn.last:
+            return
+        yield from self.descend(self._hops(range(levels.g + 1, levels.all + 1)), sums, sums)
+        for level in range(levels.all, levels.os, -1):
+            axis = self.context.axis(level)
+            codec = None if self.turn.exact else unit.codecs.gradients(axis.link)
+            yield from self.share_back(Hop(axis, level, codec or Identity(unit.sum_dtype)), sums)
+        if unit.carry is not None:
+            carried = Slice(unit.layout, unit.carry, levels.os).rows(levels.os, 1)
+            for rows, extra in zip(sums.rows(levels.os, 1), carried, strict=True):
+                rows.add_(extra, alpha=self.context.rounding.divisor)
+
+    def descend(self, hops: Sequence[Hop], source: Slice, target: Slice) -> Chain:
+        """Reduce-scatter from the source's level down to the last hop's, added to ``target`` unless this is the
+        step's first micro-batch.
+
+        Every hop halves (or more) what is left: messages to the others, theirs decoded and summed into the slice of
+        the next level. In place (target is source) the sums of every hop stay where they are, and what later hops
+        do not need of the buffer keeps the errors of feedback.
+        """
+        unit = self.unit
+        in_place = source.buffer is target.buffer
+        messages: torch.Tensor | None = None
+        for i, hop in enumerate(hops):
+            last = i == len(hops) - 1
+            if messages is None:
+                messages = self._encode(hop, source)
+            received = torch.empty_like(messages)
+            work = start_exchange(hop.axis, received, messages, self.context.traffic)
+            if hop.feedback and isinstance(hop.codec, Blockwise):
+                self._keep_error(hop, source, messages)
+            yield work
+            if hop.feedback and isinstance(hop.codec, Identity):  # sent exactly: nothing was lost
+                self._others(hop, lost_slice(unit), lambda rows, *_: [r.zero_() for r in rows])
+            if hop.fused:
+                messages = self._pass_on(hop, hops[i + 1], received)
+                continue
+            if in_place or last:
+                sums, accumulate = target, last and not in_place and not self.turn.first
+            else:
+                empty = target.buffer.new_empty(unit.layout.level_numel(hop.level))
+                sums, accumulate = Slice(unit.layout, empty, hop.level), False
+            self._sum(hop, received, source, sums, accumulate)
+            source, messages = sums, None
+
+    def share_back(self, hop: Hop, sums: Slice) -> Chain:
+        """The way back of replicas: this rank's share of the sums to the others of the axis, in place.
+
+        The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason draws
+        go by element, not by sender: after the outer axes' way back several ranks hold a share, and round it.
+        """
+        start = self.unit.layout.pieces(hop.level)[0].start
+        noise = self.context.rounding.noise(self.unit, f"return {hop.level}", start)
+        share = sums.rows(hop.level, 1)
+        messages = hop.codec.encode(*share, noise=noise)
+        self._measure(hop, share, messages)
+        regions = sums.rows(hop.level - 1, hop.axis.size)
+        in_place = len(regions) == 1 and messages.dtype == sums.buffer.dtype
+        received = regions[0] if in_place else messages.new_empty(hop.axis.size, messages.shape[1])
+        yield start_gather(hop.axis, received.view(-1), messages.view(-1), "reduce", self.context.traffic)
+        hop.codec.decode(received, *regions)  # nothing where it landed in place
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _hops(self, levels: range) -> list[Hop]:
+        """Hops of these levels; the first level's codec may take raw gradients, all others take sums."""
+        unit = self.unit
+        codecs = EXACT if self.turn.exact else unit.codecs
+        raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
+        hops: list[Hop] = []
+        for level in levels:
+            axis = self.context.axis(level)
+            unsummed = level == 1 and (unit.levels.g > 0 or self.turn.single)
+            once = unit.crossing is not None and level > unit.crossing and axis.link == INTER
+            fed = once and unit.codecs.feedback
+            # A residual that is left when rounding ends goes with the next exact message, which then is a sum.
+            owing = fed and unit.residual is not None
+            codec = codecs.gradients(axis.link) or (raw if unsummed and not owing else sums)
+            as_it_lies = isinstance(codec, Identity) and len(unit.layout.regions) == 1 and axis.size > 2
+            feedback = owing or fed and isinstance(codec, Blockwise)
+            hops.append(Hop(axis, level, codec, whole=as_it_lies, feedback=feedback))
+        for i, (hop, following) in enumerate(zip(hops, hops[1:], strict=False)):
+            quantised = isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
+            if quantised and not hop.feedback and not following.feedback:
+                hops[i] = replace(hops[i], fused=True, whole=True)
+                hops[i + 1] = replace(following, whole=True)
+        return hops
+
+    def _encode(self, hop: Hop, source: Slice) -> torch.Tensor:
+        """Messages [size - 1, m] to the hop's other ranks; of a whole hop [size, m]."""
+        if hop.feedback and hop.level - 1 == self.unit.crossing:
+            add_residual(self.unit, source, self.context.rounding.divisor)
+        regions = source.rows(hop.level - 1, hop.axis.size)
+        noise = self._noise(hop)
+        if hop.whole:
+            messages = hop.codec.encode(*regions, noise=noise)
+            self._measure(hop, regions, messages)
+            return messages
+        if isinstance(hop.codec, Identity) and len(regions) == 1 and hop.axis.size == 2:
+            other = 1 - hop.axis.index
+            return hop.codec.encode(regions[0][other : other + 1])  # sent from where it lies
+        m = hop.codec.message_numel(*(r.shape[1] for r in regions))
+        messages = torch.empty(hop.axis.size - 1, m, dtype=hop.codec.wire_dtype, device=source.buffer.device)
+
+        def encode(rows: list[torch.Tensor], at: slice, to: slice) -> None:
+            start = at.start * regions[0].shape[1]
+            hop.codec.encode(*rows, noise=noise.at(start), out=messages[to])
+            if not hop.feedback:  # else ``_keep_error`` has the difference
+                self._measure(hop, rows, messages[to])
+
+        self._others(hop, source, encode)
+        return messages
+
+    def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor) -> torch.Tensor:
+        """The next hop's messages straight from those received, without a buffer for the sum."""
+        assert isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
+        n, *exact = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
+        messages = hop.codec.decode_sum_encode(
+            received, n, following.codec, following.axis.size, exact=sum(exact), noise=self._noise(following)
+        )
+        if self.context.rounding.measures(self.unit, following.codec):
+            sums = [received.new_empty(n, dtype=self.unit.sum_dtype) for n in numels]
+            hop.codec.decode_sum(received, sums[0], False, *sums[1:])
+            self._measure(following, [x.view(following.axis.size, -1) for x in sums], messages)
+        return messages
+
+    def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
+        """Sum into ``sums`` at the hop's level: the own row as it is (in place it is there), then the others by
+        source index."""
+        own, out = hop.axis.index, [r.view(-1) for r in sums.rows(hop.level, 1)]
+        if hop.whole:
+            hop.codec.decode_sum(received, out[0], accumulate, *out[1:])
+            return
+        if source.buffer is not sums.buffer:
+            for piece, rows in zip(out, source.rows(hop.level - 1, hop.axis.size), strict=True):
+                piece.add_(rows[own]) if accumulate else piece.copy_(rows[own])
+        hop.codec.decode_sum(received, out[0], True, *out[1:])
+
+    def _noise(self, hop: Hop) -> Noise:
+        rounding = self.context.rounding
+        where = f"reduce {hop.level} micro-batch {self.turn.index} from {rounding.rank}"
+        return rounding.noise(self.unit, where)
+
+    def _others(
+        self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice, slice], Any]
+    ) -> None:
+        """``act(rows, where they are, where their messages are)`` of every rank but this one, in at most two runs."""
+        regions, own = source.rows(hop.level - 1, hop.axis.size), hop.axis.index
+        for first, last, to in ((0, own, 0), (own + 1, hop.axis.size, own)):
+            if last > first:
+                act([r[first:last] for r in regions], slice(first, last), slice(to, to + last - first))
+
+    def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
+        """Note what messages [k, m] lost of rows [k, -1] per region, if the unit is the step's sample."""
+        rounding, dtype = self.context.rounding, self.unit.sum_dtype
+        rounding.measure(
+            self.unit, hop.codec, GRADIENTS, rows[0], lambda: decoded(hop.codec, messages, rows, dtype)[0]
+        )
+
+    def _keep_error(self, hop: Hop, source: Slice, messages: torch.Tensor) -> None:
+        """What the messages to other ranks lost; ``feedback.commit_residual`` takes it after a good step."""
+        kept = lost_slice(self.unit).rows(hop.level - 1, hop.axis.size)
+
+        def subtract(rows: list[torch.Tensor], at: slice, to: slice) -> None:
+            sent = decoded(hop.codec, messages[to], rows)
+            self.context.rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], lambda: sent[0])
+            for row, gone, lost in zip(rows, sent, kept, strict=True):
+                torch.sub(row, gone, out=lost[at])
+
+        self._others(hop, source, subtract)
