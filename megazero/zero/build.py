@@ -81,9 +81,9 @@ def build_units(
     # Parameters read outside every listed module, shared ones (a tied head, say) included.
     outside = (p for m in module.modules() if id(m) not in inside for p in m.parameters(recurse=False))
     rest = _unique(owner[id(p)] for p in outside)
-    if rest or all(
-        m is not module for m, _ in needs
-    ):  # in its forward released parameters are gathered when read
+    if rest or module not in [
+        m for m, _ in needs
+    ]:  # in its forward released parameters are gathered when read
         needs.append((module, rest))
     for m, used in needs:
         held = {unit.part for unit in used}

@@ -21,56 +21,23 @@ if TYPE_CHECKING:
 
 Read = Callable[["Unit", str, Callable[[], Any]], Any]  # unit, what is done to which parameter, the operation
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # What needs no values: these run on a hidden Parameter.
-_METADATA = frozenset(
-    (
-        *(
-            "__len__",
-            "size",
-            "dim",
-            "ndimension",
-            "numel",
-            "nelement",
-            "element_size",
-            "stride",
-            "storage_offset",
-        ),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_set_to"),
-        *("get_device", "backward"),
-        *("untyped_storage", "_has_compatible_shallow_copy_type", "requires_grad_", "retain_grad", "grad"),
-        *(
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-            "new_empty",
-            "new_zeros",
-            "new_ones",
-            "new_full",
-        ),
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    )
+_METADATA = _names(
+    """__len__ size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point
+    is_complex is_inference is_same_size is_set_to get_device untyped_storage _has_compatible_shallow_copy_type
+    requires_grad_ retain_grad grad backward register_hook register_post_accumulate_grad_hook new_empty new_zeros
+    new_ones new_full empty_like zeros_like ones_like full_like rand_like randn_like"""
 )
-_VALUES = frozenset(
-    {"data", "T", "mT", "H", "mH", "real", "imag"}
-)  # attributes that are tensors over the values
-_POINTERS = frozenset(
-    {"data", "data_ptr", "numpy", "__array__", "__dlpack__", "storage"}
-)  # outlive an operation
-_CONVERSIONS = frozenset({"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"})
-_WRITES = frozenset(
-    f"__{name}__"
-    for name in (
-        "setitem",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-    )
+_VALUES = _names("data T mT H mH real imag")  # attributes that are tensors over the values
+_POINTERS = _names("data data_ptr numpy __array__ __dlpack__ storage")  # outlive an operation
+_CONVERSIONS = _names("to type cpu cuda float double half bfloat16 contiguous")
+_WRITES = _names(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__"
 )
 
 

@@ -79,9 +79,7 @@ class Unit:
         self.slots = {slot.name: slot for slot in layout.slots}
         self.trainable = [n for n, p in self.params.items() if p.requires_grad]
         self.part = 0  # of the module: a virtual pipeline stage
-        self.tied = (
-            False  # the other end of the pipeline holds the same parameter, in a unit of the same name
-        )
+        self.tied = False  # the pipeline's other end holds the same parameter, in a unit of the same name
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         self.bindings: list[Binding] = []  # of the Parameters, made by adopt
         self.full_present = self.copy_present = True
