@@ -95,6 +95,8 @@ class Checkpointing:
         if path is None or manifest is None:
             return
         options = self.config.checkpoint
+        if not options.finetune:
+            self._check_tokenizer(state, path)
         with_optimizer = options.load_optim and not options.finetune
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
         residual = with_optimizer and RESIDUAL in manifest.kinds
@@ -109,7 +111,6 @@ class Checkpointing:
         self.engine.invalidate()
         if options.finetune:
             return
-        self._check_state(state, path)
         if with_optimizer:
             self.engine.optimizer.load_scalars(state["optimizer"])
             load_rank_tensors(self.engine, loaded.rank_tensors or {})
@@ -130,7 +131,7 @@ class Checkpointing:
             )
         return theirs
 
-    def _check_state(self, state: Mapping[str, Any], path: Path) -> None:
+    def _check_tokenizer(self, state: Mapping[str, Any], path: Path) -> None:
         if state["tokenizer"] != self.fingerprint:
             raise store.CheckpointError(
                 f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "

@@ -85,10 +85,10 @@ def optimizer_factory(config: RunConfig) -> OptimizerFactory:
 def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
     """The engine's choices and wire formats on this mesh. ValueError where configuration and mesh do not fit."""
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
-    wire = config.wire(world)
+    wire, shards = config.wire(world), config.shards(world)
     return zero.Policy(
-        lifetime=config.shards(world).lifetime,
-        keep_gathered=config.shards(world).keep_gathered,
+        lifetime=shards.lifetime,
+        keep_gathered=shards.keep_gathered,
         prefetch_bytes=config.zero.zero_prefetch_bytes,
         chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,
@@ -135,7 +135,7 @@ def shard_decoder(
 
     policy: instead of the configuration's own.
     """
-    policy = policy or make_policy(config, mesh)
+    policy, optimizer = policy or make_policy(config, mesh), optimizer_factory(config)
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
     _refuse_all_exact(decoder, mesh, policy, replicated)
@@ -149,7 +149,7 @@ def shard_decoder(
         mesh=mesh,
         policy=policy,
         units=decoder.units(),
-        optimizer=optimizer_factory(config),
+        optimizer=optimizer,
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,
         init=initializer(decoder, config.training.seed),

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from megazero.comm.labels import Label, no_label
+
 # Waits for communication, by hop: refresh across nodes, gather inside a node, ...; of the pipeline with the bubble.
 EXPOSED = tuple(
     f"exposed_{kind}_{link}"
@@ -31,6 +33,7 @@ class TimeBill:
         self._clock = clock
         self._seconds = dict.fromkeys(ITEMS, 0.0)
         self._open: list[_Span] = []
+        self.label: Label = no_label  # a profiler's, while it records
 
     def span(self, name: str) -> _Span:
         """Context manager: its time, less that of the spans inside it, goes to item `name`."""
@@ -68,19 +71,22 @@ class TimeBill:
 class _Span:
     """One `with`: `inside` collects the seconds of the spans and additions within it."""
 
-    __slots__ = ("bill", "name", "inside", "began")
+    __slots__ = ("bill", "name", "inside", "began", "labelled")
 
     def __init__(self, bill: TimeBill, name: str) -> None:
         self.bill, self.name, self.inside, self.began = bill, name, 0.0, 0.0
 
     def __enter__(self) -> Self:
         self.bill._open.append(self)
+        self.labelled = self.bill.label(self.name, "")
+        self.labelled.__enter__()
         self.began = self.bill._clock()
         return self
 
     def __exit__(self, *_: object) -> None:
         bill = self.bill
         elapsed = bill._clock() - self.began
+        self.labelled.__exit__(None, None, None)
         assert bill._open[-1] is self, "spans must close in the reverse order of their opening"
         bill._open.pop()
         bill._seconds[self.name] += elapsed - self.inside

@@ -6,7 +6,7 @@ import ctypes
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,39 +17,20 @@ from megazero.data.sampler import Batches
 from megazero.models import Decoder
 from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
-from megazero.train.batch_size import BatchSchedule
+from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
-from megazero.train.console import TrainConsole
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
-from megazero.train.loggers import Loggers
-from megazero.train.metrics import IterationMetrics, MetricsWriter
+from megazero.train.learning_rate import LearningRate
+from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
+from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
-from megazero.train.schedule import LearningRate
+from megazero.train.profiling import Profiler
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
 Batch = dict[str, Any]  # of tensors
 _TRIM_INTERVAL = 10  # iterations
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go. ``metrics`` is None on ranks other than the first."""
-
-    console: TrainConsole
-    loggers: Loggers
-    metrics: MetricsWriter | None
-
-
-@dataclass(frozen=True)
-class Schedules:
-    """What changes with progress. by_samples: the learning rate counts samples, not iterations."""
-
-    batch: BatchSchedule
-    learning_rate: LearningRate
-    by_samples: bool
-    last_iteration: int
 
 
 class Trainer:
@@ -61,18 +42,21 @@ class Trainer:
         engine: Engine,
         pipeline: Pipeline,
         datasets: tuple[Dataset | None, Dataset | None],
-        schedules: Schedules,
+        length: RunLength,
+        learning_rate: LearningRate,
         checkpointing: Checkpointing,
         outputs: Outputs,
         exits: ExitConditions,
         bill: TimeBill,
+        profiler: Profiler,
         progress: Progress,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
         self.train_data, self.valid_data = datasets
-        self.schedules, self.checkpointing, self.outputs = schedules, checkpointing, outputs
-        self.exits, self.bill, self.progress = exits, bill, progress
+        self.length, self.learning_rate = length, learning_rate
+        self.checkpointing, self.outputs = checkpointing, outputs
+        self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard = NonFiniteGuard()
         self.phase = "start"
 
@@ -85,7 +69,8 @@ class Trainer:
         with self._batches(self.train_data, consumed=self.progress.consumed_samples) as batches:
             if self.config.training.eval_at_start and self.progress.iteration == 0:
                 self._evaluate()
-            while self.progress.iteration < self.schedules.last_iteration:
+            while self.progress.iteration < self.length.last_iteration:
+                self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
                 if self._due(self.config.training.eval_interval, iteration):
@@ -95,7 +80,8 @@ class Trainer:
                     saved_at = self._save(saved_at)
                 if reason:
                     self.outputs.console.note(f"stopping after iteration {iteration}: {reason}")
-                    return self.progress
+                    break
+        self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
         return self.progress
 
@@ -106,7 +92,7 @@ class Trainer:
         began = time.perf_counter()
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"
-        count = self.schedules.batch.micro_batches(consumed)
+        count = self.length.batch_sizes.micro_batches(consumed)
         learning_rate = self._set_learning_rate()
         self._set_rounding(iteration)
         with self.bill.span("data"):
@@ -140,21 +126,16 @@ class Trainer:
             [MicroBatch(**batch, dropout_key=key) for batch, key in zip(step, keys, strict=True)]
         )
 
-    @property
-    def _position(self) -> int:
-        """Iterations done, or samples consumed where the run's length is in samples."""
-        return self.progress.consumed_samples if self.schedules.by_samples else self.progress.iteration
-
     def _set_rounding(self, iteration: int) -> None:
         """Gradients are sent exactly from the end of --zero-quantized-gradients-until on."""
         end, codecs = self.config.quantized_gradients_end, self.engine.policy.codecs
-        exact = end is not None and self._position >= end
+        exact = end is not None and self.length.position(self.progress) >= end
         if exact and not self.engine.exact_gradients and (codecs.gradients_intra or codecs.gradients_inter):
             self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
         self.engine.exact_gradients = exact
 
     def _set_learning_rate(self) -> float:
-        rate = self.schedules.learning_rate(self._position)
+        rate = self.learning_rate(self.length.position(self.progress))
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rate
         return rate

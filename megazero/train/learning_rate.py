@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megazero.config import RunConfig
+
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 _FALLING: dict[str, Callable[[float], float]] = {
@@ -57,6 +59,21 @@ class LearningRate:
     style: str = "linear"
     wsd_decay: int | None = None
     wsd_style: str = "exponential"
+
+    @classmethod
+    def of(cls, config: RunConfig) -> LearningRate:
+        """The learning rate of a resolved configuration, in the unit of its ``lr_span``."""
+        optimizer, span = config.optimizer, config.lr_span
+        assert optimizer.lr, "unresolved configuration"
+        return cls(
+            peak=optimizer.lr,
+            decay=span.decay,
+            minimum=optimizer.min_lr,
+            warmup=span.warmup,
+            style=optimizer.lr_decay_style,
+            wsd_decay=span.wsd_decay or None,
+            wsd_style=optimizer.lr_wsd_decay_style,
+        )
 
     def __post_init__(self) -> None:
         _check_choice("--lr-decay-style", self.style, STYLES)
