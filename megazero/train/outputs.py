@@ -81,7 +81,7 @@ def open_outputs(
 
 
 def report_start(
-    console: TrainConsole, config: RunConfig, mesh: Mesh, decoder: Decoder, progress: Progress
+    config: RunConfig, mesh: Mesh, decoder: Decoder, progress: Progress, console: TrainConsole
 ) -> None:
     """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)

@@ -107,7 +107,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
 
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=(*progress.notes, *notes))
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(outputs.console, config, mesh, decoder, progress)
+    report_start(config, mesh, decoder, progress, outputs.console)
     exits = ExitConditions(
         agree=lambda flag: bool(mesh.gather_rows(torch.tensor([float(flag)], device=device)).any()),
         exit_interval=config.training.exit_interval,
