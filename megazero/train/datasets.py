@@ -28,7 +28,7 @@ def tokenizer_info(config: RunConfig) -> TokenizerInfo:
 
 
 def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
-    """The configuration with the tokenizer's vocabulary; a larger --vocab-size stays, a smaller one is refused."""
+    """The configuration with the tokenizer's vocabulary. A larger --vocab-size stays; a smaller is a ValueError."""
     wanted = config.model.vocab_size
     if wanted is not None and wanted < tokenizer.vocab_size and config.data.tokenizer_type != "NullTokenizer":
         raise ValueError(
@@ -75,7 +75,7 @@ def make_datasets(
 
 
 def _most(name: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
-    """The flag that decides how many samples are taken, and the most that it may be with so many."""
+    """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
     if name == "valid":
         return f"--eval-iters to at most {samples // (config.batch.global_batch_size or 1)}"
     if config.training.train_samples is not None:
@@ -85,7 +85,7 @@ def _most(name: str, samples: int, config: RunConfig, length: RunLength, begin: 
 
 
 def _keep_order(begin: Progress, made: Mapping[str, Dataset | None], wanted: Mapping[str, int]) -> Progress:
-    """``begin`` with the numbers to save, and a note for each that was not enough to keep the order."""
+    """``begin`` with the numbers to save, and a note for each data set whose order could not be kept."""
     numbers, notes = dict(begin.ordered_for), list(begin.notes)
     for name, data_set in made.items():
         if data_set is None:  # not used now: it stays as it was

@@ -112,7 +112,7 @@ class LearningRate:
             )
 
     def __call__(self, consumed: int) -> float:
-        """The rate of the step taken after `consumed` iterations or samples."""
+        """The learning rate of the step that is taken after `consumed` iterations or samples."""
         if self.warmup > 0 and consumed <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * float(consumed) / float(self.warmup)
         if self.style == "constant":
@@ -124,7 +124,7 @@ class LearningRate:
         return self.minimum + self._fraction(consumed) * (self.peak - self.minimum)
 
     def _fraction(self, consumed: int) -> float:
-        """How much of peak - minimum is left, for the styles that scale it."""
+        """The factor of (peak - minimum), for the styles that scale it."""
         if self.style != "WSD":
             return _FALLING[self.style]((consumed - self.warmup) / (self.decay - self.warmup))
         assert self.wsd_decay is not None
