@@ -37,8 +37,8 @@ class Progress:
     """How far training has come.
 
     run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
-    the start. ordered_for: for each data set ("train", "valid") the number of samples that its order was made for, or 0
-    if the order is the same for any number. It stays the same over restarts, so that a longer run keeps the order.
+    the start. ordered_for: for each data set ("train", "valid") the number of samples that its order was made for, or
+    0 if the order is the same for any number. It stays the same over restarts, so that a longer run keeps the order.
     """
 
     iteration: int = 0
