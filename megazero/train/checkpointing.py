@@ -99,8 +99,6 @@ class Checkpointing:
         if path is None or manifest is None:
             return
         options = self.config.checkpoint
-        if not options.finetune:
-            self._check_tokenizer(state, path)
         with_optimizer = options.load_optim and not options.finetune
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
         residual = with_optimizer and RESIDUAL in manifest.kinds
@@ -115,6 +113,7 @@ class Checkpointing:
         self.engine.invalidate()
         if options.finetune:
             return
+        self._check_tokenizer(state, path)
         if with_optimizer:
             self.engine.optimizer.load_scalars(state["optimizer"])
             load_rank_tensors(self.engine, loaded.rank_tensors or {})
