@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megazero.comm.labels import Label, no_label
+
 Chain = Generator[dist.Work, None, None]
 STALLS = 1024  # waits whose events are kept; of older ones the seconds, since nobody need ever take them
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
@@ -64,6 +66,7 @@ class Lane:
         self.name = name
         self.rank = rank
         self.timed = timed
+        self.label: Label = no_label  # a profiler's, while it records
         self.tickets: deque[Ticket] = deque()
         self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if device.type == "cuda" else []
         self.latest: dict[str, Any] = {}  # CUDA: event of each unit's last chain
@@ -170,7 +173,10 @@ class Lane:
 
     def _advance(self, ticket: Ticket) -> None:
         self._finish_work(ticket)
-        ticket.work = next(ticket.chain, None)
+        # Named after the hop that is sent now, or the last one, which is only taken in.
+        hop = ticket.plan[min(ticket.issued, len(ticket.plan) - 1)].hop if ticket.plan else self.name
+        with self.label(hop, ticket.label):
+            ticket.work = next(ticket.chain, None)
         if ticket.work is None:
             ticket.done = True
             assert ticket.issued == len(ticket.plan), (ticket.label, ticket.plan, ticket.issued)

@@ -23,6 +23,7 @@ FACTS: Mapping[str, str] = MappingProxyType(
         "log-throughput": "throughput is always logged",
         "use-mcore-models": "there is one decoder",
         "use-flash-attn": "attention always goes through torch's scaled_dot_product_attention",
+        "use-pytorch-profiler": "--profile always uses torch's profiler",
         "group-query-attention": "follows from --num-query-groups",
     }
 )

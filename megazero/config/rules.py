@@ -115,6 +115,15 @@ def _retention(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _profiled_steps(config: RunConfig) -> Iterator[str]:
+    start, end = config.profiling.profile_step_start, config.profiling.profile_step_end
+    if end <= start:
+        yield f"--profile-step-end {end} must be above --profile-step-start {start}; nearest: {start + 1}"
+    for rank in config.profiling.profile_ranks:
+        if rank < 0:
+            yield f"--profile-ranks {rank} must be at least 0; nearest: 0"
+
+
 # (options that must be known and legal by themselves, rule)
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
@@ -142,6 +151,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((), _length),
     (("lr",), _schedule),
     ((), _data),
+    (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
     (("save_retain_interval", "save_interval"), _retention),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),

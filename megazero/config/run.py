@@ -30,6 +30,7 @@ from megazero.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ProfilingConfig,
     TrainingConfig,
     ZeroConfig,
 )
@@ -74,6 +75,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def get(self, name: str) -> Any:
@@ -230,9 +232,11 @@ class RunConfig:
         return lines + [f"note: {note}" for note in self.notes]
 
     def _layout(self, world: World) -> list[str]:
-        d, h, shards = self.data_parallel_size(world), self.data_ranks_per_node(world), self.shards(world)
-        wire, tp = self.wire(world), self.parallel.tensor_model_parallel_size
-        pp, ranks = self.parallel.pipeline_model_parallel_size, f"{tp} tensor-parallel"
+        d, micro_batches = self.data_parallel_size(world), self.num_micro_batches(world)
+        h, shards = self.data_ranks_per_node(world), self.shards(world)
+        wire = resolve_wire(self.zero, shards, d, h)
+        tp, pp = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
+        ranks = f"{tp} tensor-parallel"
         data = f"{d} data-parallel, {h} of them on one node"
         if pp > 1:
             data, pipeline = f"{d} data-parallel ({h} of them on one node)", f"{pp} pipeline"
@@ -241,14 +245,13 @@ class RunConfig:
         return [
             f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {ranks} x {data}",
             zero_summary(self.zero, shards, wire, d, h),
-            f"{self.num_micro_batches(world)} micro-batches of {self.batch.micro_batch_size} samples on each rank",
-            *(self._pipeline(world) if pp > 1 else ()),
+            f"{micro_batches} micro-batches of {self.batch.micro_batch_size} samples on each rank",
+            *(self._pipeline(pp, micro_batches) if pp > 1 else ()),
         ]
 
-    def _pipeline(self, world: World) -> list[str]:
+    def _pipeline(self, pp: int, micro_batches: int) -> list[str]:
         """Schedule and stages; the stages only where the vocabulary is known, which the head's cost needs."""
-        pp, virtual = self.parallel.pipeline_model_parallel_size, self.virtual_stages
-        lines = [pipeline_summary(self.pipeline_schedule, pp, virtual, self.num_micro_batches(world))]
+        lines = [pipeline_summary(self.pipeline_schedule, pp, self.virtual_stages, micro_batches)]
         if self.model.vocab_size:
             costs = stage_costs(self.model, self.training.recompute_granularity)
             lines += partition_table(self.stages(), costs).splitlines()

@@ -270,6 +270,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ProfilingConfig:
+    """A trace of a few iterations, as LOG_DIR/profile/rank_N.json.gz for chrome://tracing or ui.perfetto.dev."""
+
+    profile: bool = option(False, "write a trace of what the ranks compute and send")
+    profile_step_start: int = option(10, "the trace begins after this iteration", low=0)
+    profile_step_end: int = option(12, "the trace ends after this iteration", low=1)
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that write a trace")
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """What is written beside the checkpoints. Throughput is always logged."""
 

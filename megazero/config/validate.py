@@ -67,6 +67,11 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             config.checkpoint.save_interval is not None,
             "--save-interval",
         ),
+        (
+            ["profile_step_start", "profile_step_end", "profile_ranks"],
+            config.profiling.profile,
+            "--profile",
+        ),
         (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
         (
             ["min_lr", "lr_decay_iters", "lr_decay_samples"],
@@ -101,7 +106,12 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
-    """Rules over the size of the world: nodes, shards, batch."""
+    """Rules over the size of the world: profiled ranks, nodes, shards, batch."""
+    for rank in () if "profile_ranks" in broken else config.profiling.profile_ranks:
+        if rank >= world.world_size:
+            yield (
+                f"--profile-ranks {rank} is not one of the {world.world_size} ranks; nearest: {world.world_size - 1}"
+            )
     if {"tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"} & set(broken):
         return
     try:

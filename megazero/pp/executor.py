@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megazero.comm.labels import Label, no_label
 from megazero.comm.lane import CommunicationError
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
@@ -82,6 +83,7 @@ class Pipeline:
         self.own = [stage for stage in stages if stage.rank == self.rank]
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         self.spans: list[Span] | None = None  # a list records what every action took
+        self.label: Label = no_label  # a profiler's, while it records
         self.plan = lru_cache(maxsize=8)(self._plan)
         links.connect((a.rank, b.rank) for a, b in pairwise(stages))
 
@@ -230,9 +232,10 @@ class Pipeline:
 
     @contextmanager
     def _measured(self, action: Action) -> Iterator[None]:
-        """Note the action's span, if someone asked (host clock; a CUDA device is waited for)."""
+        """Label the action's compute, and note its span if someone asked (host clock; CUDA is waited for)."""
         if self.spans is None:
-            yield
+            with self.label("compute", str(action)):
+                yield
             return
         self._settle()
         start = time.perf_counter()

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megazero.config import RunConfig
 
+if TYPE_CHECKING:  # it needs torch, which the sizes do without
+    from megazero.train.origin import Progress
+
 
 @dataclass(frozen=True)
-class BatchSchedule:
-    """Global batch (sequences) over the course of a run; the same whatever the layout.
+class BatchSizeRampup:
+    """The global batch, in sequences, over the course of a run. It is the same whatever the layout.
 
     start, increment, target: global batch sizes in samples, each size on the way divisible by
-    micro_batch * data_parallel. start == target means no ramp-up (`BatchSchedule.constant`).
+    micro_batch * data_parallel. start == target means no ramp-up (`BatchSizeRampup.constant`).
     Raises ValueError naming the value, the rule and the nearest legal choice.
     """
 
@@ -32,12 +36,12 @@ class BatchSchedule:
     data_parallel: int
 
     @classmethod
-    def constant(cls, batch: int, micro_batch: int, data_parallel: int) -> BatchSchedule:
+    def constant(cls, batch: int, micro_batch: int, data_parallel: int) -> BatchSizeRampup:
         return cls(batch, 0, 0, batch, micro_batch, data_parallel)
 
     @classmethod
-    def of(cls, config: RunConfig, data_parallel: int) -> BatchSchedule:
-        """The schedule of a resolved configuration over ``data_parallel`` ranks."""
+    def of(cls, config: RunConfig, data_parallel: int) -> BatchSizeRampup:
+        """The sizes that a resolved configuration means on ``data_parallel`` ranks."""
         batch = config.batch
         assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
         start, increment, samples = batch.rampup_batch_size or (batch.global_batch_size, 0, 0)
@@ -135,6 +139,43 @@ class BatchSchedule:
             consumed += count * batch
             yield batch, count
         yield self.target, None
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is: its last iteration, the samples consumed by then, and the sizes of the batches up to there.
+
+    by_samples: the length was given in samples, and so positions of the run count samples instead of iterations.
+    """
+
+    batch_sizes: BatchSizeRampup
+    last_iteration: int
+    samples: int
+    by_samples: bool
+
+    def position(self, progress: Progress) -> int:
+        """The iterations done or, where the length is in samples, the samples consumed."""
+        return progress.consumed_samples if self.by_samples else progress.iteration
+
+
+def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLength:
+    """The length of a run on ``data_parallel`` ranks that begins at ``begin``.
+
+    --train-iters counts iterations whatever their batch; --train-samples ends where the next whole batch would exceed
+    it. Raises ValueError for sizes that do not divide, and for samples that do not fill the first batch.
+    """
+    training, sizes = config.training, BatchSizeRampup.of(config, data_parallel)
+    wanted, done = training.train_samples, begin.iteration
+    if wanted is None:
+        last = training.train_iters or 0
+    else:
+        last = done + sizes.iterations_within(wanted, begin.consumed_samples)
+    if last == 0:
+        raise ValueError(
+            f"--train-samples {wanted} does not fill the first global batch; nearest: {sizes.batch_size(0)}"
+        )
+    samples = sizes.consumed_after(max(0, last - done), begin.consumed_samples)
+    return RunLength(sizes, last, samples, by_samples=wanted is not None)
 
 
 def _nearest_multiple(value: int, quantum: int) -> int:

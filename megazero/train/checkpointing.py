@@ -1,8 +1,9 @@
-"""Between the trainer and the checkpoint store: what a run saves and how it continues.
+"""What a run saves in a checkpoint, and how it continues from one.
 
-state.json holds iteration, consumed samples (the data position), the numbers of samples that the data's order was
-made for, scalar optimizer state, the engine's counters, the tokenizer's fingerprint and the logger's run id; tensors
-are the engine's slices; each rank keeps its generators and, under error feedback, its own residuals.
+state.json holds the iteration, the consumed samples (the position in the data), the numbers of samples that the
+data's order was made for, the optimizer's scalars, the engine's counters, the tokenizer's fingerprint and the
+logger's run id. The tensors are the engine's slices. Each rank also keeps its random generators and, under error
+feedback, its own residuals.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megazero.zero.records import (
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run. fingerprint: of the tokenizer that its data was made with."""
+    """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data."""
 
     config: RunConfig
     mesh: Mesh
@@ -46,7 +47,7 @@ class Checkpointing:
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """All that a rank's own tensors depend on: equal layouts take them over as they are."""
+        """All that a rank's own tensors depend on: they are loaded only by a run with an equal layout."""
         grid, policy = self.mesh.grid, self.engine.policy
         return {
             "world_size": grid.world_size,
@@ -63,7 +64,7 @@ class Checkpointing:
         }
 
     def save(self, progress: Progress) -> Path:
-        """Write SAVE/iter_<iteration>, all ranks together; older ones stay until it is complete."""
+        """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
         options = self.config.checkpoint
         assert options.save is not None
         if self.engine.policy.codecs.delta:
@@ -90,7 +91,10 @@ class Checkpointing:
         return store.save(options.save, snapshot, group=world_group(), retention=retention, overwrite=True)
 
     def load(self, origin: Origin) -> None:
-        """Fill weights, and unless --finetune the rest, from the checkpoint of ``origin``. Collective."""
+        """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.
+
+        Raises CheckpointError if the checkpoint does not fit this run.
+        """
         path, manifest, state = origin.path, origin.manifest, origin.state
         if path is None or manifest is None:
             return
@@ -109,7 +113,7 @@ class Checkpointing:
         self.engine.invalidate()
         if options.finetune:
             return
-        self._check_state(state, path)
+        self._check_tokenizer(state, path)
         if with_optimizer:
             self.engine.optimizer.load_scalars(state["optimizer"])
             load_rank_tensors(self.engine, loaded.rank_tensors or {})
@@ -130,7 +134,7 @@ class Checkpointing:
             )
         return theirs
 
-    def _check_state(self, state: Mapping[str, Any], path: Path) -> None:
+    def _check_tokenizer(self, state: Mapping[str, Any], path: Path) -> None:
         if state["tokenizer"] != self.fingerprint:
             raise store.CheckpointError(
                 f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -20,25 +19,25 @@ from rich.progress import TimeRemainingColumn as Remaining
 from megazero.train.metrics import IterationMetrics, average, perplexity
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How far the run goes and how often it reports; iterations from `begin` to `total`."""
-
-    total: int
-    begin: int = 0
-    log_interval: int = 10
-
-
 class TrainConsole:
-    """Prints for one rank (enabled) or not at all; `with` it, so that the bar goes on any exit.
+    """Prints on one rank (``enabled``) or not at all. Use it in a ``with``, so that the bar goes away on any exit.
 
-    stream: where lines go (default: standard output); a bar only if it is a terminal.
+    total: the run's last iteration. begin: the iteration that it continues after. log_interval: iterations between
+    lines. stream: where lines go, the standard output by default. There is a bar only if it is a terminal.
     """
 
-    def __init__(self, schedule: Schedule, *, enabled: bool = True, stream: TextIO | None = None) -> None:
-        if schedule.log_interval < 1:
-            raise ValueError(f"--log-interval {schedule.log_interval} must be at least 1")
-        self._schedule = schedule
+    def __init__(
+        self,
+        *,
+        total: int,
+        begin: int = 0,
+        log_interval: int = 10,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        if log_interval < 1:
+            raise ValueError(f"--log-interval {log_interval} must be at least 1")
+        self._total, self._begin, self._log_interval = total, begin, log_interval
         self._enabled = enabled
         self._stream = stream if stream is not None else sys.stdout
         self._pending: list[IterationMetrics] = []
@@ -52,7 +51,7 @@ class TrainConsole:
     def __enter__(self) -> TrainConsole:
         if self._progress is not None:
             self._task = self._progress.add_task(
-                "training", total=self._schedule.total, completed=self._schedule.begin, loss=""
+                "training", total=self._total, completed=self._begin, loss=""
             )
             self._progress.start()
         return self
@@ -84,8 +83,8 @@ class TrainConsole:
         self._pending.append(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.iteration, loss=f"loss {metrics.lm_loss:.4f}")
-        last = metrics.iteration >= self._schedule.total
-        if metrics.iteration % self._schedule.log_interval == 0 or last:
+        last = metrics.iteration >= self._total
+        if metrics.iteration % self._log_interval == 0 or last:
             self._interval()
 
     def evaluation(self, iteration: int, loss: float, split: str = "validation") -> None:
@@ -98,7 +97,7 @@ class TrainConsole:
     def _interval(self) -> None:
         mean = average(self._pending)
         self._pending.clear()
-        self._line(interval_line(mean, self._schedule.total))
+        self._line(interval_line(mean, self._total))
 
     def _line(self, text: str, style: str | None = None) -> None:
         if not self._enabled:

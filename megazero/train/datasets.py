@@ -1,4 +1,4 @@
-"""The run's data: how much of it the schedules take, and in which order after a resume."""
+"""The run's data: its tokenizer and vocabulary, how many samples the run takes, and their order after a resume."""
 
 from __future__ import annotations
 
@@ -6,39 +6,56 @@ import dataclasses
 from collections.abc import Mapping
 
 from megazero.config import RunConfig
-from megazero.data import build_datasets
+from megazero.data import build_datasets, load_tokenizer
 from megazero.data.build import Dataset
-from megazero.data.tokenizer import TokenizerInfo
+from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.train.batch_size import RunLength
 from megazero.train.origin import Progress
-from megazero.train.trainer import Schedules
 
 Datasets = tuple[Dataset | None, Dataset | None]
 
 
-def wanted_samples(config: RunConfig, schedules: Schedules, begin: Progress) -> dict[str, int]:
-    """Samples that training (from its first on) and one evaluation take, counted from where the run begins."""
-    assert config.batch.global_batch_size
-    left = max(0, schedules.last_iteration - begin.iteration)
-    return {
-        "train": schedules.batch.consumed_after(left, begin.consumed_samples),
-        "valid": config.training.eval_iters * config.batch.global_batch_size,
-    }
+def tokenizer_info(config: RunConfig) -> TokenizerInfo:
+    """Describe the run's tokenizer. Where none is named, it is a null one of --vocab-size."""
+    data = config.data
+    if data.tokenizer_type is None:
+        if config.model.vocab_size is None:
+            raise ValueError(
+                "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
+            )
+        return NullTokenizer(config.model.vocab_size - 1).info
+    return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size).info
+
+
+def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
+    """The configuration with the tokenizer's vocabulary. A larger --vocab-size stays; a smaller is a ValueError."""
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < tokenizer.vocab_size and config.data.tokenizer_type != "NullTokenizer":
+        raise ValueError(
+            f"--vocab-size {wanted} is below the tokenizer's {tokenizer.vocab_size}; leave it out, or give at "
+            f"least {tokenizer.vocab_size}"
+        )
+    size = max(wanted or 0, tokenizer.vocab_size)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def make_datasets(
-    config: RunConfig, tokenizer: TokenizerInfo, schedules: Schedules, begin: Progress
+    config: RunConfig, tokenizer: TokenizerInfo, length: RunLength, begin: Progress
 ) -> tuple[Datasets, Progress]:
-    """Train and validation data, None where not used, and ``begin`` with what it has to tell of their order.
+    """Open the training and the validation data; None stands for data that is not used.
 
-    Raises ValueError for data too short for the run.
+    Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
+    Raises ValueError if the data is too short for the run.
     """
-    data, length = config.data, config.model.seq_length
-    assert length
-    wanted = wanted_samples(config, schedules, begin)
+    data, seq_length = config.data, config.model.seq_length
+    assert seq_length
+    assert config.batch.global_batch_size
+    evaluated = config.training.eval_iters * config.batch.global_batch_size
+    wanted = {"train": length.samples, "valid": evaluated}  # samples from the first one on
     train, valid, _ = build_datasets(
         data_path=None if data.mock_data else data.data_path,
         split=data.split,
-        seq_length=length,
+        seq_length=seq_length,
         seed=config.training.seed,
         samples=(wanted["train"], wanted["valid"], 0),
         ordered_for=(begin.ordered_for.get("train", 0), begin.ordered_for.get("valid", 0), 0),
@@ -51,24 +68,24 @@ def make_datasets(
         if data_set is not None and len(data_set) < wanted[name]:
             raise ValueError(
                 f"the {name} data has {len(data_set)} samples and the run takes {wanted[name]}: lower "
-                f"{_most(name, len(data_set), config, schedules, begin)}, add data, or give the blend weights "
+                f"{_most(name, len(data_set), config, length, begin)}, add data, or give the blend weights "
                 "(they repeat data)"
             )
     return (train, valid), _keep_order(begin, made, wanted)
 
 
-def _most(name: str, samples: int, config: RunConfig, schedules: Schedules, begin: Progress) -> str:
-    """The flag that decides how many samples are taken, and the most that it may be with so many."""
+def _most(name: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
+    """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
     if name == "valid":
         return f"--eval-iters to at most {samples // (config.batch.global_batch_size or 1)}"
     if config.training.train_samples is not None:
         return f"--train-samples to at most {samples}"
-    more = schedules.batch.iterations_within(samples, begin.consumed_samples)
+    more = length.batch_sizes.iterations_within(samples, begin.consumed_samples)
     return f"--train-iters to at most {begin.iteration + more}"
 
 
 def _keep_order(begin: Progress, made: Mapping[str, Dataset | None], wanted: Mapping[str, int]) -> Progress:
-    """``begin`` with the numbers to save, and a note for each that was not enough to keep the order."""
+    """``begin`` with the numbers to save, and a note for each data set whose order could not be kept."""
     numbers, notes = dict(begin.ordered_for), list(begin.notes)
     for name, data_set in made.items():
         if data_set is None:  # not used now: it stays as it was

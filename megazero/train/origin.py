@@ -1,4 +1,4 @@
-"""What a run begins from: found before its schedules, data and model are made, which depend on it."""
+"""Where a run begins: from random weights or from a checkpoint. Its length, data and model depend on it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ RUN_LENGTH = (
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is. run_id: of an outside logger, kept over restarts. notes: what a load has to tell.
+    """How far training has come.
 
-    ordered_for: samples that the order of each data set ("train", "valid") was made for, 0 where it does not
-    matter; kept over restarts, so that a longer run goes on in the same order.
+    run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
+    the start. ordered_for: for each data set ("train", "valid") the number of samples that its order was made for, or
+    0 if the order is the same for any number. It stays the same over restarts, so that a longer run keeps the order.
     """
 
     iteration: int = 0
@@ -49,7 +50,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Origin:
-    """path: the checkpoint, None for random weights; manifest, state: what it says of itself."""
+    """What a run begins from.
+
+    path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
+    """
 
     progress: Progress = Progress()
     path: Path | None = None
@@ -58,10 +62,11 @@ class Origin:
 
 
 def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
-    """The newest complete checkpoint under --load; random weights only where asked for. Collective.
+    """Find the newest complete checkpoint under --load. Collective.
 
-    Raises CheckpointError, the same on every rank: no checkpoint where one is wanted, one that cannot be read, or
-    one of another run under --save.
+    The run begins from random weights only if --load is not given, or if --allow-fresh-start permits it. Raises the
+    same CheckpointError on every rank if a checkpoint is wanted and there is none, if it cannot be read, or if --save
+    holds checkpoints of another run.
     """
     origin = _find(config, mesh)
     _refuse_another_runs_folder(config, mesh, origin.progress.run_id)
@@ -69,6 +74,7 @@ def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
 
 
 def world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks, or None in a run of one process without torch.distributed."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -104,7 +110,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
 
 
 def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> None:
-    """A run that is not the one of the checkpoints under --save would overwrite and prune them."""
+    """Refuse a --save folder with checkpoints of another run, which this one would overwrite and prune."""
     save = config.checkpoint.save
     held = _agreed_latest(save, mesh) if save else None
     if held is None or run_id and store.read_state(held)["run_id"] == run_id:
@@ -116,7 +122,7 @@ def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> N
 
 
 def _agreed_latest(root: str, mesh: Mesh) -> Path | None:
-    """The first rank's answer: a folder seen over a network may look different elsewhere."""
+    """The newest checkpoint as the first rank sees it: over a network a folder may look different elsewhere."""
     found: list[Any] = [store.latest(root) if mesh.rank == 0 else None]
     if world_group() is not None:
         dist.broadcast_object_list(found, src=0)
@@ -124,7 +130,7 @@ def _agreed_latest(root: str, mesh: Mesh) -> Path | None:
 
 
 def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: bool) -> Iterator[str]:
-    """What was changed since that makes the same count of consumed samples mean other samples.
+    """Say which options have changed so that the same count of consumed samples now means other samples.
 
     knows_number: the checkpoint says how many samples its order was made for.
     """
@@ -140,7 +146,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
 
 
 def _incomplete(root: str, after: int = -1) -> Iterator[str]:
-    """What is wrong with the checkpoints under ``root`` of steps after ``after`` that are not complete."""
+    """Say what is wrong with each incomplete checkpoint under ``root`` whose step is above ``after``."""
     for path in sorted(Path(root).glob("iter_*")):
         step = path.name.removeprefix("iter_")
         if step.isdecimal() and int(step) > after:

@@ -41,7 +41,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def make_mesh(
     config: RunConfig, world: World, device: torch.device, timeout: timedelta | None = None
 ) -> Mesh:
-    """The mesh of a configuration. Collective."""
+    """Arrange the ranks of ``world`` in the mesh that the configuration asks for. Collective."""
     parallel = config.parallel
     return create_mesh(
         tp=parallel.tensor_model_parallel_size,
@@ -56,7 +56,10 @@ def make_mesh(
 
 
 def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None) -> Decoder:
-    """The decoder on the meta device, with this rank's stages and tensor-parallel share."""
+    """Build the decoder on the meta device, with this rank's stages and its share of every tensor-parallel parameter.
+
+    traffic: counts the bytes that tensor parallelism sends.
+    """
     splits = config.pipeline_schedule == "zb-h1" and mesh.pp.size > 1
     tp = TensorParallel(
         group=mesh.tp.gather_group,
@@ -83,12 +86,12 @@ def optimizer_factory(config: RunConfig) -> OptimizerFactory:
 
 
 def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
-    """The engine's choices and wire formats on this mesh. ValueError where configuration and mesh do not fit."""
+    """Choose the engine's policy and wire formats for this mesh. Raises ValueError if they do not fit it."""
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
-    wire = config.wire(world)
+    wire, shards = config.wire(world), config.shards(world)
     return zero.Policy(
-        lifetime=config.shards(world).lifetime,
-        keep_gathered=config.shards(world).keep_gathered,
+        lifetime=shards.lifetime,
+        keep_gathered=shards.keep_gathered,
         prefetch_bytes=config.zero.zero_prefetch_bytes,
         chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,
@@ -111,7 +114,7 @@ def _codec(coding: Coding | None) -> Blockwise | None:
 
 
 def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replicated: Collection[str]) -> None:
-    """A threshold above every parameter of every stage would leave quantised hops without effect. Collective."""
+    """Refuse a threshold above every parameter of every stage: nothing would then be quantised. Collective."""
     if policy.codecs.exact:
         return
     own = max((p.numel() for n, p in decoder.named_parameters() if n not in replicated), default=0)
@@ -133,9 +136,10 @@ def shard_decoder(
 ) -> zero.Engine:
     """Hand the decoder to the ZeRO engine with the policy, optimizer and clipping of the configuration.
 
-    policy: instead of the configuration's own.
+    timed: makes a context manager around each wait, given the wait's name in the time bill. policy: used instead of
+    the configuration's own. Collective. Raises ValueError if configuration and mesh do not fit.
     """
-    policy = policy or make_policy(config, mesh)
+    policy, optimizer = policy or make_policy(config, mesh), optimizer_factory(config)
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
     _refuse_all_exact(decoder, mesh, policy, replicated)
@@ -149,7 +153,7 @@ def shard_decoder(
         mesh=mesh,
         policy=policy,
         units=decoder.units(),
-        optimizer=optimizer_factory(config),
+        optimizer=optimizer,
         clip_norm=config.optimizer.clip_grad or None,
         traits=traits,
         init=initializer(decoder, config.training.seed),
@@ -161,7 +165,11 @@ def shard_decoder(
 
 
 class MicroBatch(NamedTuple):
-    """tokens, labels: int64 [b, s]. loss_mask: [b, s]. dropout_key: as Decoder.forward's."""
+    """The samples of one forward pass on one rank.
+
+    tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. dropout_key: the key
+    that Decoder.forward takes; None without dropout.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -170,8 +178,10 @@ class MicroBatch(NamedTuple):
 
 
 def dropout_key(config: RunConfig, iteration: int, sample: int) -> int | None:
-    """Names the micro-batch that begins with ``sample`` in an iteration (counted from 0), whatever the layout; None
-    without dropout."""
+    """A number that names the micro-batch which begins with ``sample``, the same in every layout.
+
+    iteration: counted from 0. Returns None if the model has no dropout.
+    """
     if max(config.model.attention_dropout, config.model.hidden_dropout) == 0:
         return None
     text = f"{config.training.seed}/{iteration}/{sample}"
@@ -185,7 +195,10 @@ def build_pipeline(
     mesh: Mesh,
     timed: Callable[[str], Any] = no_timing,
 ) -> Pipeline:
-    """The executor of the configuration's schedule over MicroBatches; losses are sums over tokens that count."""
+    """Make the executor that runs MicroBatches by the configuration's pipeline schedule.
+
+    Its losses are sums over the tokens that count. timed: as in ``shard_decoder``.
+    """
 
     def forward(stage: StageSpec, x: Tensor | None, batch: MicroBatch) -> Tensor:
         out = decoder.run_stage(stage, batch.tokens if x is None else x, batch.labels, batch.dropout_key)
@@ -200,10 +213,11 @@ def build_pipeline(
 
 
 class Slices:
-    """What of an activation [s, b, h] one tensor-parallel rank sends to the next stage: its own slice.
+    """Cuts an activation so that each tensor-parallel rank sends only its own slice of it to the next stage.
 
-    Under sequence parallel that is all it has. Otherwise every rank has the whole, and the next stage's ranks gather
-    what they got, inside their node (Narayanan et al. 2021, section 4.1).
+    Under sequence parallelism a rank has only its slice [s / tp, b, h] anyway. Otherwise every rank has the whole
+    activation [s, b, h], and the ranks of the next stage gather the slices inside their node (Narayanan et al. 2021,
+    section 4.1). Activations have the dtype of the parameters. shape: (s, b, h) of the whole activation.
     """
 
     def __init__(self, shape: tuple[int, int, int], tp: TensorParallel) -> None:
@@ -214,7 +228,9 @@ class Slices:
         self.wire_shape = (prod(shape) // tp.size,) if self.cuts else self.shape
 
     def pack(self, x: Tensor) -> Tensor:
+        """The part of ``x`` (``shape``) that this rank sends (``wire_shape``)."""
         return x.reshape(self.tp.size, -1)[self.tp.rank] if self.cuts else x
 
     def unpack(self, x: Tensor) -> Tensor:
+        """The activation (``shape``) of which this rank received ``x`` (``wire_shape``). Collective over tp."""
         return start_all_gather(x, self.tp).wait().view(self.shape) if self.cuts else x

@@ -1,8 +1,8 @@
-"""Where an iteration's seconds went: a bill whose items add up to the iteration.
+"""The breakdown of an iteration's seconds into items that add up to the iteration (``time_bill`` in metrics.jsonl).
 
-Spans may nest; a moment belongs to the innermost one only, so nothing is counted twice. The engine's
-waits are spans inside the trainer's `compute`: `engine(timed=bill.span)`. Host clock: on CUDA, waits
-that the host does not see are measured by events and booked with `add`.
+Spans may nest. A moment belongs to the innermost span only, so nothing is counted twice. The waits of the engine are
+spans inside the trainer's `compute`: `shard(timed=bill.span)`. Spans use the host's clock. Waits on CUDA, which the
+host does not see, are measured by events and added with `add`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Self
+
+from megazero.comm.labels import Label, no_label
 
 # Waits for communication, by hop: refresh across nodes, gather inside a node, ...; of the pipeline with the bubble.
 EXPOSED = tuple(
@@ -22,7 +24,7 @@ _TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an itera
 
 
 class TimeBill:
-    """Seconds per item of ITEMS since the last `close`; `other` is what no span claimed.
+    """The seconds of each of ITEMS since the last `close`; `other` is the time outside of all spans.
 
     One thread at a time: the autograd thread may enter spans while the caller waits in backward.
     """
@@ -31,21 +33,22 @@ class TimeBill:
         self._clock = clock
         self._seconds = dict.fromkeys(ITEMS, 0.0)
         self._open: list[_Span] = []
+        self.label: Label = no_label  # a profiler's, while it records
 
     def span(self, name: str) -> _Span:
-        """Context manager: its time, less that of the spans inside it, goes to item `name`."""
+        """A context manager. Its seconds, without those of the spans inside it, are added to item `name`."""
         return _Span(self, _known(name))
 
     def add(self, name: str, seconds: float) -> None:
-        """Book seconds measured elsewhere; they leave the span that is open now, if one is."""
+        """Add seconds that were measured elsewhere. They are taken from the span that is open now, if any."""
         self._seconds[_known(name)] += seconds
         if self._open:
             self._open[-1].inside += seconds
 
     def close(self, total: float) -> dict[str, float]:
-        """The bill of an iteration of `total` seconds, in the order of ITEMS; starts the next one.
+        """Return the bill of an iteration of `total` seconds, in the order of ITEMS, and begin the next one.
 
-        RuntimeError if an item came out negative, or the items exceed the total: something was
+        Raises RuntimeError if an item came out negative, or the items exceed the total: something was
         counted twice, or the total does not cover every span.
         """
         assert not self._open, f"the bill is closed inside the span {self._open[-1].name!r}"
@@ -60,7 +63,7 @@ class TimeBill:
         return seconds
 
     def reset(self) -> None:
-        """Forget what was booked since the last close (evaluation, saving: not of any iteration)."""
+        """Forget what was added since the last close: evaluation and saving belong to no iteration."""
         assert not self._open, f"the bill is reset inside the span {self._open[-1].name!r}"
         self._seconds = dict.fromkeys(ITEMS, 0.0)
 
@@ -68,19 +71,22 @@ class TimeBill:
 class _Span:
     """One `with`: `inside` collects the seconds of the spans and additions within it."""
 
-    __slots__ = ("bill", "name", "inside", "began")
+    __slots__ = ("bill", "name", "inside", "began", "labelled")
 
     def __init__(self, bill: TimeBill, name: str) -> None:
         self.bill, self.name, self.inside, self.began = bill, name, 0.0, 0.0
 
     def __enter__(self) -> Self:
         self.bill._open.append(self)
+        self.labelled = self.bill.label(self.name, "")
+        self.labelled.__enter__()
         self.began = self.bill._clock()
         return self
 
     def __exit__(self, *_: object) -> None:
         bill = self.bill
         elapsed = bill._clock() - self.began
+        self.labelled.__exit__(None, None, None)
         assert bill._open[-1] is self, "spans must close in the reverse order of their opening"
         bill._open.pop()
         bill._seconds[self.name] += elapsed - self.inside

@@ -1,4 +1,4 @@
-"""The training loop: data, forward and backward, step, log, evaluate, save."""
+"""The training loop: it takes data, runs forwards and backwards, steps, logs, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,15 +17,15 @@ from megazero.data.sampler import Batches
 from megazero.models import Decoder
 from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
-from megazero.train.batch_size import BatchSchedule
+from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
-from megazero.train.console import TrainConsole
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
-from megazero.train.loggers import Loggers
-from megazero.train.metrics import IterationMetrics, MetricsWriter
+from megazero.train.learning_rate import LearningRate
+from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
+from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
-from megazero.train.schedule import LearningRate
+from megazero.train.profiling import Profiler
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
@@ -33,27 +33,8 @@ Batch = dict[str, Any]  # of tensors
 _TRIM_INTERVAL = 10  # iterations
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go. ``metrics`` is None on ranks other than the first."""
-
-    console: TrainConsole
-    loggers: Loggers
-    metrics: MetricsWriter | None
-
-
-@dataclass(frozen=True)
-class Schedules:
-    """What changes with progress. by_samples: the learning rate counts samples, not iterations."""
-
-    batch: BatchSchedule
-    learning_rate: LearningRate
-    by_samples: bool
-    last_iteration: int
-
-
 class Trainer:
-    """Runs from ``progress`` to the last iteration; all parts come ready-made (see setup.py)."""
+    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py)."""
 
     def __init__(
         self,
@@ -61,31 +42,35 @@ class Trainer:
         engine: Engine,
         pipeline: Pipeline,
         datasets: tuple[Dataset | None, Dataset | None],
-        schedules: Schedules,
+        length: RunLength,
+        learning_rate: LearningRate,
         checkpointing: Checkpointing,
         outputs: Outputs,
         exits: ExitConditions,
         bill: TimeBill,
+        profiler: Profiler,
         progress: Progress,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
         self.train_data, self.valid_data = datasets
-        self.schedules, self.checkpointing, self.outputs = schedules, checkpointing, outputs
-        self.exits, self.bill, self.progress = exits, bill, progress
+        self.length, self.learning_rate = length, learning_rate
+        self.checkpointing, self.outputs = checkpointing, outputs
+        self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard = NonFiniteGuard()
         self.phase = "start"
 
     # -- the loop --------------------------------------------------------------------------------
 
     def run(self) -> Progress:
-        """Train; returns where it stopped. Raises NonFiniteLoss, CheckpointError, CommunicationError."""
+        """Train, and return where it stopped. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         assert self.train_data is not None
         saved_at = self.progress.iteration
         with self._batches(self.train_data, consumed=self.progress.consumed_samples) as batches:
             if self.config.training.eval_at_start and self.progress.iteration == 0:
                 self._evaluate()
-            while self.progress.iteration < self.schedules.last_iteration:
+            while self.progress.iteration < self.length.last_iteration:
+                self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
                 if self._due(self.config.training.eval_interval, iteration):
@@ -95,7 +80,8 @@ class Trainer:
                     saved_at = self._save(saved_at)
                 if reason:
                     self.outputs.console.note(f"stopping after iteration {iteration}: {reason}")
-                    return self.progress
+                    break
+        self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
         return self.progress
 
@@ -106,7 +92,7 @@ class Trainer:
         began = time.perf_counter()
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"
-        count = self.schedules.batch.micro_batches(consumed)
+        count = self.length.batch_sizes.micro_batches(consumed)
         learning_rate = self._set_learning_rate()
         self._set_rounding(iteration)
         with self.bill.span("data"):
@@ -133,28 +119,23 @@ class Trainer:
         self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(self, step: Sequence[Batch], ids: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Sum of this rank's token losses over the step, fp64 scalar on the device; 0 without the last stage."""
+        """Sum this rank's token losses over the step: an fp64 scalar, 0 on ranks without the last stage."""
         self.decoder.train()
         keys = [dropout_key(self.config, self.progress.iteration, row[0]) for row in ids]
         return self.pipeline.step(
             [MicroBatch(**batch, dropout_key=key) for batch, key in zip(step, keys, strict=True)]
         )
 
-    @property
-    def _position(self) -> int:
-        """Iterations done, or samples consumed where the run's length is in samples."""
-        return self.progress.consumed_samples if self.schedules.by_samples else self.progress.iteration
-
     def _set_rounding(self, iteration: int) -> None:
-        """Gradients are sent exactly from the end of --zero-quantized-gradients-until on."""
+        """Send gradients exactly once --zero-quantized-gradients-until is over."""
         end, codecs = self.config.quantized_gradients_end, self.engine.policy.codecs
-        exact = end is not None and self._position >= end
+        exact = end is not None and self.length.position(self.progress) >= end
         if exact and not self.engine.exact_gradients and (codecs.gradients_intra or codecs.gradients_inter):
             self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
         self.engine.exact_gradients = exact
 
     def _set_learning_rate(self) -> float:
-        rate = self.schedules.learning_rate(self._position)
+        rate = self.learning_rate(self.length.position(self.progress))
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rate
         return rate
@@ -162,7 +143,7 @@ class Trainer:
     # -- evaluation, saving ----------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """Mean loss over the same eval_iters global batches each time, so that the curve has no sampling noise."""
+        """Report the mean loss over the same eval_iters global batches each time: there is no sampling noise."""
         config = self.config
         if self.valid_data is None:
             return
@@ -204,18 +185,18 @@ class Trainer:
     # -- small parts -----------------------------------------------------------------------------
 
     def _batches(self, data_set: Dataset, **position: int) -> Batches:
-        """This rank's batches, in pinned memory where they are copied to CUDA: the copy waits otherwise."""
+        """This rank's batches, which lie in pinned memory if they go to CUDA: the copy waits otherwise."""
         micro, pinned = self.config.batch.micro_batch_size, self.mesh.device.type == "cuda"
         assert micro
         rank, size = self.mesh.dp_rank, self.mesh.dp_size
         return Batches(data_set, micro_batch_size=micro, rank=rank, size=size, pin_memory=pinned, **position)
 
     def _to_device(self, batch: Batch) -> Batch:
-        """Nothing waits for the copy; torch gives pinned memory to nobody else before the copies from it are done."""
+        """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _valid_tokens(self, step: Sequence[Batch]) -> float:
-        """Tokens of the global batch that count in the loss; at least 1."""
+        """The number of tokens of the global batch that count in the loss, at least 1."""
         tokens = sum(b["loss_mask"].numel() for b in step) * self.mesh.dp_size
         if not self.config.data.eod_mask_loss:
             return float(tokens)
@@ -223,7 +204,7 @@ class Trainer:
         return max(1.0, self._reduce_sum(own))
 
     def _reduce_sum(self, value: torch.Tensor) -> float:
-        """Sum over the last stage's data-parallel ranks, in order (tensor-parallel ranks hold equal values)."""
+        """Sum a scalar over the last stage's data-parallel ranks, in rank order; tp ranks hold equal values."""
         rows = self.mesh.gather_rows(value.double().reshape(1))
         return self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item()
 
@@ -263,7 +244,7 @@ class Trainer:
 
 
 def _events(info: StepInfo) -> dict[str, Any]:
-    """What a step has to say beyond its norm, as extra metrics: only what there is."""
+    """The extra metrics of a step: if it was skipped, what rounding lost, what is sent exactly from now on."""
     out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
     if info.errors:
         out["quantization_unit"] = info.sampled
@@ -274,8 +255,9 @@ def _events(info: StepInfo) -> dict[str, Any]:
 def release_free_memory() -> None:
     """Give glibc's free memory back to the system.
 
-    Its aligned allocations reuse free chunks badly: without this a rank that held 0.63 GB grew by 3 MB a step
-    (2 ranks, 8M parameters), with it stays there, and a step takes as long (199 against 207 ms).
+    Aligned allocations in glibc reuse free chunks badly. Without this call a rank that held 0.63 GB grew by 3 MB in
+    each step (2 ranks, 8M parameters). With it the rank stays at 0.63 GB, and steps are not slower (199 ms; 207 ms
+    without).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -283,7 +265,7 @@ def release_free_memory() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes: allocated on CUDA, resident on a CPU."""
+    """The peak of the memory in bytes: what was allocated on a CUDA device, or what was resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -15,7 +15,7 @@ from megazero.plan import communication
 from megazero.plan.communication import Activation, Bytes, Copies, Formats, UnitShape
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
-from megazero.train.batch_size import BatchSchedule
+from megazero.train.batch_size import BatchSizeRampup
 from megazero.train.parallelize import DTYPES
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
@@ -41,7 +41,7 @@ class ExpectedBytes:
     def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
         """'kind_link_bytes' of a rank in a step (from 0), which is not the run's first. after_save: the run saved
         just before, which under the delta refresh brings every copy up to date."""
-        config, sizes = self.config, BatchSchedule.of(self.config, self.grid.dp)
+        config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp)
         end = config.quantized_gradients_end
         count = sizes.micro_batches(sizes.consumed_after(step))
         found = self._cached(rank, count, end is not None and step >= end)

@@ -11,7 +11,7 @@ import torch
 
 from megazero.config import RunConfig
 from megazero.models import Decoder
-from megazero.train.batch_size import BatchSchedule
+from megazero.train.batch_size import BatchSizeRampup
 from megazero.train.parallelize import optimizer_factory
 from megazero.verify.training_run import tokens_of
 
@@ -34,7 +34,7 @@ class Reference:
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
         self.decoder = Decoder(whole, dtype=torch.float64)
         self.decoder.initialize(config.training.seed)
-        sizes = BatchSchedule.of(config, data_parallel)
+        sizes = BatchSizeRampup.of(config, data_parallel)
         self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]
 
     def train(self, steps: int) -> Curve:

@@ -14,7 +14,7 @@ from megazero.config import RunConfig, World
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
-from megazero.train.batch_size import BatchSchedule
+from megazero.train.batch_size import BatchSizeRampup
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.origin import Progress, find_origin
 from megazero.train.parallelize import (
@@ -111,7 +111,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     origin = find_origin(stored, mesh)
     checkpointing.load(origin)
     assert origin.progress.iteration == run.start, (origin.progress, run)
-    sizes = BatchSchedule.of(config, mesh.dp_size)
+    sizes = BatchSizeRampup.of(config, mesh.dp_size)
     consumed = sizes.consumed_after(run.start)
     record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, pipeline.loss_rank == pipeline.rank)
     with run.around(engine, pipeline, config):

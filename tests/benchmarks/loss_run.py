@@ -19,7 +19,7 @@ from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder, initializer, make_model
-from megazero.train.schedule import LearningRate
+from megazero.train.learning_rate import LearningRate
 from megazero.zero.build import Init
 from tests.benchmarks.loss_data import evaluation_samples, train_samples
 from tests.benchmarks.loss_variants import VARIANTS, Variant

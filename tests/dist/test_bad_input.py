@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.tokenizer import write_meta
-from megazero.train import setup
+from megazero.data.tokenizer import NullTokenizer, write_meta
 from tests.dist.pool import run_ranks
 from tests.dist.runs import digest, refusals, train_all, write_data
 
@@ -194,7 +193,7 @@ def cut(path: Path, size: int) -> None:
 
 
 def other_tokenizer(prefix: Path, **changes: object) -> None:
-    info = setup.NullTokenizer(50).info
+    info = NullTokenizer(50).info
     write_meta(prefix, dataclasses.replace(info, **changes))  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megazero.checkpoint import store
-from megazero.data.tokenizer import TokenizerInfo, write_meta
+from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
 from megazero.train import setup
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Processes, digest, free_port, train_all, write_data
@@ -149,7 +149,7 @@ def blind(rank: int) -> None:
 def test_a_mistake_of_one_rank_alone_is_said_by_it(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     write_data(prefix)
-    write_meta(prefix, setup.NullTokenizer(50).info)
+    write_meta(prefix, NullTokenizer(50).info)
     values = {**LONG, "mock_data": None, "data_path": (str(prefix),), "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(2, {**values, "train_iters": 3}, tmp_path, prepare=blind)
     assert ranks.statuses() == [1, 1], ranks.texts()

@@ -76,6 +76,15 @@ def test_required_options_are_all_named_at_once():
             {"seq_length": 64, "max_position_embeddings": 32},
             "exceeds --max-position-embeddings 32; nearest: 32",
         ),
+        (
+            {"profile": True, "profile_step_start": 5, "profile_step_end": 5},
+            "--profile-step-end 5 must be above --profile-step-start 5; nearest: 6",
+        ),
+        (
+            {"profile": True, "profile_ranks": (0, 8)},
+            "--profile-ranks 8 is not one of the 8 ranks; nearest: 7",
+        ),
+        ({"profile": True, "profile_ranks": (-1,)}, "--profile-ranks -1 must be at least 0; nearest: 0"),
         ({"num_layers": 0}, "--num-layers 0 must be at least 1; nearest: 1"),
         ({"attention_dropout": 1.0}, "--attention-dropout 1 must be below 1"),
         ({"hidden_dropout": -0.1}, "--hidden-dropout -0.1 must be at least 0"),
@@ -126,6 +135,7 @@ def test_faults(changes, part):
     [
         {"adam_beta1": 0.5, "optimizer": "sgd"},
         {"sgd_momentum": 0.5},
+        {"profile_step_end": 20},
         {"save_interval": 5},
         {"load_optim": False},
         {"finetune": True},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.train.console import Schedule, TrainConsole, human_bytes, human_count, interval_line
+from megazero.train.console import TrainConsole, human_bytes, human_count, interval_line
 from megazero.train.loggers import Loggers, TensorBoardLogger, WandbLogger, new_run_id, scalars
 from megazero.train.metrics import MetricsWriter
 from megazero.train.plot import plot_loss
@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 
 def _run(stream: io.StringIO, enabled: bool = True) -> str:
-    with TrainConsole(Schedule(total=7, log_interval=3), enabled=enabled, stream=stream) as console:
+    with TrainConsole(total=7, log_interval=3, enabled=enabled, stream=stream) as console:
         console.header("megazero [run]", {"model": "llama [tiny]", "ranks": 4})
         for iteration in range(1, 8):
             console.iteration(_line(iteration))
@@ -66,7 +66,7 @@ def test_an_interrupted_interval_is_still_printed() -> None:
     stream = io.StringIO()
     with (
         pytest.raises(KeyboardInterrupt),
-        TrainConsole(Schedule(total=100, log_interval=10), stream=stream) as console,
+        TrainConsole(total=100, log_interval=10, stream=stream) as console,
     ):
         console.iteration(_line(1))
         raise KeyboardInterrupt
@@ -88,7 +88,7 @@ def test_numbers_for_people() -> None:
 def test_console_and_metrics_leave_torch_out() -> None:
     code = (
         "import sys, megazero.train.console, megazero.train.metrics, megazero.train.timebill, "
-        "megazero.train.schedule, megazero.train.batch_size, megazero.train.guards, megazero.train.loggers, "
+        "megazero.train.learning_rate, megazero.train.batch_size, megazero.train.guards, megazero.train.loggers, "
         "megazero.train.plot\n"
         "assert not {'torch', 'numpy', 'matplotlib', 'wandb'} & sys.modules.keys()"
     )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.train.batch_size import BatchSchedule
-from megazero.train.schedule import STYLES, WSD_STYLES, LearningRate
+from megazero.train.batch_size import BatchSizeRampup
+from megazero.train.learning_rate import STYLES, WSD_STYLES, LearningRate
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ RAMPS = [(8, 8, 100, 32, 2, 4), (192, 16, 9765, 2048, 2, 8), (4, 4, 37, 16, 1, 4
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_batch_size_equals_megatron(ramp: tuple[int, ...]) -> None:
     module = pytest.importorskip("megatron.core.num_microbatches_calculator")
-    ours = BatchSchedule(*ramp)
+    ours = BatchSizeRampup(*ramp)
     theirs = module.RampupBatchsizeNumMicroBatchesCalculator(
         ours.target, ours.micro_batch, ours.data_parallel, False, 1,
         ours.start, ours.increment, ours.ramp_samples,
@@ -101,7 +101,7 @@ def test_batch_schedule_equals_walking_it(
     start: int, increment: int, steps: int, ramp: int, begin: int, limit: int
 ) -> None:
     """Closed forms against iterating one step at a time, from any position (as after a resume)."""
-    schedule = BatchSchedule(start, increment, ramp, start + steps * increment, 1, 1)
+    schedule = BatchSizeRampup(start, increment, ramp, start + steps * increment, 1, 1)
     positions = [begin]
     while positions[-1] <= limit:
         positions.append(positions[-1] + schedule.batch_size(positions[-1]))
@@ -113,12 +113,12 @@ def test_batch_schedule_equals_walking_it(
 
 def test_batch_schedule_length_and_layout() -> None:
     """The run does not depend on the data-parallel size, and its length is that of train_samples."""
-    wide = BatchSchedule(16, 16, 256, 64, 2, 8)
-    narrow = BatchSchedule(16, 16, 256, 64, 2, 1)
+    wide = BatchSizeRampup(16, 16, 256, 64, 2, 8)
+    narrow = BatchSizeRampup(16, 16, 256, 64, 2, 1)
     assert [wide.consumed_after(i) for i in range(50)] == [narrow.consumed_after(i) for i in range(50)]
     assert narrow.micro_batches(0) == 8 * wide.micro_batches(0)
-    assert BatchSchedule.constant(32, 2, 4).iterations_within(1000) == 31
-    assert BatchSchedule.constant(32, 2, 4).micro_batches(12345) == 4
+    assert BatchSizeRampup.constant(32, 2, 4).iterations_within(1000) == 31
+    assert BatchSizeRampup.constant(32, 2, 4).micro_batches(12345) == 4
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_batch_schedule_length_and_layout() -> None:
 )
 def test_batch_schedule_refuses(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BatchSchedule(*arguments)
+        BatchSizeRampup(*arguments)

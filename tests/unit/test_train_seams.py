@@ -23,9 +23,9 @@ from megazero.models import Decoder
 from megazero.models.flops import training_flops
 from megazero.train import setup
 from megazero.train.guards import NonFiniteLoss
+from megazero.train.learning_rate import STYLES, WSD_STYLES
 from megazero.train.metrics import read_metrics
 from megazero.train.parallelize import dropout_key, make_policy
-from megazero.train.schedule import STYLES, WSD_STYLES
 from megazero.train.trainer import Trainer
 from tests.dist.runs import TINY
 

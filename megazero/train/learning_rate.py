@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megazero.config import RunConfig
+
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 _FALLING: dict[str, Callable[[float], float]] = {
@@ -58,6 +60,21 @@ class LearningRate:
     wsd_decay: int | None = None
     wsd_style: str = "exponential"
 
+    @classmethod
+    def of(cls, config: RunConfig) -> LearningRate:
+        """The learning rate of a resolved configuration, in the unit of its ``lr_span``."""
+        optimizer, span = config.optimizer, config.lr_span
+        assert optimizer.lr, "unresolved configuration"
+        return cls(
+            peak=optimizer.lr,
+            decay=span.decay,
+            minimum=optimizer.min_lr,
+            warmup=span.warmup,
+            style=optimizer.lr_decay_style,
+            wsd_decay=span.wsd_decay or None,
+            wsd_style=optimizer.lr_wsd_decay_style,
+        )
+
     def __post_init__(self) -> None:
         _check_choice("--lr-decay-style", self.style, STYLES)
         if not 0.0 <= self.minimum <= self.peak:
@@ -95,7 +112,7 @@ class LearningRate:
             )
 
     def __call__(self, consumed: int) -> float:
-        """The rate of the step taken after `consumed` iterations or samples."""
+        """The learning rate of the step that is taken after `consumed` iterations or samples."""
         if self.warmup > 0 and consumed <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * float(consumed) / float(self.warmup)
         if self.style == "constant":
@@ -107,7 +124,7 @@ class LearningRate:
         return self.minimum + self._fraction(consumed) * (self.peak - self.minimum)
 
     def _fraction(self, consumed: int) -> float:
-        """How much of peak - minimum is left, for the styles that scale it."""
+        """The factor of (peak - minimum), for the styles that scale it."""
         if self.style != "WSD":
             return _FALLING[self.style]((consumed - self.warmup) / (self.decay - self.warmup))
         assert self.wsd_decay is not None

@@ -1,0 +1,97 @@
+"""Where results go: the console, LOG_DIR with metrics.jsonl and the resolved configuration, and outside loggers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+import yaml
+
+from megazero.config import RunConfig, World
+from megazero.data.files import replacing
+from megazero.mesh.mesh import Mesh
+from megazero.models import Decoder
+from megazero.models.attention_kernels import math_note
+from megazero.models.flops import parameter_count
+from megazero.train.console import TrainConsole
+from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
+from megazero.train.metrics import MetricsWriter
+from megazero.train.origin import Progress
+from megazero.train.parallelize import DTYPES
+
+RESOLVED_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
+
+    metrics: the writer of metrics.jsonl; None on ranks other than the first.
+    """
+
+    console: TrainConsole
+    loggers: Loggers
+    metrics: MetricsWriter | None
+
+
+def agree_on_run_id(progress: Progress) -> str:
+    """The id of this run at outside loggers: the one of ``progress``, or a new one. Collective."""
+    run_id = [progress.run_id or new_run_id()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(run_id, src=0)
+    return run_id[0]
+
+
+def open_outputs(
+    config: RunConfig, progress: Progress, last_iteration: int, stack: ExitStack, *, first: bool
+) -> Outputs:
+    """Open what this rank writes to; ``stack`` closes it. first: this is the first rank, the only one that writes.
+
+    Raises ValueError if a logger that was asked for cannot run.
+    """
+    log = config.logging
+    console = TrainConsole(
+        total=last_iteration, begin=progress.iteration, log_interval=log.log_interval, enabled=first
+    )
+    metrics = None
+    members: list[Logger] = []
+    if first:
+        resolved = config.to_dict()
+        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration)
+        stack.callback(metrics.close)
+        with replacing(Path(log.log_dir) / RESOLVED_FILE) as file:
+            file.write(yaml.safe_dump(resolved, sort_keys=False).encode())
+        if log.tensorboard_dir:
+            members.append(TensorBoardLogger(log.tensorboard_dir, iteration=progress.iteration))
+        if log.wandb_project:
+            members.append(
+                WandbLogger(
+                    log.wandb_project,
+                    run_id=progress.run_id,
+                    name=log.wandb_exp_name,
+                    directory=log.wandb_save_dir,
+                    config=resolved,
+                )
+            )
+    loggers = Loggers(members)
+    stack.callback(loggers.close)
+    return Outputs(console, loggers, metrics)
+
+
+def report_start(
+    config: RunConfig, mesh: Mesh, decoder: Decoder, progress: Progress, console: TrainConsole
+) -> None:
+    """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
+    world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
+    facts: dict[str, object] = {
+        "parameters": f"{parameter_count(decoder.config):,}",
+        "device": str(mesh.device),
+        "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
+    }
+    console.header(f"megazero on {world.world_size} ranks", facts)
+    math = math_note(decoder.config, decoder.tp, mesh.device, DTYPES[config.precision.params_dtype])
+    described = config.describe(world)
+    for line in (*progress.notes, *described, *([f"note: {math}"] if math else [])):
+        console.note(line)

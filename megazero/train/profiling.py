@@ -1,0 +1,123 @@
+"""--profile: a Chrome trace of a few iterations, in which communication and compute have their names.
+
+The names are 'gather_inter layers.3' (a hop of a unit: its encoding, sending and decoding; likewise refresh and
+reduce), 'forward layers.3' (a unit's forward), 'compute B(stage 0, micro-batch 1)' (an action of the schedule), and
+the items of the time bill ('exposed_reduce_inter', 'optimizer', 'data', ...). Nothing is labelled while no trace is
+recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+from torch.utils.hooks import RemovableHandle
+
+from megazero.comm.labels import no_label
+from megazero.config import RunConfig
+from megazero.models import Decoder
+from megazero.pp.executor import Pipeline
+from megazero.train.timebill import TimeBill
+from megazero.zero import Engine
+
+
+class Profiler:
+    """Records the iterations after --profile-step-start up to --profile-step-end on the ranks of --profile-ranks.
+
+    A run that resumes between the two records the rest. say: prints a note (on the first rank).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        decoder: Decoder,
+        engine: Engine,
+        pipeline: Pipeline,
+        bill: TimeBill,
+        say: Callable[[str], None],
+    ) -> None:
+        self.options, self.rank, self.device = config.profiling, engine.mesh.rank, engine.mesh.device
+        self.folder = Path(config.logging.log_dir) / "profile"
+        self.labelled = (engine.gathers, engine.reductions, pipeline, bill)
+        names = {module: name for name, module in decoder.named_modules()}
+        self.units = [(names[module], module) for unit in decoder.units() for module in unit]
+        self.say = say
+        self.recorder: torch.profiler.profile | None = None
+        self.hooks: list[RemovableHandle] = []
+        self.began: int | None = None  # the iteration that the running trace began after
+        self.written = False
+
+    def at(self, iteration: int) -> None:
+        """Begin or end the trace, as is due after ``iteration`` iterations."""
+        options = self.options
+        if not options.profile:
+            return
+        if self.began is not None and iteration == options.profile_step_end:
+            self._write(iteration)
+        elif self.began is None and options.profile_step_start <= iteration < options.profile_step_end:
+            self.began = iteration
+            if self.rank in options.profile_ranks:
+                self._start()
+
+    def finish(self, iteration: int) -> None:
+        """End the trace with the run, which stops after ``iteration``. Say so if there was nothing to trace."""
+        options = self.options
+        if self.began is not None:
+            self._write(iteration)
+        elif options.profile and not self.written:
+            self.say(
+                f"no trace was written: this run has none of the iterations {options.profile_step_start + 1} to "
+                f"{options.profile_step_end} (--profile-step-start, --profile-step-end)"
+            )
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self.recorder = torch.profiler.profile(activities=activities)
+        self.recorder.start()
+        for part in self.labelled:
+            part.label = label
+        self.hooks = [hook for name, module in self.units for hook in _label_forward(name, module)]
+
+    def _write(self, iteration: int) -> None:
+        """End the trace after ``iteration``, and write it if it is this rank that records."""
+        assert self.began is not None
+        ranks, first = ", ".join(map(str, self.options.profile_ranks)), self.began + 1
+        self.began, self.written = None, True
+        if self.recorder is not None:
+            for hook in self.hooks:
+                hook.remove()
+            for part in self.labelled:
+                part.label = no_label
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # kernels that still run belong to the trace
+            self.recorder.stop()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.recorder.export_chrome_trace(str(self.folder / f"rank_{self.rank}.json.gz"))
+            self.recorder = None
+        self.say(f"iterations {first} to {iteration} of rank {ranks} are traced in {self.folder}")
+
+
+def label(what: str, of: str) -> record_function:
+    """Name what runs in a ``with`` in the trace: 'gather_inter layers.3'."""
+    return record_function(f"{what} {of}".rstrip())
+
+
+def _label_forward(name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Label every forward of ``module``. Registered after the engine's hooks, it stands inside of their gather."""
+    running: list[record_function] = []
+
+    def begin(*_: Any) -> None:
+        running.append(label("forward", name))
+        running[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    # always_call: a recomputation may leave a forward by an exception.
+    return module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)

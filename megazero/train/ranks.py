@@ -1,0 +1,107 @@
+"""How a rank starts: its device, the process group, the proof that all ranks were started alike, and the mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.config import RunConfig, World
+from megazero.config.fields import show
+from megazero.config.run import all_options
+from megazero.config.sections import TrainingConfig
+from megazero.mesh.launch import Launch, prepare_cuda
+from megazero.mesh.mesh import Mesh, discover_ranks_per_node, init_distributed
+from megazero.train.parallelize import make_mesh
+
+# Options that may differ between ranks: what only the first one uses, and where files lie on a node.
+OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
+OWN_SECTIONS = {"logging"}
+
+
+def start_rank(
+    training: TrainingConfig, launch: Launch, timeout: timedelta
+) -> tuple[torch.device, tuple[str, ...]]:
+    """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
+
+    Raises ValueError if the device that was asked for is not there.
+    """
+    notes = prepare_cuda()  # before anyone asks for devices: that starts CUDA
+    device = pick_device(training.device, launch)
+    if training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
+        torch.use_deterministic_algorithms(True)
+    if launch.world_size > 1:
+        init_distributed(launch, device, timeout)
+    return device, notes if device.type == "cuda" else ()
+
+
+def pick_device(wanted: str, launch: Launch) -> torch.device:
+    """The device that --device names. 'auto' takes CUDA where there is one, one GPU for each local rank."""
+    present = torch.cuda.is_available()
+    if wanted == "cuda" and not present:
+        raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
+    if wanted == "cpu" or not present:
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {launch.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start at most "
+            "that many ranks per node, or use --device cpu"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeout: timedelta) -> Mesh:
+    """Arrange the ranks in the mesh that the configuration asks for. Collective.
+
+    Raises ValueError, the same on all ranks, if they were started with different options or if the nodes differ.
+    """
+    if launch.world_size > 1:
+        _refuse_different_options(config, launch.world_size)  # before ranks form groups by their own options
+    world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
+    return make_mesh(config, world, device, timeout)
+
+
+def _refuse_different_options(config: RunConfig, world_size: int) -> None:
+    own = {
+        name: config.get(name)
+        for name, option in all_options().items()
+        if name not in OWN_OPTIONS and option.section not in OWN_SECTIONS
+    }
+    digests: list[Any] = [None] * world_size
+    dist.all_gather_object(digests, hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    if len(set(digests)) > 1:  # only now the values: they are large, the digests are not
+        every: list[Any] = [None] * world_size
+        dist.all_gather_object(every, own)
+        raise ValueError(_odd_ranks(every, digests))
+
+
+def _odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str:
+    """Say which ranks differ from most others, and in which options.
+
+    Where no set of options is the most frequent one, the first rank's counts as the usual one.
+    """
+    usual = digests.index(Counter(digests).most_common(1)[0][0])
+    groups: dict[str, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        if digest != digests[usual]:
+            groups.setdefault(digest, []).append(rank)
+    parts = []
+    for ranks in groups.values():
+        wrong = {name: value for name, value in every[ranks[0]].items() if value != every[usual][name]}
+        said = (
+            f"{all_options()[name].flag} {show(value)} (rank {usual}: {show(every[usual][name])})"
+            for name, value in wrong.items()
+        )
+        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+        parts.append(f"{who} {', '.join(said)}")
+    return (
+        f"ranks were started with different options: {'; '.join(parts)}. Start every rank with the same ones"
+    )
