@@ -31,8 +31,10 @@ def linked(page: Path) -> list[tuple[Path, str]]:
 
 
 def named(page: Path) -> list[tuple[str, str]]:
-    """(path, what it is said to hold or '') of every `folder/file.py` or `folder/file.py: name` of a page."""
-    return re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|yaml))(?:: (\w+))?", prose(page))
+    """(path, what it is said to hold or '') of every `folder/file.py` or `folder/file.py: name` of a page; NAME and
+    LOG_DIR stand for the reader's own."""
+    found = re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|yaml))(?:: (\w+))?", prose(page))
+    return [(path, name) for path, name in found if not re.search(r"\b(NAME|LOG_DIR)\b", path)]
 
 
 def test_the_readme_leads_to_every_page() -> None:
@@ -65,7 +67,7 @@ def test_named_files_exist_and_hold_what_is_said(page: Path) -> None:
 def test_what_is_looked_for_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](b.md#c-d) ![](e.png) [f](https://g.org) `zero/h.py: i` and `j/k.py`\n```\n[l](m)\n```\n"
+        "[a](b.md#c-d) ![](e.png) [f](https://g.org) `zero/h.py: i`, `a/NAME.py` and `j/k.py`\n```\n[l](m)\n```\n"
     )
     assert linked(page) == [(tmp_path / "b.md", "c-d"), (tmp_path / "e.png", "")]
     assert named(page) == [("zero/h.py", "i"), ("j/k.py", "")]
