@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: quickstart test test-slow bench lint clean
+.PHONY: quickstart test test-unit test-dist test-netlab test-slow bench lint clean
+.NOTPARALLEL:
 
 $(TORCH_STAMP):
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megazero needs Python 3.11 or newer: make PYTHON=...")'
@@ -45,13 +46,20 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two workers: while the ranks of one wait for each other, the other's compute. Files in their order: those with ranks
-# first, the many short ones fill the end. What measures links runs alone. What PYTEST_ARGS select may be in one of
-# the two runs alone: the other's "no tests" (5) is no failure then.
+# In stages, the fastest first, each of which stops the rest; alone, too: make test-unit. Two workers: while the ranks of
+# one wait for each other, the other's compute. What measures links runs alone. What PYTEST_ARGS select may be in one
+# of the stages alone: the others' "no tests" (5) is no failure then.
 NONE_SELECTED = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" \
-		--ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+test: lint test-unit test-dist test-netlab
+
+test-unit: $(VENV)/.test
+	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/dist --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+
+test-dist: $(VENV)/.test
+	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/unit --ignore tests/gpu --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+
+test-netlab: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
 
 # The full parity products and other long runs: some three hours on 2 cores.

@@ -65,9 +65,10 @@ def unpack(payload: torch.Tensor, digits: torch.Tensor, form: Format) -> None:
 
 @jit
 def load_tile(
-    messages, halves, g, valid, row_bytes, row_blocks,
+    messages: tl.tensor, halves: tl.tensor, g: tl.tensor, valid: tl.tensor, row_bytes: tl.tensor,
+    row_blocks: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """Values fp32 [r, pack, part] of blocks g int64 [r]; messages int8 and halves int16 are one buffer."""
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
@@ -86,9 +87,10 @@ def load_tile(
 
 @jit
 def _kernel(
-    messages, halves, out, total, row_blocks, row_bytes, row_stride,
+    messages: tl.tensor, halves: tl.tensor, out: tl.tensor, total: tl.tensor, row_blocks: tl.tensor,
+    row_bytes: tl.tensor, row_stride: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)

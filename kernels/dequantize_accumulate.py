@@ -57,9 +57,10 @@ class Summed:
 
 @jit
 def sum_tile(
-    acc, messages, halves, sources, g, valid, row_bytes, row_blocks,
+    acc: tl.tensor, messages: tl.tensor, halves: tl.tensor, sources: tl.tensor, g: tl.tensor,
+    valid: tl.tensor, row_bytes: tl.tensor, row_blocks: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """acc fp32 [r, pack, part] + blocks g int64 [r] of messages 0, 1, ... sources - 1, in this order."""
     for k in range(sources):
         acc += load_tile(messages, halves, g + k * row_blocks, valid, row_bytes, row_blocks, BITS, BLOCK)
@@ -68,9 +69,10 @@ def sum_tile(
 
 @jit
 def _kernel(
-    messages, halves, out, sources, row_blocks, row_bytes,
+    messages: tl.tensor, halves: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
+    row_bytes: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)

@@ -59,11 +59,12 @@ def reference(
 
 @drawing_jit
 def _kernel(
-    messages, halves, out, out_halves, sources, row_blocks, row_bytes, out_blocks, out_bytes, total,
-    word0, key0, key1,
+    messages: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
+    row_blocks: tl.tensor, row_bytes: tl.tensor, out_blocks: tl.tensor, out_bytes: tl.tensor,
+    total: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
     CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     NEXT_PACK: tl.constexpr = 8 // NEXT_BITS
     NEXT_PART: tl.constexpr = NEXT_BLOCK // NEXT_PACK

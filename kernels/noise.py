@@ -111,7 +111,7 @@ class Draws:
 
 
 @jit
-def word_tile(block, word0, PACK: tl.constexpr, PART: tl.constexpr):
+def word_tile(block: tl.tensor, word0: tl.tensor, PACK: tl.constexpr, PART: tl.constexpr) -> tl.tensor:
     """Counters uint32 [r, PACK, PART / 2] of blocks int64 [r] of PACK * PART elements from counter word0 on."""
     first = (block * (PACK * PART // 2) + word0).to(tl.uint32)
     p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART // 2)[None, None, :]
@@ -119,7 +119,7 @@ def word_tile(block, word0, PACK: tl.constexpr, PART: tl.constexpr):
 
 
 @jit
-def draws_tile(word, key0, key1):
+def draws_tile(word: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
     """word uint32 [..., m] (element index / 2) -> fp32 [..., 2 m] draws in units of 2 ** -16."""
     word = word + key0.to(tl.uint32, bitcast=True)
     word = word ^ (word >> 16)

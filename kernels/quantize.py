@@ -158,7 +158,7 @@ def _searched(values: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor, fo
 
 
 @jit
-def scale_tile(bits, ratio, LARGEST: tl.constexpr):
+def scale_tile(bits: tl.tensor, ratio: float, LARGEST: tl.constexpr) -> tl.tensor:
     """absmax as fp32 bits int32 [r] -> scale fp32 [r]."""
     scaled = (bits.to(tl.float32, bitcast=True) * ratio).to(tl.int32, bitcast=True)
     scaled = (scaled + 0xFFFF) & -0x10000
@@ -168,23 +168,23 @@ def scale_tile(bits, ratio, LARGEST: tl.constexpr):
 
 
 @jit
-def inverse_tile(scale):
+def inverse_tile(scale: tl.tensor) -> tl.tensor:
     """1 / scale, 0 for scales 0 and NaN."""
     usable = scale > 0
     return tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
 
 
 @jit
-def rint_tile(x):
+def rint_tile(x: tl.tensor) -> tl.tensor:
     """Round half to even for abs(x) < 2 ** 21: adding 1.5 x 2 ** 23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0
 
 
 @jit
 def encode_tile(
-    x, word, key0, key1,
+    x: tl.tensor, word: tl.tensor, key0: tl.tensor, key1: tl.tensor,
     BITS: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """x fp32 [r, pack, part], word uint32 [r, pack, part / 2] -> payload int8 [r, part], scale fp32 [r]."""
     PACK: tl.constexpr = 8 // BITS
     QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -218,9 +218,10 @@ def encode_tile(
 
 @jit
 def store_tile(
-    payload, scale, g, valid, messages, halves, row_bytes, row_blocks,
+    payload: tl.tensor, scale: tl.tensor, g: tl.tensor, valid: tl.tensor, messages: tl.tensor,
+    halves: tl.tensor, row_bytes: tl.tensor, row_blocks: tl.tensor,
     PART: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Store blocks g int64 [r]: payload int8 [r, PART] and scale [r]; messages int8 and halves int16 are one
     buffer, rows of row_bytes and row_blocks blocks."""
     row, b = g // row_blocks, g % row_blocks
@@ -232,10 +233,11 @@ def store_tile(
 
 @drawing_jit
 def _kernel(
-    x, messages, halves, total, row_blocks, row_bytes, word0, key0, key1,
+    x: tl.tensor, messages: tl.tensor, halves: tl.tensor, total: tl.tensor, row_blocks: tl.tensor,
+    row_bytes: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)

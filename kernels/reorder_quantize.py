@@ -94,10 +94,12 @@ def reference(
 
 @drawing_jit
 def _kernel(
-    x, messages, halves, total, row_blocks, row_bytes, nodes, node_size, stages, word0, key0, key1,
+    x: tl.tensor, messages: tl.tensor, halves: tl.tensor, total: tl.tensor, row_blocks: tl.tensor,
+    row_bytes: tl.tensor, nodes: tl.tensor, node_size: tl.tensor, stages: tl.tensor, word0: tl.tensor,
+    key0: tl.tensor, key1: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     PART: tl.constexpr = BLOCK // PACK
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)

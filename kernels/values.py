@@ -16,14 +16,17 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def scales_at(row, b, row_bytes, row_blocks, PART: tl.constexpr):
+def scales_at(
+    row: tl.tensor, b: tl.tensor, row_bytes: tl.tensor, row_blocks: tl.tensor,
+    PART: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Where a message's scales lie, in int16 from the buffer's start: blocks b int64 of rows int64. The payload
     before them may be 4 GiB or more, so that its size is no int32."""
     return row * (row_bytes // 2) + tl.cast(row_blocks, tl.int64) * (PART // 2) + b
 
 
 @jit
-def load_values(x, at, mask):
+def load_values(x: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """fp32 values at x + at, 0 where masked; x points to fp32, fp16 or bf16 as int16."""
     loaded = tl.load(x + at, mask=mask, other=0)
     if x.dtype.element_ty == tl.int16:
@@ -34,7 +37,7 @@ def load_values(x, at, mask):
 
 
 @jit
-def store_values(x, at, values, mask):
+def store_values(x: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
     """fp32 values to x + at, rounded to nearest even; x as for load_values."""
     if x.dtype.element_ty == tl.int16:
         bits = values.to(tl.int32, bitcast=True)

@@ -130,7 +130,7 @@ def data_cuts(d: int, h: int, shards: tuple[int, int, int]) -> list[int]:
     """Ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks.
 
     Each of P, G, OS and the node boundary h is a cut. Raises ValueError if they are not a chain in
-    which each divides the next (DESIGN of the shards: P | G | OS | d, each dividing h or divided by it).
+    which each divides the next: P | G | OS | d, and each of them divides h or is a multiple of it.
     """
     cuts = sorted({1, *shards, h, d})
     for low, high in zip(cuts, cuts[1:], strict=False):

@@ -70,7 +70,7 @@ def build_units(
         }
         if params:
             label = next(n for n, m in modules.items() if m is group[0]) or "root"
-            made = _make_units(label, params, group, mesh, policy, traits, init, tied)
+            made = _make_units(label, params, mesh, policy, traits, init, tied)
             for unit in made:
                 unit.part = part_of.get(id(group[0]), 0)
             units += made
@@ -92,11 +92,19 @@ def build_units(
     return Plan(units, needs, max(len(parts), 1))
 
 
-def _make_units(label, params, group, mesh, policy, traits, init, tied) -> list[Unit]:
+def _make_units(
+    label: str,
+    params: dict[str, nn.Parameter],
+    mesh: Mesh,
+    policy: Policy,
+    traits: Mapping[str, Traits],
+    init: Init | None,
+    tied: Mapping[str, str],
+) -> list[Unit]:
     """One unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements; and one per
     tied parameter."""
     dtype = policy.dtype or _one_dtype(label, params)
-    values = _initial_values(label, params, group, init, mesh.device, at_least_fp32(dtype))
+    values = _initial_values(label, params, init, mesh.device, at_least_fp32(dtype))
     units = []
     for name in [n for n in params if n in tied]:
         unit = _make_unit(tied[name], {name: params[name]}, dtype, values, mesh, policy, traits)
@@ -125,7 +133,15 @@ def _chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return out
 
 
-def _make_unit(label, params, dtype, values, mesh, policy, traits) -> Unit:
+def _make_unit(
+    label: str,
+    params: dict[str, nn.Parameter],
+    dtype: torch.dtype,
+    values: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    policy: Policy,
+    traits: Mapping[str, Traits],
+) -> Unit:
     levels = Levels.of(mesh)
     ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
     codecs = _unit_codecs(policy.codecs, dtype)
@@ -179,7 +195,13 @@ def _crossing(levels: Levels, axes: Sequence[Axis]) -> int | None:
     return crossing[0] - 1 if crossing else None
 
 
-def _initial_values(label, params, group, init, device, sum_dtype) -> dict[str, torch.Tensor]:
+def _initial_values(
+    label: str,
+    params: Mapping[str, nn.Parameter],
+    init: Init | None,
+    device: torch.device,
+    sum_dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
     """Full values of a unit's parameters: as they are, or, for meta parameters, from ``init`` in at least fp32."""
     meta = [n for n, p in params.items() if p.is_meta]
     if meta and init is None:
