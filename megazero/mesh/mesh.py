@@ -262,7 +262,7 @@ def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
 
 def check_hosts(names: Sequence[str], local_world_size: int) -> int:
     """Host name of every rank against the launcher's ranks per node; returns the agreed number."""
-    cure = "start the same number of consecutive ranks on every node, or say --ranks-per-node"
+    cure = "start the same number of consecutive ranks on every node, or override the ranks per node"
     counts = {n: names.count(n) for n in dict.fromkeys(names)}
     if len(set(counts.values())) > 1:
         raise ValueError(f"nodes hold different numbers of ranks: {counts}; {cure}")

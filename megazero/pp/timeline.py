@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megazero.pp.schedules import Action, Kind, Message, done_by, in_order, needs, sent_by, stage_count
+from megazero.pp.schedules import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Message,
+    done_by,
+    in_order,
+    needs,
+    sent_by,
+    stage_count,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,13 +164,14 @@ def _time(times: Times | Sequence[Times] | Callable[[Action], float], action: Ac
 def ideal_bubble(name: str, pp: int, virtual: int, micro_batches: int, times: Times = Times()) -> float:  # noqa: B008
     """Idle share of a schedule with equal stages and no latency. times: of one virtual stage.
 
-    (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). zb-h1
-    idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at least pp micro-batches. In
-    general a W that was put off hides no more than an I, and a rank puts off at most micro_batches - 1 of them.
+    (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). With split
+    backwards it idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at least pp
+    micro-batches. In general a W that was put off hides no more than an I, and a rank puts off at most
+    micro_batches - 1 of them.
     """
     if pp == 1:
         return 0.0
-    if name != "zb-h1":
+    if not SCHEDULES[name].splits_backward:
         return (pp - 1) / (virtual * micro_batches + pp - 1)
     hidden = min(micro_batches, pp) - 1
     idle = (pp - 1) * (times.forward + times.backward_input)

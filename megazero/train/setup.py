@@ -239,18 +239,18 @@ def make_schedules(config: RunConfig, mesh: Mesh, begin: Progress) -> Schedules:
     optimizer, training = config.optimizer, config.training
     assert optimizer.lr
     sizes = BatchSchedule.of(config, mesh.dp_size)
-    span = config.lr_span
+    lengths = config.lr_lengths
     rate = LearningRate(
         peak=optimizer.lr,
-        decay=span.decay,
+        decay=lengths.decay,
         minimum=optimizer.min_lr,
-        warmup=span.warmup,
+        warmup=lengths.warmup,
         style=optimizer.lr_decay_style,
-        wsd_decay=span.wsd_decay or None,
+        wsd_decay=lengths.wsd_decay or None,
         wsd_style=optimizer.lr_wsd_decay_style,
     )
     last = training.train_iters or _last_iteration(sizes, training.train_samples or 0, begin)
-    return Schedules(sizes, rate, span.unit == "samples", last)
+    return Schedules(sizes, rate, lengths.unit == "samples", last)
 
 
 def _last_iteration(sizes: BatchSchedule, samples: int, begin: Progress) -> int:

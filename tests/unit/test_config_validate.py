@@ -191,9 +191,9 @@ def test_data_words_and_lifetimes_that_are_legal():
 
 
 def test_schedule_lengths():
-    span = legal(lr_warmup_fraction=0.1, lr_decay_iters=50).lr_span
+    span = legal(lr_warmup_fraction=0.1, lr_decay_iters=50).lr_lengths
     assert (span.unit, span.total, span.decay, span.warmup) == ("iterations", 100, 50, 5)
-    span = legal(train_iters=None, train_samples=1000, lr_warmup_samples=64).lr_span
+    span = legal(train_iters=None, train_samples=1000, lr_warmup_samples=64).lr_lengths
     assert (span.unit, span.total, span.decay, span.warmup) == ("samples", 1000, 1000, 64)
 
 
