@@ -4,7 +4,6 @@ from megazero.config.errors import ConfigError
 from megazero.config.parse import make_config, parse, parse_or_exit
 from megazero.config.run import RunConfig, ScheduleLengths, World
 from megazero.config.shards import LIFETIMES, PRESETS, Shards, resolve_shards
-from megazero.config.validate import validate
 
 __all__ = [
     "LIFETIMES",
@@ -18,5 +17,4 @@ __all__ = [
     "parse",
     "parse_or_exit",
     "resolve_shards",
-    "validate",
 ]

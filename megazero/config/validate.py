@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megazero.config.errors import ConfigError
 from megazero.config.fields import fault, without_effect
 from megazero.config.model_rules import conditions
 from megazero.config.optimizers import optimizer_conditions
@@ -13,13 +12,6 @@ from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import resolve_shards
 from megazero.config.wire import quantizes_gradients, quantizes_weights
-
-
-def validate(config: RunConfig, world: World | None = None) -> None:
-    """Raises ConfigError with every fault. Without a world, rules that need its size are left out."""
-    errors = find_errors(config, world)
-    if errors:
-        raise ConfigError(errors)
 
 
 def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = ()) -> list[str]:

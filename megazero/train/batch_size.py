@@ -20,7 +20,7 @@ class BatchSchedule:
     """Global batch (sequences) over the course of a run; the same whatever the layout.
 
     start, increment, target: global batch sizes in samples, each size on the way divisible by
-    micro_batch * data_parallel. start == target means no ramp-up (`BatchSchedule.constant`).
+    micro_batch * data_parallel. start == target means no ramp-up.
     It trusts its sizes: config/rules.py says which are legal.
     """
 
@@ -30,10 +30,6 @@ class BatchSchedule:
     target: int
     micro_batch: int
     data_parallel: int
-
-    @classmethod
-    def constant(cls, batch: int, micro_batch: int, data_parallel: int) -> BatchSchedule:
-        return cls(batch, 0, 0, batch, micro_batch, data_parallel)
 
     @classmethod
     def of(cls, config: RunConfig, data_parallel: int) -> BatchSchedule:

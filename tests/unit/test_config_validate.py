@@ -4,9 +4,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megazero.config import ConfigError, RunConfig, World, make_config, parse, validate
+from megazero.config import ConfigError, RunConfig, World, make_config, parse
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import all_options
+from megazero.config.validate import find_errors
 from megazero.pp.schedules import make_schedule
 
 BASE = {
@@ -33,7 +34,7 @@ def errors(world=WORLD, **changes):
 
 def legal(world=WORLD, **changes):
     config = make_config({**BASE, **changes}, world)
-    validate(config, world)
+    assert find_errors(config, world) == []
     return config
 
 

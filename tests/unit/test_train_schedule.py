@@ -100,5 +100,5 @@ def test_batch_schedule_length_and_layout() -> None:
     narrow = BatchSchedule(16, 16, 256, 64, 2, 1)
     assert [wide.consumed_after(i) for i in range(50)] == [narrow.consumed_after(i) for i in range(50)]
     assert narrow.micro_batches(0) == 8 * wide.micro_batches(0)
-    assert BatchSchedule.constant(32, 2, 4).iterations_within(1000) == 31
-    assert BatchSchedule.constant(32, 2, 4).micro_batches(12345) == 4
+    constant = BatchSchedule(32, 0, 0, 32, 2, 4)
+    assert constant.iterations_within(1000) == 31 and constant.micro_batches(12345) == 4
