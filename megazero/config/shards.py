@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.mesh.grid import shard_problem
+from megazero.mesh.grid import copy_lifetime, shard_problem
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz", "zeropp")
 STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
@@ -68,21 +68,6 @@ def resolve_shards(
         )
     wanted = None if keep else lifetime
     return Shards(p, g, os, copy_lifetime(p, os, wanted, delta and weights_cross(os, h)), keep)
-
-
-def copy_lifetime(p: int, os: int, wanted: str | None, delta: bool = False) -> str:
-    """How long the P copy lives: 'use', 'step' or 'resident'. delta: differences are added to the last step's copy.
-
-    Raises ValueError for a copy that would be dropped after each use although it is not the optimizer's own slice.
-    """
-    if p == os:
-        return "use"
-    if wanted == "use":
-        raise ValueError(
-            f"parameter lifetime 'use' needs P = OS, but P = {p} and OS = {os} (a dropped copy would cross nodes "
-            "again at every use); nearest legal: step"
-        )
-    return wanted or ("resident" if p == 1 or delta else "step")
 
 
 def weights_cross(os: int, h: int) -> bool:

@@ -175,6 +175,21 @@ def _nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, 
     return min(candidates, key=distance)
 
 
+def copy_lifetime(p: int, os: int, wanted: str | None, delta: bool = False) -> str:
+    """How long the P copy lives: 'use', 'step' or 'resident'. delta: differences are added to the last step's copy.
+
+    Raises ValueError for a copy that would be dropped after each use although it is not the optimizer's own slice.
+    """
+    if p == os:
+        return "use"
+    if wanted == "use":
+        raise ValueError(
+            f"parameter lifetime 'use' needs P = OS, but P = {p} and OS = {os} (a dropped copy would cross nodes "
+            "again at every use); nearest legal: step"
+        )
+    return wanted or ("resident" if p == 1 or delta else "step")
+
+
 def make_grid(
     world_size: int,
     ranks_per_node: int,
