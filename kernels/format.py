@@ -34,7 +34,6 @@ BITS = (2, 4, 8)
 DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}
 SMALLEST_SCALE = 0x00800000  # bits of 2 ** -126
 NAN_SCALE = 0x7FC00000
-INFINITY = 0x7F800000
 BF16_MAX = float.fromhex("0x1.FEp127")
 ERROR_UNIT = 2048.0  # the search for a clip counts errors in absmax / 2048, as integers
 ERROR_LIMIT = 1023.0  # so that a block's sum of squares fits 31 bits up to 2048 elements

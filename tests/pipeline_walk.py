@@ -1,4 +1,4 @@
-"""What a pipeline's receives depend on, when the links post them, and whether ranks that wait for all of them end.
+"""Whether a schedule is legal; what its receives depend on, when the links post them, whether ranks that wait end.
 
 Nothing here knows the rule by which receives are posted.
 """
@@ -102,3 +102,36 @@ def ends(schedule: Schedule, pp: int, posts: Posts) -> bool:
                 meet(waits[rank])
                 moved = True
     return at == [len(actions) for actions in schedule]
+
+
+def check_schedule(schedule: Sequence[Sequence[Action]], pp: int, virtual: int, micro_batches: int) -> None:
+    """Raises ValueError naming the first fault: an action that is missing, double or misplaced, or a cycle."""
+    if len(schedule) != pp:
+        raise ValueError(f"the schedule has {len(schedule)} ranks, not {pp}")
+    stages = pp * virtual
+    seen: set[Action] = set()
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            if not (0 <= action.stage < stages and 0 <= action.micro_batch < micro_batches):
+                raise ValueError(
+                    f"rank {rank}: {action} is not one of {stages} stages and {micro_batches} micro-batches"
+                )
+            if action.stage % pp != rank:
+                raise ValueError(f"rank {rank}: {action} belongs on rank {action.stage % pp}")
+            if action in seen:
+                raise ValueError(f"rank {rank}: {action} stands there twice")
+            seen.add(action)
+    for stage in range(stages):
+        for m in range(micro_batches):
+            _check_complete({kind for kind in Kind if Action(kind, stage, m) in seen}, stage, m)
+    for _ in in_order(schedule, stages):
+        pass
+
+
+def _check_complete(kinds: set[Kind], stage: int, micro_batch: int) -> None:
+    whole, split = {Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
+    if kinds not in (whole, split):
+        found = ", ".join(sorted(kinds)) or "nothing"
+        raise ValueError(
+            f"stage {stage}, micro-batch {micro_batch} has {found}, not one F and either one B or one I and one W"
+        )

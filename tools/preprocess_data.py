@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megazero.config.data_inputs import TOKENIZERS
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs
-from megazero.data.tokenizer import TOKENIZER_TYPES
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pattern", default="*", help="which files of a directory to take, such as '*.py'")
     add("--output-prefix", required=True, help="outputs are called PREFIX_KEY_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], help="keys of the JSON lines to take, a dataset each")
-    add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
+    add("--tokenizer-type", required=True, choices=tuple(TOKENIZERS))
     add("--tokenizer-model", help=".model file, or tokenizer.json or a directory that holds it")
     add("--vocab-size", type=int, help="of the NullTokenizer")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")

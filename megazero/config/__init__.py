@@ -2,21 +2,19 @@
 
 from megazero.config.errors import ConfigError
 from megazero.config.parse import make_config, parse, parse_or_exit
-from megazero.config.run import RunConfig, Span, World
+from megazero.config.run import RunConfig, ScheduleLengths, World
 from megazero.config.shards import LIFETIMES, PRESETS, Shards, resolve_shards
-from megazero.config.validate import validate
 
 __all__ = [
     "LIFETIMES",
     "PRESETS",
     "ConfigError",
     "RunConfig",
+    "ScheduleLengths",
     "Shards",
-    "Span",
     "World",
     "make_config",
     "parse",
     "parse_or_exit",
     "resolve_shards",
-    "validate",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from megazero.config.fields import Option, convert, show
 from megazero.config.nearest import did_you_mean
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
 
 # Megatron flags that name what always holds here: accepted, and said in the notes.
@@ -91,7 +92,7 @@ class Layer:
     def put(self, opt: Option, raw: Any, name: str) -> None:
         """Convert and keep a value; a second, different one for the same field wins and is noted."""
         try:
-            value = _adam_is_adamw(self, opt, convert(opt, raw))
+            value = _unaliased(self, opt, convert(opt, raw))
         except ValueError as error:
             self.errors.append(f"{name} {error}")
             self.failed.add(opt.name)
@@ -109,10 +110,12 @@ class Layer:
             self.errors.append(f"{prefix}{key} does not exist{did_you_mean(key, known, prefix)}")
 
 
-def _adam_is_adamw(layer: Layer, opt: Option, value: Any) -> Any:
-    if opt.name == "optimizer" and value == "adam":
-        layer.notes.append("--optimizer adam is adamw: weight decay is decoupled, as in Megatron")
-        return "adamw"
+def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
+    """An optimizer's own name for one of its aliases, which is noted; every other value as it is."""
+    for name, optimizer in OPTIMIZERS.items() if opt.name == "optimizer" else ():
+        if value in optimizer.aliases:
+            layer.notes.append(f"--optimizer {value} is {name}: {optimizer.aliases[value]}")
+            return name
     return value
 
 

@@ -23,13 +23,6 @@ def schedule_name(parallel: ParallelConfig, virtual: int) -> str:
     return parallel.pipeline_schedule or ("interleaved" if virtual > 1 else "1f1b")
 
 
-def micro_batch_multiple(parallel: ParallelConfig, num_layers: int) -> int:
-    """What the micro-batches of a step must be a multiple of: only interleaved groups them."""
-    virtual = virtual_stages(parallel, num_layers)
-    interleaved = virtual > 1 and schedule_name(parallel, virtual) == "interleaved"
-    return parallel.pipeline_model_parallel_size if interleaved else 1
-
-
 def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, ...]:
     """For pp.partition: a method's name, or layers per stage. Other text is taken as a method's name."""
     layers, said = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_partition

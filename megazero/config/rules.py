@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator
 
 from megazero.config import model_rules, pipeline_rules, wire_rules
+from megazero.config.data_inputs import TOKENIZERS, parse_data_path, parse_split
 from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.run import RunConfig
+from megazero.config.run import RunConfig, World, all_options
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -30,12 +29,36 @@ def _ramp(config: RunConfig) -> Iterator[str]:
         )
 
 
+def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
+    """Global batches, on the way up too, that are not whole micro-batches on every data-parallel rank."""
+    micro, batch, ramp = (
+        config.batch.micro_batch_size,
+        config.batch.global_batch_size,
+        config.batch.rampup_batch_size,
+    )
+    if not micro or not batch:
+        return
+    d, group = config.data_parallel_size(world), config.micro_batch_multiple
+    quantum = micro * d * group
+    grouped = f" x {group} pipeline ranks (schedule interleaved)" if group > 1 else ""
+    rule = f"micro-batch size {micro} x data-parallel size {d}{grouped} = {quantum}"
+    if batch % quantum:
+        yield f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, quantum)}"
+    if ramp and len(ramp) == 3:
+        for word, value in (("start", ramp[0]), ("increment", ramp[1])):
+            if value % quantum:
+                yield (
+                    f"--rampup-batch-size {word} {value} is not a multiple of {rule}; nearest: "
+                    f"{multiples_around(value, quantum)}"
+                )
+
+
 def _length(config: RunConfig) -> Iterator[str]:
     training, opt = config.training, config.optimizer
     if (training.train_iters is None) == (training.train_samples is None):
         yield "exactly one of --train-iters and --train-samples is required"
         return
-    unit = config.lr_span.unit
+    unit = config.lr_lengths.unit
     other = "samples" if unit == "iterations" else "iters"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if getattr(opt, f"{name}_{other}"):
@@ -48,59 +71,41 @@ def _length(config: RunConfig) -> Iterator[str]:
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
-    opt, span = config.optimizer, config.lr_span
+    opt, lengths = config.optimizer, config.lr_lengths
     assert opt.lr is not None
     if opt.min_lr > opt.lr:
         yield f"--min-lr {opt.min_lr:g} exceeds --lr {opt.lr:g}; nearest: {opt.lr:g}"
-    if span.total and span.warmup >= span.decay:
+    if lengths.total and lengths.warmup >= lengths.decay:
         yield (
-            f"a warm-up of {span.warmup} {span.unit} must be shorter than the decay of {span.decay} that contains "
-            f"it; nearest: {max(span.decay - 1, 0)}"
+            f"a warm-up of {lengths.warmup} {lengths.unit} must be shorter than the decay of {lengths.decay} that "
+            f"contains it; nearest: {max(lengths.decay - 1, 0)}"
         )
-    if opt.lr_decay_style != "WSD" or not span.total:
+    if opt.lr_decay_style != "WSD" or not lengths.total:
         return
-    room = span.decay - span.warmup
-    if not 0 < span.wsd_decay <= room:
-        unit = "iters" if span.unit == "iterations" else "samples"
+    room = lengths.decay - lengths.warmup
+    if not 0 < lengths.wsd_decay <= room:
+        unit = "iters" if lengths.unit == "iterations" else "samples"
         yield (
             f"--lr-decay-style WSD needs --lr-wsd-decay-{unit} of 1 to {room} (the decay without its warm-up), got "
-            f"{span.wsd_decay or 'none'}; nearest: {min(max(span.wsd_decay, 1), max(room, 1))}"
+            f"{lengths.wsd_decay or 'none'}; nearest: {min(max(lengths.wsd_decay, 1), max(room, 1))}"
         )
-
-
-def _data_path(words: tuple[str, ...]) -> Iterator[str]:
-    weights, prefixes = words[::2], words[1::2]
-    if not any(map(_is_number, words)):
-        return
-    if len(words) % 2 or not all(map(_is_number, weights)) or any(map(_is_number, prefixes)):
-        yield f"--data-path {' '.join(words)} must be PREFIX ... or a weight before every prefix"
-        return
-    for weight, prefix in zip(weights, prefixes, strict=True):
-        if not 0 < float(weight) < math.inf:
-            yield f"--data-path weight {weight} of {prefix} must be above 0; leave that data set out instead"
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
     if bool(data.data_path) == data.mock_data:
         yield "exactly one of --data-path and --mock-data is required"
-    yield from _data_path(data.data_path)
-    # the same words as megazero.data takes, which is above this floor
-    shares = re.fullmatch(r"\s*\d*\.?\d+\s*([,/]\s*\d*\.?\d+\s*){0,2}", data.split)
-    if shares is None or not sum(float(share) for share in re.split("[,/]", data.split)):
-        yield f"--split {data.split!r} must be up to three shares with a sum above 0; nearest: 969,30,1"
-    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
-        yield "--tokenizer-type NullTokenizer needs --vocab-size"
-    if data.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer") and not data.tokenizer_model:
-        yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model"
+    for flag, read in (
+        ("--data-path", lambda: parse_data_path(data.data_path)),
+        ("--split", lambda: parse_split(data.split)),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            yield f"{flag} {error}"
+    source = TOKENIZERS.get(data.tokenizer_type or "")
+    if source and config.get(source) in (None, ""):
+        yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
     if data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 

@@ -14,8 +14,8 @@ from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, convert, section_options, show
 from megazero.config.model import ModelConfig
 from megazero.config.nearest import did_you_mean
+from megazero.config.optimizers import OptimizerConfig
 from megazero.config.pipeline import (
-    micro_batch_multiple,
     partition_method,
     pipeline_summary,
     schedule_name,
@@ -27,7 +27,6 @@ from megazero.config.sections import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
     ProfilingConfig,
@@ -40,6 +39,7 @@ from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.families import FAMILIES
 from megazero.mesh.grid import data_ranks_per_node
 from megazero.pp.partition import StageSpec, partition, partition_table
+from megazero.pp.schedules import micro_batch_multiple
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Span:
+class ScheduleLengths:
     """Lengths of the learning-rate schedule. unit: 'iterations' or 'samples'; all lengths are in it."""
 
     unit: str
@@ -117,7 +117,8 @@ class RunConfig:
     @property
     def micro_batch_multiple(self) -> int:
         """What the schedule needs the micro-batches of every step to be a multiple of."""
-        return micro_batch_multiple(self.parallel, self.model.num_layers or 1)
+        pp = self.parallel.pipeline_model_parallel_size
+        return micro_batch_multiple(self.pipeline_schedule, pp, self.virtual_stages)
 
     def stages(self) -> tuple[StageSpec, ...]:
         """Every stage of the pipeline in the order of the model; one that holds it all without a pipeline.
@@ -160,7 +161,7 @@ class RunConfig:
         return batch.global_batch_size // (batch.micro_batch_size * self.data_parallel_size(world))
 
     @property
-    def lr_span(self) -> Span:
+    def lr_lengths(self) -> ScheduleLengths:
         """Schedule lengths with their defaults filled in."""
         opt, by_samples = self.optimizer, self.training.train_samples is not None
         total = (self.training.train_samples if by_samples else self.training.train_iters) or 0
@@ -170,13 +171,13 @@ class RunConfig:
         if fraction is not None and 0 <= fraction < 1:  # another one is reported as illegal
             warmup = int(fraction * decay)
         wsd = (opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0
-        return Span("samples" if by_samples else "iterations", total, decay, warmup, wsd)
+        return ScheduleLengths("samples" if by_samples else "iterations", total, decay, warmup, wsd)
 
     @property
     def quantized_gradients_end(self) -> int | None:
         """Iterations (samples, where the run's length is in them) after which gradients are exact; None: never."""
         fraction = self.zero.zero_quantized_gradients_until
-        return None if fraction is None else round(fraction * self.lr_span.total)
+        return None if fraction is None else round(fraction * self.lr_lengths.total)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections of plain JSON values; also a legal --config file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazero.config.data_inputs import TOKENIZERS
 from megazero.config.fields import option
 from megazero.config.shards import LIFETIMES, PRESETS
 from megazero.pp.schedules import SCHEDULES
@@ -31,7 +32,7 @@ class ParallelConfig:
         None,
         "order of forwards and backwards; zb-h1 splits backwards and fills the bubble with weights' gradients "
         "(default: 1f1b; interleaved where a rank has several stages)",
-        choices=SCHEDULES,
+        choices=tuple(SCHEDULES),
     )
     pipeline_partition: str | None = option(
         None,
@@ -177,38 +178,6 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
-
-    optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=("adamw", "sgd"))
-    lr: float | None = option(None, "peak learning rate", above=0, required=True)
-    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
-    lr_decay_style: str = option(
-        "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
-    )
-    lr_decay_iters: int | None = option(None, "iterations to decay over (default: --train-iters)", low=1)
-    lr_decay_samples: int | None = option(None, "samples to decay over (default: --train-samples)", low=1)
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
-    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
-    lr_wsd_decay_style: str = option(
-        "exponential",
-        "WSD: shape of the last phase",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-    )
-    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
-    weight_decay: float = option(
-        0.01, "weight decay, decoupled for adamw (norms and biases have none)", low=0
-    )
-    adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
-    adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
-    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
-    clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
-
-
-@dataclass(frozen=True)
 class TrainingConfig:
     """Length of the run, evaluation, recomputation, device."""
 
@@ -240,7 +209,7 @@ class DataConfig:
     tokenizer_type: str | None = option(
         None,
         "tokenizer that made the data",
-        choices=("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer"),
+        choices=tuple(TOKENIZERS),
     )
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
     eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")

@@ -10,8 +10,9 @@ the node until the step's last micro-batch; what it sends quantised across nodes
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from megazero.mesh.grid import copy_lifetime, shard_problem
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz", "zeropp")
 STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
@@ -56,13 +57,8 @@ def resolve_shards(
     Raises ValueError naming the nearest legal choice.
     """
     p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
-    faults = factor_faults((p, g, os), d, h)
-    if faults:
-        nearest = ",".join(map(str, nearest_factors((p, g, os), d, h)))
-        raise ValueError(
-            f"shard factors P,G,OS = {p},{g},{os} over {d} data-parallel ranks: "
-            f"{', '.join(faults)}; nearest legal: {nearest}"
-        )
+    if problem := shard_problem((p, g, os), d, h):
+        raise ValueError(problem)
     if lifetime is not None and lifetime not in LIFETIMES:
         raise ValueError(f"parameter lifetime {lifetime!r} is not one of {', '.join(LIFETIMES)}")
     if (keep := lifetime == "gathered") and p == 1:
@@ -70,16 +66,8 @@ def resolve_shards(
             "parameter lifetime 'gathered' needs P > 1: with P = 1 every rank has full parameters anyway; nearest "
             "legal: resident"
         )
-    if lifetime is None or keep:
-        lifetime = "resident" if p == 1 or delta and weights_cross(os, h) else "step"
-    if p == os:
-        return Shards(p, g, os, "use", keep)
-    if lifetime == "use":
-        raise ValueError(
-            f"parameter lifetime 'use' needs P = OS, but P = {p} and OS = {os} (a dropped copy would cross nodes "
-            "again at every use); nearest legal: step"
-        )
-    return Shards(p, g, os, lifetime, keep)
+    wanted = None if keep else lifetime
+    return Shards(p, g, os, copy_lifetime(p, os, wanted, delta and weights_cross(os, h)), keep)
 
 
 def weights_cross(os: int, h: int) -> bool:
@@ -128,33 +116,3 @@ def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple
             f"nearest: --zero-hpz-partition-size {h}"
         )
     return factors
-
-
-def factor_faults(factors: tuple[int, int, int], d: int, h: int) -> list[str]:
-    """Every rule of the chain that (P, G, OS) breaks; empty if legal."""
-    if min(factors) < 1:
-        return ["factors are at least 1"]
-    chain = list(zip(("P", "G", "OS", "d"), (*factors, d), strict=True))
-    faults = [
-        f"{low} = {a} does not divide {high} = {b}"
-        for (low, a), (high, b) in zip(chain, chain[1:], strict=False)
-        if b % a
-    ]
-    faults += [
-        f"{name} = {k} neither divides nor is a multiple of the {h} data-parallel ranks per node"
-        for name, k in {k: (name, k) for name, k in chain[:3]}.values()
-        if h % k and k % h
-    ]
-    return faults
-
-
-def nearest_factors(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
-    """The legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted`` (less memory on a tie)."""
-    legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
-    candidates = [(p, g, o) for o in legal for g in legal if o % g == 0 for p in legal if g % p == 0]
-
-    def distance(triple: tuple[int, int, int]) -> tuple[float, tuple[int, ...]]:
-        gap = sum(abs(math.log(a / max(b, 1))) for a, b in zip(triple, wanted, strict=True))
-        return round(gap, 9), tuple(-k for k in triple)
-
-    return min(candidates, key=distance)

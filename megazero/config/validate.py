@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megazero.config.errors import ConfigError
 from megazero.config.fields import fault, without_effect
 from megazero.config.model_rules import conditions
-from megazero.config.nearest import multiples_around
+from megazero.config.optimizers import optimizer_conditions
 from megazero.config.pipeline_rules import OF_PIPELINES
-from megazero.config.rules import RULES
+from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import resolve_shards
 from megazero.config.wire import quantizes_gradients, quantizes_weights
-
-
-def validate(config: RunConfig, world: World | None = None) -> None:
-    """Raises ConfigError with every fault. Without a world, rules that need its size are left out."""
-    errors = find_errors(config, world)
-    if errors:
-        raise ConfigError(errors)
 
 
 def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = ()) -> list[str]:
@@ -57,8 +49,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
     pipelines = config.parallel.pipeline_model_parallel_size > 1
     table: tuple[tuple[Collection[str], bool, str], ...] = (
         *conditions(config.model),
-        (["adam_beta1", "adam_beta2", "adam_eps"], opt.optimizer == "adamw", "--optimizer adamw"),
-        (["sgd_momentum"], opt.optimizer == "sgd", "--optimizer sgd"),
+        *optimizer_conditions(opt.optimizer),
         (wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"),
         (["save_interval", "save_retain_interval", "save_keep_last"], save is not None, "--save"),
         (["allow_fresh_start", "finetune", "load_optim", "load_rng"], load is not None, "--load"),
@@ -125,27 +116,4 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
         except ValueError as error:
             yield str(error)
     if not {"micro_batch_size", "global_batch_size", "rampup_batch_size"} & set(broken):
-        yield from _batch(config, world)
-
-
-def _batch(config: RunConfig, world: World) -> Iterator[str]:
-    micro, batch, ramp = (
-        config.batch.micro_batch_size,
-        config.batch.global_batch_size,
-        config.batch.rampup_batch_size,
-    )
-    if not micro or not batch:
-        return
-    d, group = config.data_parallel_size(world), config.micro_batch_multiple
-    quantum = micro * d * group
-    grouped = f" x {group} pipeline ranks (schedule interleaved)" if group > 1 else ""
-    rule = f"micro-batch size {micro} x data-parallel size {d}{grouped} = {quantum}"
-    if batch % quantum:
-        yield f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, quantum)}"
-    if ramp and len(ramp) == 3:
-        for word, value in (("start", ramp[0]), ("increment", ramp[1])):
-            if value % quantum:
-                yield (
-                    f"--rampup-batch-size {word} {value} is not a multiple of {rule}; nearest: "
-                    f"{multiples_around(value, quantum)}"
-                )
+        yield from batch_multiples(config, world)

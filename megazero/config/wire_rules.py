@@ -53,9 +53,9 @@ def clip_search(config: RunConfig) -> Iterator[str]:
 
 
 def until(config: RunConfig) -> Iterator[str]:
-    fraction, span = config.zero.zero_quantized_gradients_until, config.lr_span
-    if fraction is not None and span.total and config.quantized_gradients_end == 0:
+    fraction, lengths = config.zero.zero_quantized_gradients_until, config.lr_lengths
+    if fraction is not None and lengths.total and config.quantized_gradients_end == 0:
         yield (
-            f"--zero-quantized-gradients-until {fraction:g} of {span.total} {span.unit} is less than one of them; "
-            f"nearest: {1 / span.total:g}, or --no-zero-quantized-gradients"
+            f"--zero-quantized-gradients-until {fraction:g} of {lengths.total} {lengths.unit} is less than one of "
+            f"them; nearest: {1 / lengths.total:g}, or --no-zero-quantized-gradients"
         )

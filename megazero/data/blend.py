@@ -15,31 +15,6 @@ from megazero.data.gpt import GPTDataset, Sample
 SURPLUS = 0.005  # spare samples per member, since the interleaving may draw a few more than its share
 
 
-def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """--data-path: ``PREFIX...`` or ``WEIGHT PREFIX WEIGHT PREFIX...``; weights as given, None without."""
-    if not words:
-        raise ValueError("--data-path is empty; give PREFIX, or WEIGHT PREFIX pairs (or --mock-data)")
-    numbers = [_number(word) for word in words]
-    if all(number is None for number in numbers):
-        return list(words), None
-    weights, prefixes = numbers[::2], numbers[1::2]
-    if len(words) % 2 or any(w is None for w in weights) or any(p is not None for p in prefixes):
-        raise ValueError(
-            f"--data-path {' '.join(words)}: give only prefixes, or a weight before every prefix"
-        )
-    found = [w for w in weights if w is not None]
-    if not all(math.isfinite(w) and w > 0 for w in found):
-        raise ValueError(f"--data-path weights {found}: every weight is above 0; leave a dataset out instead")
-    return list(words[1::2]), found
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 def normalize(weights: Sequence[float]) -> list[float]:
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize, parse_data_path
+from megazero.config.data_inputs import parse_data_path, parse_split
+from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize
 from megazero.data.gpt import GPTDataset, Sample, SampleSpec
 from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockDataset
@@ -49,7 +49,7 @@ def build_datasets(
 ) -> Datasets:
     """Train, valid and test datasets; None where 0 samples are asked for. Every rank may call it at once.
 
-    data_path: words of --data-path (prefixes, or weights and prefixes); None for mock data.
+    data_path: words as config.data_inputs reads them (prefixes, or weights and prefixes); None for mock data.
     split: shares of the documents such as "969,30,1". samples: how many each dataset must at least have.
     cache_dir: where the indices are kept; a folder ``cache`` beside the first prefix by default.
     ordered_for: each dataset's own of an earlier call: its order is kept where it holds ``samples``; 0 for none.
@@ -82,13 +82,8 @@ def open_data(prefix: str | Path, tokenizer: TokenizerInfo) -> IndexedDataset:
 
 def split_bounds(split: str) -> dict[str, tuple[float, float]]:
     """ "969,30,1" -> the fractions where train, valid and test begin and end; missing shares are 0."""
-    if not re.fullmatch(r"\s*\d*\.?\d+\s*([,/]\s*\d*\.?\d+\s*){0,2}", split):
-        raise ValueError(f"--split {split!r}: give up to three shares (train, valid, test), such as 969,30,1")
-    shares = [float(word) for word in re.split("[,/]", split)] + [0.0, 0.0]
-    if sum(shares[:3]) <= 0:
-        raise ValueError(f"--split {split!r}: the shares add up to 0; the usual choice is 969,30,1")
     edges = [0.0]
-    for share in normalize(shares[:3]):
+    for share in normalize(parse_split(split)):
         edges.append(edges[-1] + share)  # summed in this order: the rounding decides where a document goes
     return dict(zip(SPLITS, zip(edges[:-1], edges[1:], strict=True), strict=True))
 
@@ -112,7 +107,7 @@ class _Builder:
         if not any(sizes):
             raise ValueError(
                 f"no dataset's {name} split fills one sample of {self.spec.seq_length} + 1 tokens; shorten "
-                f"--seq-length, give the split a larger share, or give weights (they repeat data)"
+                f"the sequence length, give the split a larger share, or give weights (they repeat data)"
             )
         return BlendedDataset(members, sizes, min(count, sum(sizes)), cache_dir=self.cache_dir)
 
@@ -145,6 +140,6 @@ class _Builder:
         if not source.lengths[first:end].any():
             raise ValueError(
                 f"{source.prefix}: the {name} split gets {len(documents)} of {len(source)} documents and no token; "
-                f"give it a larger share in --split, or ask for no {name} samples"
+                f"give it a larger share in the split, or ask for no {name} samples"
             )
         return GPTDataset(source, documents, count, spec=self.spec, cache_dir=self.cache_dir)

@@ -42,7 +42,7 @@ def cached_arrays(directory: Path, description: dict[str, Any], build: Callable[
     except OSError as error:
         raise ValueError(
             f"cannot write the index cache in {directory} ({error.strerror or error}); "
-            f"name a directory that can be written with --data-cache-path"
+            f"name another data cache path, which can be written"
         ) from error
     found = _load(base, text)
     assert found is not None, f"the index cache {base} cannot be read back"

@@ -153,7 +153,7 @@ class IndexedDataset:
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
                 raise ValueError(
-                    f"{path} does not exist; --data-path takes the common prefix of a .bin and an .idx file "
+                    f"{path} does not exist; the data path is the common prefix of a .bin and an .idx file "
                     f"(as tools/preprocess_data.py prints it, usually ending in _text_document)"
                 )
         self.dtype, self.lengths, self.offsets, self.documents = _read_index(idx_path(prefix))

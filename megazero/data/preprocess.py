@@ -181,7 +181,7 @@ def _run(job: Job, chunks: list[Chunk], parts: Path, workers: int) -> Iterator[t
             yield from (future.result() for future in finished)
     except BrokenProcessPool:
         raise ValueError(
-            "a worker process died (out of memory?); the same command continues, try fewer --workers"
+            "a worker process died (out of memory?); the same command continues, try fewer workers"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -245,8 +245,8 @@ class Encoder:
             except ValueError as error:
                 if not self.job.skip_bad_lines:
                     raise ValueError(
-                        f"{file}, line {line_number(file, at)}: {error}; mend the line, or leave such lines "
-                        f"out with --skip-bad-lines"
+                        f"{file}, line {line_number(file, at)}: {error}; mend the line, or leave bad "
+                        f"lines out"
                     ) from None
                 yield None
 

@@ -69,7 +69,7 @@ class Batches:
         if self.consumed + wanted > self.limit:
             raise ValueError(
                 f"the data has {self.limit} samples; {self.consumed} are consumed and the step takes {wanted}: "
-                f"lower --train-samples or --train-iters, add data, or give the blend weights (they repeat data)"
+                f"train for fewer samples or iterations, add data, or give the blend weights (they repeat data)"
             )
         self._prepare(micro_batches)
         batches = [self._ready[i].result() for i in range(micro_batches)]

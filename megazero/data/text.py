@@ -24,7 +24,7 @@ def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
             anchor = Path(path.anchor) if path.is_absolute() else Path()
             matches = sorted(p for p in anchor.glob(str(path.relative_to(anchor))) if p.is_file())
         if not matches:
-            raise ValueError(f"--input {word}: no such file, and nothing matches it")
+            raise ValueError(f"input {word}: no such file, and nothing matches it")
         found += matches
     return tuple(dict.fromkeys(str(p) for p in found))
 
@@ -81,7 +81,7 @@ def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
     for key in keys:
         if key not in record:
             raise ValueError(
-                f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (see --json-keys)"
+                f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (these are the keys to choose from)"
             )
         texts[key] = text = record[key]
         for piece in text if isinstance(text, list) else [text]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megazero.config.data_inputs import TOKENIZERS
 from megazero.data.files import replacing
 
-TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -103,7 +103,7 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
-            raise ValueError(f"NullTokenizer needs --vocab-size of at least 1, not {vocab_size}")
+            raise ValueError(f"NullTokenizer needs a vocabulary of at least 1 token, not {vocab_size}")
         digest = hashlib.sha256(f"null tokenizer {vocab_size}".encode()).hexdigest()
         self.info = TokenizerInfo(digest, vocab_size + 1, vocab_size)
 
@@ -111,7 +111,9 @@ class NullTokenizer:
         ids = [int(word) for word in text.split()]
         wrong = next((i for i in ids if not 0 <= i < self.info.vocab_size), None)
         if wrong is not None:
-            raise ValueError(f"token {wrong} is outside 0..{self.info.vocab_size - 1}; raise --vocab-size")
+            raise ValueError(
+                f"token {wrong} is outside 0..{self.info.vocab_size - 1}; raise the vocabulary size"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -119,16 +121,19 @@ class NullTokenizer:
 
 
 def load_tokenizer(kind: str, model: str | Path | None = None, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer that --tokenizer-type, --tokenizer-model and --vocab-size (NullTokenizer) describe."""
-    if kind == "NullTokenizer":
-        if vocab_size is None:
-            raise ValueError("NullTokenizer needs --vocab-size")
+    """The tokenizer of a kind in config.data_inputs.TOKENIZERS, from its model or (NullTokenizer) a vocabulary size.
+
+    Raises ValueError where that is missing or cannot be read.
+    """
+    if kind == "NullTokenizer" and vocab_size is not None:
         return NullTokenizer(vocab_size)
-    if kind not in TOKENIZER_TYPES:
-        raise ValueError(f"--tokenizer-type {kind!r} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
-    if model is None:
-        raise ValueError(f"{kind} needs --tokenizer-model")
-    return (SentencePieceTokenizer if kind == "SentencePieceTokenizer" else HuggingFaceTokenizer)(Path(model))
+    if kind == "NullTokenizer" or not model:
+        raise ValueError(f"{kind} needs its {TOKENIZERS[kind].replace('_', ' ')}")
+    made: dict[str, Callable[[Path], Tokenizer]] = {
+        "SentencePieceTokenizer": SentencePieceTokenizer,
+        "HuggingFaceTokenizer": HuggingFaceTokenizer,
+    }
+    return made[kind](Path(model))
 
 
 def meta_path(prefix: str | Path) -> Path:
@@ -161,7 +166,7 @@ def check_meta(prefix: str | Path, info: TokenizerInfo) -> None:
         if theirs != ours:
             raise ValueError(
                 f"{prefix} was made with another tokenizer: {what} {theirs}, this run's has {ours}; "
-                f"name the data's tokenizer with --tokenizer-model, or preprocess the data with this one"
+                f"name the data's tokenizer model, or preprocess the data with this one"
             )
 
 
@@ -170,7 +175,7 @@ def _read(path: Path, kind: str, wanted: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(
-            f"cannot read tokenizer {path}: {error.strerror}; {kind} takes {wanted} as --tokenizer-model"
+            f"cannot read tokenizer {path}: {error.strerror}; {kind} takes {wanted} as its tokenizer model"
         ) from None
 
 

@@ -43,7 +43,7 @@ def train_tokenizer(
     import sentencepiece
 
     if model_type not in ("bpe", "unigram"):
-        raise ValueError(f"--model-type {model_type!r}: choose bpe or unigram")
+        raise ValueError(f"model type {model_type!r}: choose bpe or unigram")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -69,12 +69,14 @@ def _explain(message: str, vocab_size: int) -> str:
     high = re.search(r"value <= (\d+)", message)
     if high:
         return (
-            f"--vocab-size {vocab_size} is more than this text can fill; the nearest that works is {high[1]} "
+            f"a vocabulary of {vocab_size} is more than this text can fill; the nearest that works is {high[1]} "
             f"(or train on more text)"
         )
     low = re.search(r"required_chars\. (\d+) vs (\d+)", message)
     if low:
-        return f"--vocab-size {vocab_size} has no room for the characters of this text; use at least {low[2]}"
+        return (
+            f"a vocabulary of {vocab_size} has no room for the characters of this text; use at least {low[2]}"
+        )
     return f"the tokenizer cannot be trained: {message}"
 
 

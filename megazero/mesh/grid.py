@@ -2,7 +2,7 @@
 
 The world is a grid, outermost axis first: pp, then the data-parallel sub-axes, then tp (innermost, so
 that a tensor-parallel group never leaves its node); or data-parallel, pp, tp (Megatron's
---use-tp-pp-dp-mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
+tp-pp-dp mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
 data-parallel ranks are cut at every shard factor and at the node boundary, so a sub-axis has one role
 (p, g, os or replica) and one link class (inside a node or across). Cuts between 1 and d, ascending, name
 the sub-axes from the innermost out.
@@ -11,7 +11,8 @@ the sub-axes from the innermost out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, prod
+from itertools import pairwise
+from math import gcd, log, prod
 
 INTRA = "intra_node"
 INTER = "inter_node"
@@ -127,21 +128,66 @@ def data_ranks_per_node(
 
 
 def data_cuts(d: int, h: int, shards: tuple[int, int, int]) -> list[int]:
-    """Ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks.
+    """Ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks: shard factors and the node boundary h.
 
-    Each of P, G, OS and the node boundary h is a cut. Raises ValueError if they are not a chain in
-    which each divides the next: P | G | OS | d, and each of them divides h or is a multiple of it.
+    Each divides the next, if the factors are legal (shard_problem).
     """
-    cuts = sorted({1, *shards, h, d})
-    for low, high in zip(cuts, cuts[1:], strict=False):
-        if high % low:
-            raise ValueError(
-                f"shard factors P,G,OS = {shards} with {h} data-parallel ranks per node of {d}: {low} does not "
-                f"divide {high}; nearest factor to {low}: {nearest_divisor(high, low)}"
-            )
-    if not (shards[0] <= shards[1] <= shards[2] <= d):
-        raise ValueError(f"shard factors must ascend P <= G <= OS <= {d}, got {shards}")
-    return cuts
+    return sorted({1, *shards, h, d})
+
+
+def shard_problem(shards: tuple[int, int, int], d: int, h: int) -> str:
+    """What is illegal of (P, G, OS) over d data-parallel ranks, h to a node, with the nearest legal; '' if nothing.
+
+    P divides G, G divides OS and OS divides d, and each divides h or is a multiple of it: every transition between
+    them is then one collective on one mesh axis.
+    """
+    faults = _shard_faults(shards, d, h)
+    if not faults:
+        return ""
+    return (
+        f"shard factors P,G,OS = {','.join(map(str, shards))} over {d} data-parallel ranks: {', '.join(faults)}; "
+        f"nearest legal: {','.join(map(str, _nearest_shards(shards, d, h)))}"
+    )
+
+
+def _shard_faults(shards: tuple[int, int, int], d: int, h: int) -> list[str]:
+    if min(shards) < 1:
+        return ["factors are at least 1"]
+    chain = list(zip(("P", "G", "OS", "d"), (*shards, d), strict=True))
+    faults = [f"{low} = {a} does not divide {high} = {b}" for (low, a), (high, b) in pairwise(chain) if b % a]
+    faults += [
+        f"{name} = {k} neither divides nor is a multiple of the {h} data-parallel ranks per node"
+        for name, k in {k: (name, k) for name, k in chain[:3]}.values()
+        if h % k and k % h
+    ]
+    return faults
+
+
+def _nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
+    """The legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted`` (less memory on a tie)."""
+    legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
+    candidates = [(p, g, o) for o in legal for g in legal if o % g == 0 for p in legal if g % p == 0]
+
+    def distance(triple: tuple[int, int, int]) -> tuple[float, tuple[int, ...]]:
+        gap = sum(abs(log(a / max(b, 1))) for a, b in zip(triple, wanted, strict=True))
+        return round(gap, 9), tuple(-k for k in triple)
+
+    return min(candidates, key=distance)
+
+
+def copy_lifetime(p: int, os: int, wanted: str | None, delta: bool = False) -> str:
+    """How long the P copy lives: 'use', 'step' or 'resident'. delta: differences are added to the last step's copy.
+
+    Raises ValueError for a copy that would be dropped after each use although it is not the optimizer's own slice.
+    """
+    if p == os:
+        return "use"
+    if wanted == "use":
+        raise ValueError(
+            f"parameter lifetime 'use' needs P = OS, but P = {p} and OS = {os} (a dropped copy would cross nodes "
+            "again at every use); nearest legal: step"
+        )
+    return wanted or ("resident" if p == 1 or delta else "step")
 
 
 def make_grid(
@@ -156,15 +202,17 @@ def make_grid(
 
     shards: (P, G, OS), how many data-parallel ranks share one copy of parameters, gradients, optimizer
     states. dp_outermost: order dp, pp, tp instead of pp, dp, tp. Sub-axes are named by role and link, e.g.
-    'os_inter'; at most one of each exists.
+    'os_inter'; at most one of each exists. ValueError for sizes that do not divide and factors that are illegal.
     """
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
+    if problem := shard_problem(shards, d, h):
+        raise ValueError(problem)
     cuts = data_cuts(d, h, shards)
     p, g, o = shards
     stride = tp * pp if dp_outermost else tp
     data: list[AxisSpec] = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in pairwise(cuts):
         role = "p" if high <= p else "g" if high <= g else "os" if high <= o else "replica"
         link = INTRA if high <= h else INTER
         data.append(AxisSpec(f"{role}_{link.removesuffix('_node')}", role, high // low, stride * low, link))

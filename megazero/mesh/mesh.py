@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import AxisSpec, Grid, make_grid
@@ -122,19 +121,6 @@ class Mesh:
     def stage_rows(self, rows: torch.Tensor, stage: int) -> torch.Tensor:
         """Of all rows [world, k], those of a pipeline rank's data-parallel group [d, k], first tp rank each."""
         return rows[[self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]]
-
-    def device_mesh(self) -> DeviceMesh:
-        """The same grid as a torch DeviceMesh over the gather communicators (axes of one rank left out)."""
-        axes = [a for a in (self.axes[s.name] for s in self.grid.axes) if a.size > 1]
-        if not axes:
-            return DeviceMesh(self.device.type, torch.arange(1), mesh_dim_names=("dp",))
-        ranks = torch.arange(self.world_size).view([a.size for a in axes])
-        return DeviceMesh.from_group(
-            [a.gather_group for a in axes],  # type: ignore[misc]
-            self.device.type,
-            ranks,
-            mesh_dim_names=tuple(a.name for a in axes),
-        )
 
 
 def create_mesh(
@@ -262,7 +248,7 @@ def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
 
 def check_hosts(names: Sequence[str], local_world_size: int) -> int:
     """Host name of every rank against the launcher's ranks per node; returns the agreed number."""
-    cure = "start the same number of consecutive ranks on every node, or say --ranks-per-node"
+    cure = "start the same number of consecutive ranks on every node, or override the ranks per node"
     counts = {n: names.count(n) for n in dict.fromkeys(names)}
     if len(set(counts.values())) > 1:
         raise ValueError(f"nodes hold different numbers of ranks: {counts}; {cure}")

@@ -41,5 +41,5 @@ def math_note(
     return (
         "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused one takes "
         f"{heads} heads of {config.kv_channels} in {str(dtype).removeprefix('torch.')}{biased} on this GPU; bf16 and "
-        "a head size (--kv-channels) that is a multiple of 8 get one"
+        "a head size that is a multiple of 8 get one"
     )

@@ -30,8 +30,8 @@ from megazero.pp.timeline import Span, post_after
 StageForward = Callable[[StageSpec, Tensor | None, Any], Tensor]
 
 
-class Engine(Protocol):
-    """What the executor tells the ZeRO engine."""
+class ShardedParameters(Protocol):
+    """What the executor tells the ZeRO engine: which stage computes, and the gradients that were put off."""
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]: ...
     def weight_gradients(self, part: int, micro_batch: int, pairs: Iterable[tuple[Any, Tensor]]) -> None: ...
@@ -71,7 +71,7 @@ class Pipeline:
         stages: Sequence[StageSpec],
         schedule: str,
         forward: StageForward,
-        engine: Engine,
+        engine: ShardedParameters,
         links: Links,
         carrier: Carrier,
         deferred: WeightGradients | None = None,

@@ -16,12 +16,38 @@ weights of a micro-batch is computed ``delay`` backwards after that of its input
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import permutations
+from types import MappingProxyType
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+@dataclass(frozen=True)
+class Rule:
+    """What tells one schedule from another.
+
+    warmup: forwards before the first backward, of (ranks, stages per rank, micro-batches, rank).
+    several_stages: it takes several stages per rank, and only those, in groups of as many micro-batches as ranks.
+    splits_backward: into INPUT and WEIGHT; rank r computes the latter r micro-batches later.
+    """
+
+    warmup: Callable[[int, int, int, int], int]
+    several_stages: bool = False
+    splits_backward: bool = False
+
+
+SCHEDULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "gpipe": Rule(lambda pp, virtual, micro_batches, rank: micro_batches),
+        "1f1b": Rule(lambda pp, virtual, micro_batches, rank: pp - 1 - rank),
+        "interleaved": Rule(
+            lambda pp, virtual, micro_batches, rank: (virtual - 1) * pp + 2 * (pp - 1 - rank),
+            several_stages=True,
+        ),
+        "zb-h1": Rule(lambda pp, virtual, micro_batches, rank: pp - 1 - rank, splits_backward=True),
+    }
+)
 
 
 class Kind(StrEnum):
@@ -68,22 +94,27 @@ def schedule_problem(name: str, pp: int, virtual: int, micro_batches: int) -> st
         )
     if pp == 1:
         return f"{virtual} stages per rank need more than one rank; nearest: 1" if virtual > 1 else ""
-    if name != "interleaved":
+    if not SCHEDULES[name].several_stages:
         return (
             f"schedule {name} has one stage per rank, not {virtual}; nearest: interleaved"
             if virtual > 1
             else ""
         )
     if virtual == 1:
-        return "schedule interleaved needs at least 2 stages per rank, not 1; nearest: 1f1b"
-    if micro_batches % pp:
+        return f"schedule {name} needs at least 2 stages per rank, not 1; nearest: 1f1b"
+    if micro_batches % micro_batch_multiple(name, pp, virtual):
         low = micro_batches // pp * pp
         nearest = f"{low} or {low + pp}" if low else str(pp)
         return (
-            f"schedule interleaved needs a multiple of {pp} micro-batches ({pp} pipeline ranks), not "
+            f"schedule {name} needs a multiple of {pp} micro-batches ({pp} pipeline ranks), not "
             f"{micro_batches}; nearest: {nearest}"
         )
     return ""
+
+
+def micro_batch_multiple(name: str, pp: int, virtual: int) -> int:
+    """What the micro-batches of a step must be a multiple of. Of an unknown schedule: 1."""
+    return pp if virtual > 1 and name in SCHEDULES and SCHEDULES[name].several_stages else 1
 
 
 def make_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> Schedule:
@@ -123,11 +154,8 @@ def _actions(name: str, pp: int, virtual: int, micro_batches: int, rank: int) ->
 
 def _phases(name: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, int]:
     """(warmup, delay) of the rule in the module's docstring; delay 0: whole backwards."""
-    if name == "gpipe":
-        return micro_batches, 0
-    if virtual > 1:
-        return (virtual - 1) * pp + 2 * (pp - 1 - rank), 0
-    return pp - 1 - rank, rank if name == "zb-h1" else 0
+    rule = SCHEDULES[name]
+    return rule.warmup(pp, virtual, micro_batches, rank), rank if rule.splits_backward else 0
 
 
 def peak_activations(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
@@ -186,39 +214,6 @@ def _cycle(queues: Sequence[Sequence[Action]], done: set[Action], stages: int) -
         waits[rank] += f" of rank {holder[missing]}"
         rank = holder[missing]
     return "; ".join(list(waits.values())[list(waits).index(rank) :])
-
-
-def validate(schedule: Sequence[Sequence[Action]], pp: int, virtual: int, micro_batches: int) -> None:
-    """Raises ValueError naming the first fault: an action that is missing, double or misplaced, or a cycle."""
-    if len(schedule) != pp:
-        raise ValueError(f"the schedule has {len(schedule)} ranks, not {pp}")
-    stages = pp * virtual
-    seen: set[Action] = set()
-    for rank, actions in enumerate(schedule):
-        for action in actions:
-            if not (0 <= action.stage < stages and 0 <= action.micro_batch < micro_batches):
-                raise ValueError(
-                    f"rank {rank}: {action} is not one of {stages} stages and {micro_batches} micro-batches"
-                )
-            if action.stage % pp != rank:
-                raise ValueError(f"rank {rank}: {action} belongs on rank {action.stage % pp}")
-            if action in seen:
-                raise ValueError(f"rank {rank}: {action} stands there twice")
-            seen.add(action)
-    for stage in range(stages):
-        for m in range(micro_batches):
-            _check_complete({kind for kind in Kind if Action(kind, stage, m) in seen}, stage, m)
-    for _ in in_order(schedule, stages):
-        pass
-
-
-def _check_complete(kinds: set[Kind], stage: int, micro_batch: int) -> None:
-    whole, split = {Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
-    if kinds not in (whole, split):
-        found = ", ".join(sorted(kinds)) or "nothing"
-        raise ValueError(
-            f"stage {stage}, micro-batch {micro_batch} has {found}, not one F and either one B or one I and one W"
-        )
 
 
 def sends(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[tuple[int, int], tuple[Message, ...]]:

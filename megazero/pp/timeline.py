@@ -1,4 +1,4 @@
-"""When every action of a schedule runs: simulated from times per action, or measured. Pure; matplotlib only to draw.
+"""When every action of a schedule runs: simulated from times per action, or measured. Pure.
 
 A span is one action of one rank; a timeline is all of them. Bubbles and peaks are read off the spans, so measured and
 simulated runs are judged by the same code. When a rank may post a receive is read off a simulated timeline, too.
@@ -6,24 +6,20 @@ simulated runs are judged by the same code. When a rank may post a receive is re
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megazero.pp.schedules import Action, Kind, Message, done_by, in_order, needs, sent_by, stage_count
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-COLOURS = {Kind.FORWARD: "#4c8bd6", Kind.BACKWARD: "#58b368", Kind.INPUT: "#7fd0c0", Kind.WEIGHT: "#f0a830"}
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "gradient of the input",
-    Kind.WEIGHT: "gradient of the weights",
-}
+from megazero.pp.schedules import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Message,
+    done_by,
+    in_order,
+    needs,
+    sent_by,
+    stage_count,
+)
 
 # Of the timeline that orders receives, in forwards. Of 0, 0.5, 1, 2 and 4 it costs least: simulated steps of 2 to 8
 # ranks whose transfers take 0.1 to 2 forwards are as long under gpipe and 1f1b as if receives were posted at once,
@@ -154,88 +150,16 @@ def _time(times: Times | Sequence[Times] | Callable[[Action], float], action: Ac
 def ideal_bubble(name: str, pp: int, virtual: int, micro_batches: int, times: Times = Times()) -> float:  # noqa: B008
     """Idle share of a schedule with equal stages and no latency. times: of one virtual stage.
 
-    (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). zb-h1
-    idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at least pp micro-batches. In
-    general a W that was put off hides no more than an I, and a rank puts off at most micro_batches - 1 of them.
+    (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). With split
+    backwards it idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at least pp
+    micro-batches. In general a W that was put off hides no more than an I, and a rank puts off at most
+    micro_batches - 1 of them.
     """
     if pp == 1:
         return 0.0
-    if name != "zb-h1":
+    if not SCHEDULES[name].splits_backward:
         return (pp - 1) / (virtual * micro_batches + pp - 1)
     hidden = min(micro_batches, pp) - 1
     idle = (pp - 1) * (times.forward + times.backward_input)
     idle -= hidden * min(times.backward_input, times.backward_weight)
     return idle / (micro_batches * (times.of(Kind.FORWARD) + times.of(Kind.BACKWARD)) + idle)
-
-
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """JSON for chrome://tracing and Perfetto, one row per rank. Spans count as seconds."""
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        for rank in range(timeline.pp)
-    ]
-    for span in timeline.spans:
-        kind, stage, micro_batch = span.action.kind, span.action.stage, span.action.micro_batch
-        events.append(
-            {
-                "name": f"{kind.value}{micro_batch}",
-                "cat": NAMES[kind],
-                "ph": "X",
-                "pid": 0,
-                "tid": span.rank,
-                "ts": span.start * 1e6,
-                "dur": (span.stop - span.start) * 1e6,
-                "args": {"stage": stage, "micro_batch": micro_batch},
-            }
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def draw(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
-    """A PNG: one panel per timeline, one row per rank, one time axis. ValueError without matplotlib or timelines.
-
-    Boxes carry micro-batch numbers where they are wide enough; every other stage of a rank is paler.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ValueError(f"drawing timelines needs matplotlib ({error}): pip install matplotlib") from error
-    if not timelines:
-        raise ValueError("no timelines to draw; give at least one")
-    rows = [timeline.pp for timeline in timelines.values()]
-    figure = Figure(figsize=(12, 0.8 + sum(0.3 * pp + 0.55 for pp in rows)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display and without pyplot's global state
-    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    end = max(timeline.makespan for timeline in timelines.values())
-    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
-        _panel(axes, name, timeline, end)
-    panels[-1].set_xlabel("time")
-    used = {span.action.kind for timeline in timelines.values() for span in timeline.spans}
-    handles = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in Kind if kind in used]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="png")
-
-
-def _panel(axes: Axes, name: str, timeline: Timeline, end: float) -> None:
-    """One timeline from its own first start on an axis that ends at ``end``."""
-    begin = min(span.start for span in timeline.spans)
-    boxes: dict[tuple[int, Kind, bool], list[tuple[float, float]]] = {}
-    for span in timeline.spans:
-        left, width = span.start - begin, span.stop - span.start
-        pale = span.action.stage // timeline.pp % 2 == 1
-        boxes.setdefault((span.rank, span.action.kind, pale), []).append((left, width))
-        number = str(span.action.micro_batch)
-        if width > 0.009 * end * len(number):
-            axes.text(left + width / 2, span.rank, number, ha="center", va="center_baseline", fontsize=6.5)
-    for (rank, kind, pale), ranges in boxes.items():
-        style: dict[str, Any] = {"alpha": 0.65 if pale else 1.0, "edgecolor": "white", "linewidth": 0.5}
-        axes.broken_barh(ranges, (rank - 0.43, 0.86), facecolor=COLOURS[kind], **style)
-    axes.set_xlim(0, end)
-    axes.set_ylim(timeline.pp - 0.5, -0.5)
-    axes.set_yticks(range(timeline.pp), [f"rank {rank}" for rank in range(timeline.pp)], fontsize=8)
-    axes.set_title(f"{name}: bubble {timeline.bubble:.1%}", loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -24,8 +24,8 @@ class BatchSizeRampup:
     """The global batch, in sequences, over the course of a run. It is the same whatever the layout.
 
     start, increment, target: global batch sizes in samples, each size on the way divisible by
-    micro_batch * data_parallel. start == target means no ramp-up (`BatchSizeRampup.constant`).
-    Raises ValueError naming the value, the rule and the nearest legal choice.
+    micro_batch * data_parallel. start == target means no ramp-up.
+    It trusts its sizes: config/rules.py says which are legal.
     """
 
     start: int
@@ -36,54 +36,12 @@ class BatchSizeRampup:
     data_parallel: int
 
     @classmethod
-    def constant(cls, batch: int, micro_batch: int, data_parallel: int) -> BatchSizeRampup:
-        return cls(batch, 0, 0, batch, micro_batch, data_parallel)
-
-    @classmethod
     def of(cls, config: RunConfig, data_parallel: int) -> BatchSizeRampup:
         """The sizes that a resolved configuration means on ``data_parallel`` ranks."""
         batch = config.batch
         assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
         start, increment, samples = batch.rampup_batch_size or (batch.global_batch_size, 0, 0)
         return cls(start, increment, samples, batch.global_batch_size, batch.micro_batch_size, data_parallel)
-
-    def __post_init__(self) -> None:
-        quantum = self.quantum
-        if self.micro_batch < 1 or self.data_parallel < 1:
-            raise ValueError(
-                f"--micro-batch-size {self.micro_batch} and the data-parallel size {self.data_parallel} "
-                "must both be at least 1"
-            )
-        rule = f"micro-batch {self.micro_batch} x data-parallel size {self.data_parallel} = {quantum}"
-        if self.target < 1 or self.target % quantum:
-            raise ValueError(
-                f"--global-batch-size {self.target} is not a positive multiple of {rule}; "
-                f"nearest: {_nearest_multiple(self.target, quantum)}"
-            )
-        if self.start < 1 or self.start % quantum:
-            raise ValueError(
-                f"--rampup-batch-size starts at {self.start}, not a positive multiple of {rule}; "
-                f"nearest: {_nearest_multiple(self.start, quantum)}"
-            )
-        if self.start > self.target:
-            raise ValueError(
-                f"--rampup-batch-size starts at {self.start}, above --global-batch-size {self.target}; "
-                f"nearest: {self.target}"
-            )
-        if self.start < self.target:
-            self._check_ramp(rule)
-
-    def _check_ramp(self, rule: str) -> None:
-        difference = self.target - self.start
-        if self.increment < 1 or difference % self.increment or self.increment % self.quantum:
-            legal = [i for i in range(self.quantum, difference + 1, self.quantum) if difference % i == 0]
-            raise ValueError(
-                f"--rampup-batch-size increment {self.increment} must divide {self.target} - {self.start} = "
-                f"{difference} and be a multiple of {rule}; "
-                f"nearest: {min(legal, key=lambda i: abs(i - self.increment))}"
-            )
-        if self.ramp_samples < 0:
-            raise ValueError(f"--rampup-batch-size over {self.ramp_samples} samples; give 0 or more")
 
     @property
     def quantum(self) -> int:
@@ -176,7 +134,3 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
         )
     samples = sizes.consumed_after(max(0, last - done), begin.consumed_samples)
     return RunLength(sizes, last, samples, by_samples=wanted is not None)
-
-
-def _nearest_multiple(value: int, quantum: int) -> int:
-    return max(quantum, round(value / quantum) * quantum)

@@ -19,10 +19,7 @@ def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     """Describe the run's tokenizer. Where none is named, it is a null one of --vocab-size."""
     data = config.data
     if data.tokenizer_type is None:
-        if config.model.vocab_size is None:
-            raise ValueError(
-                "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
-            )
+        assert config.model.vocab_size, "the configuration refuses an unknown vocabulary"
         return NullTokenizer(config.model.vocab_size - 1).info
     return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size).info
 

@@ -9,14 +9,11 @@ has the rate of the uninterrupted one by construction. Weight decay is constant.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
-
-STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 _FALLING: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
@@ -27,7 +24,6 @@ _WSD_FALLING: dict[str, Callable[[float], float]] = {
     "exponential": lambda ratio: 2.0 * math.pow(0.5, ratio) - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-WSD_STYLES = tuple(_WSD_FALLING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +44,7 @@ class LearningRate:
                             exponential 2 * 0.5**w - 1, minus_sqrt 1 - sqrt(w)
     ======================  ==================================================================
 
-    Raises ValueError naming the value, the rule and the nearest legal choice.
+    It trusts its values: config/rules.py says which are legal.
     """
 
     peak: float
@@ -62,54 +58,18 @@ class LearningRate:
 
     @classmethod
     def of(cls, config: RunConfig) -> LearningRate:
-        """The learning rate of a resolved configuration, in the unit of its ``lr_span``."""
-        optimizer, span = config.optimizer, config.lr_span
+        """The learning rate of a resolved configuration, in the unit of its ``lr_lengths``."""
+        optimizer, lengths = config.optimizer, config.lr_lengths
         assert optimizer.lr, "unresolved configuration"
         return cls(
             peak=optimizer.lr,
-            decay=span.decay,
+            decay=lengths.decay,
             minimum=optimizer.min_lr,
-            warmup=span.warmup,
+            warmup=lengths.warmup,
             style=optimizer.lr_decay_style,
-            wsd_decay=span.wsd_decay or None,
+            wsd_decay=lengths.wsd_decay or None,
             wsd_style=optimizer.lr_wsd_decay_style,
         )
-
-    def __post_init__(self) -> None:
-        _check_choice("--lr-decay-style", self.style, STYLES)
-        if not 0.0 <= self.minimum <= self.peak:
-            raise ValueError(
-                f"--min-lr {self.minimum} must lie between 0 and --lr {self.peak}; "
-                f"nearest: {min(max(self.minimum, 0.0), max(self.peak, 0.0))}"
-            )
-        if not 0.0 <= self.warmup_init <= self.peak:
-            raise ValueError(
-                f"the warm-up starts at {self.warmup_init}, which must lie between 0 and --lr {self.peak}; "
-                f"nearest: {min(max(self.warmup_init, 0.0), self.peak)}"
-            )
-        if self.decay < 1:
-            raise ValueError(f"the learning rate decays over {self.decay} steps; give at least 1")
-        if not 0 <= self.warmup < self.decay:
-            raise ValueError(
-                f"a warm-up of {self.warmup} must be shorter than the decay of {self.decay} "
-                f"that contains it; nearest: {min(max(self.warmup, 0), self.decay - 1)}"
-            )
-        if self.style == "WSD":
-            self._check_wsd()
-
-    def _check_wsd(self) -> None:
-        _check_choice("--lr-wsd-decay-style", self.wsd_style, WSD_STYLES)
-        longest = self.decay - self.warmup
-        if self.wsd_decay is None:
-            raise ValueError(
-                "--lr-decay-style WSD needs the length of its last phase: give "
-                f"--lr-wsd-decay-iters or --lr-wsd-decay-samples, between 1 and {longest}"
-            )
-        if not 1 <= self.wsd_decay <= longest:
-            raise ValueError(
-                f"the WSD decay of {self.wsd_decay} must be at least 1 and fit between the warm-up and the "
-                f"end ({longest}); nearest: {min(max(self.wsd_decay, 1), longest)}"
-            )
 
     def __call__(self, consumed: int) -> float:
         """The learning rate of the step that is taken after `consumed` iterations or samples."""
@@ -130,9 +90,3 @@ class LearningRate:
         assert self.wsd_decay is not None
         into = consumed - (self.decay - self.wsd_decay)
         return 1.0 if into <= 0 else _WSD_FALLING[self.wsd_style](into / self.wsd_decay)
-
-
-def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
-        raise ValueError(f"{flag} {value!r} is not one of {', '.join(choices)}; nearest: {near}")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
 from math import prod
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,14 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.wire import Coding
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, initializer
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
+from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
 from megazero.zero.optimizer import OptimizerFactory
 
@@ -60,7 +63,7 @@ def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None)
 
     traffic: counts the bytes that tensor parallelism sends.
     """
-    splits = config.pipeline_schedule == "zb-h1" and mesh.pp.size > 1
+    splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
     tp = TensorParallel(
         group=mesh.tp.gather_group,
         rank=mesh.tp.index,
@@ -76,13 +79,9 @@ def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None)
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:
-    o = config.optimizer
-    assert o.lr
-    if o.optimizer == "sgd":
-        return partial(torch.optim.SGD, lr=o.lr, momentum=o.sgd_momentum, weight_decay=o.weight_decay)
-    return zero.default_adamw(
-        lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, weight_decay=o.weight_decay
-    )
+    """The configured optimizer with its options, for a list of parameter groups."""
+    chosen = OPTIMIZERS[config.optimizer.optimizer]
+    return partial(resolve_name(chosen.factory), **config.optimizer.arguments)
 
 
 def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:

@@ -13,11 +13,12 @@ from math import lcm
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
 from megazero.verify.shrink_world import SubLayout, sub_layout
 
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
-INIT_STD, RATES = 0.03, {"adamw": 1e-3, "sgd": 2e-2}  # well-conditioned in fp32 at these sizes
+INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
 # Of no meaning in a run of a few steps of made-up tokens.
 RESET = (
@@ -66,7 +67,8 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     kept = dict(values)
     values |= {**_parallel(config, layout), **_model(config, layout.tp), **_batch(config, world, layout)}
     values |= _zero(config, world, layout, values)
-    values |= {"train_iters": steps, "lr": RATES[config.optimizer.optimizer], "lr_decay_style": "constant"}
+    rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
+    values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
     if config.quantized_gradients_end is not None:
         values["zero_quantized_gradients_until"] = (steps // 2) / steps

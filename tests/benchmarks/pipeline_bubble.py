@@ -17,10 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.pp.schedules import SCHEDULES, make_schedule, peak_activations
-from megazero.pp.timeline import Timeline, Times, chrome_trace, draw, ideal_bubble, simulate
+from megazero.pp.timeline import Timeline, Times, ideal_bubble, simulate
 from tests.benchmarks.pipeline_page import BUBBLE, PAGE, setting, table, write_section
 from tests.benchmarks.sleeping import Case, Run, take_turns
 from tests.dist.pool import run_ranks
+from tools.timelines import chrome_trace, draw
 
 VIRTUAL = 2  # stages per rank of the interleaved schedule
 HEADER = [

@@ -203,8 +203,8 @@ def wide(prefix: Path) -> None:
 
 
 DATA = {
-    "no .idx": (lambda p: Path(f"{p}.idx").unlink(), r"\.idx does not exist; --data-path takes"),
-    "no .bin": (lambda p: Path(f"{p}.bin").unlink(), r"\.bin does not exist; --data-path takes"),
+    "no .idx": (lambda p: Path(f"{p}.idx").unlink(), r"\.idx does not exist; the data path is"),
+    "no .bin": (lambda p: Path(f"{p}.bin").unlink(), r"\.bin does not exist; the data path is"),
     "empty .idx": (lambda p: cut(Path(f"{p}.idx"), 0), r"\.idx is empty; copy it again"),
     "empty .bin": (lambda p: cut(Path(f"{p}.bin"), 0), r"\.bin is empty: 0 bytes, but .* copy both"),
     "short .idx": (lambda p: cut(Path(f"{p}.idx"), 99), r"\.idx is truncated: 99 bytes, .* copy it again"),
@@ -233,7 +233,7 @@ DATA = {
     ),
     "no token to validate on": (
         lambda p: write_data(p, 3),
-        "the valid split gets 0 of 3 documents .* --split",
+        "the valid split gets 0 of 3 documents .* larger share in the split",
     ),
 }
 

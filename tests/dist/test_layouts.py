@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megazero.config import RunConfig, World, make_config
-from megazero.config.legality import LAYOUTS, MODEL_OPTIONS, STATE, Layout, markdown, refusals, values_of
 from megazero.models import Decoder
 from megazero.train.parallelize import (
     MicroBatch,
@@ -22,6 +21,7 @@ from megazero.train.parallelize import (
     shard_decoder,
 )
 from tests.dist.pool import run_ranks
+from tools.layouts_page import LAYOUTS, MODEL_OPTIONS, STATE, Layout, markdown, refusals, values_of
 
 # Steps of 2 and of 4 micro-batches: the order of gathers and reductions follows their number.
 COUNTS = (4, 2, 4)

@@ -7,10 +7,12 @@ from itertools import pairwise
 import pytest
 from PIL import Image
 
-from megazero.pp.schedules import SCHEDULES, done_by, make_schedule, needs, peak_activations, validate
-from megazero.pp.timeline import Timeline, Times, chrome_trace, draw
+from megazero.pp.schedules import SCHEDULES, done_by, make_schedule, needs, peak_activations
+from megazero.pp.timeline import Timeline, Times
 from tests.benchmarks.sleeping import Case, take_turns
 from tests.dist.pool import run_ranks
+from tests.pipeline_walk import check_schedule
+from tools.timelines import chrome_trace, draw
 
 MILLISECOND = Times(1e-3, 1e-3, 1e-3)
 SIZES = {"gpipe": (3, 1, 4), "1f1b": (3, 1, 5), "interleaved": (3, 2, 6), "zb-h1": (3, 1, 5)}
@@ -30,7 +32,7 @@ def test_spans_are_the_schedule(case):
     spans = runs()[case.schedule].spans
     by_rank = [sorted((s for s in spans if s.rank == r), key=lambda s: s.start) for r in range(case.pp)]
     order = tuple(tuple(span.action for span in of_rank) for of_rank in by_rank)
-    validate(order, case.pp, case.virtual, case.micro_batches)
+    check_schedule(order, case.pp, case.virtual, case.micro_batches)
     assert order == make_schedule(case.schedule, case.pp, case.virtual, case.micro_batches)
     for of_rank in by_rank:
         assert all(span.start < span.stop for span in of_rank)

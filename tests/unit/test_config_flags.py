@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, RunConfig, World, make_config, parse
-from megazero.config.docs import markdown
 from megazero.config.layers import FACTS, REFUSED, all_switches
 from megazero.config.run import all_options
+from tools.flags_page import markdown
 
 ROOT = Path(__file__).parents[2]
 BASE = [
@@ -368,4 +368,4 @@ def test_command_line_status(flags, status):
 
 def test_flags_page_is_current():
     page = (ROOT / "docs" / "flags.md").read_text()
-    assert page == markdown(), "run: python -m megazero.config.docs > docs/flags.md"
+    assert page == markdown(), "run: python tools/flags_page.py > docs/flags.md"

@@ -6,8 +6,7 @@ import itertools
 import pytest
 
 from megazero.config import PRESETS, resolve_shards
-from megazero.config.shards import factor_faults, nearest_factors
-from megazero.mesh.grid import data_cuts
+from megazero.mesh.grid import shard_problem
 
 SIZES = [(d, h) for d in (*range(1, 17), 24, 36) for h in range(1, d + 1) if d % h == 0]
 
@@ -16,12 +15,11 @@ def triples(top):
     return itertools.product(range(1, top + 1), range(1, top + 1), range(1, top + 1))
 
 
-def legal_on_mesh(factors, d, h):
-    try:
-        data_cuts(d, h, factors)
-    except ValueError:
-        return False
-    return True
+def one_collective_each(factors, d, h):
+    """The rule by its reason: the cuts of the data-parallel ranks are a chain in which each divides the next."""
+    cuts = sorted({1, *factors, h, d})
+    ascending = factors[0] <= factors[1] <= factors[2] <= d and factors[0] >= 1
+    return ascending and all(high % low == 0 for low, high in itertools.pairwise(cuts))
 
 
 @pytest.mark.parametrize("d,h", SIZES)
@@ -37,24 +35,25 @@ def test_presets_follow_the_table(d, h):
             continue
         shards = resolve_shards(preset, d, h)
         assert shards.factors == factors
-        assert legal_on_mesh(factors, d, h)
+        assert one_collective_each(factors, d, h)
         expected = "use" if factors[0] == factors[2] else "resident" if factors[0] == 1 else "step"
         assert shards.lifetime == expected
 
 
 @pytest.mark.parametrize("d,h", [(d, h) for d, h in SIZES if d <= 12])
-def test_explicit_factors_are_legal_exactly_where_the_mesh_takes_them(d, h):
+def test_explicit_factors_are_legal_exactly_where_every_cut_divides_the_next(d, h):
     for factors in triples(d + 1):
-        assert (not factor_faults(factors, d, h)) == legal_on_mesh(factors, d, h), factors
+        assert (not shard_problem(factors, d, h)) == one_collective_each(factors, d, h), factors
 
 
-def test_nearest_factors_are_legal_and_a_legal_choice_is_its_own_nearest():
+def test_nearest_factors_are_legal():
     for d, h in [(8, 4), (12, 4), (6, 3)]:
         for factors in triples(d):
-            nearest = nearest_factors(factors, d, h)
-            assert legal_on_mesh(nearest, d, h)
-            if legal_on_mesh(factors, d, h):
-                assert nearest == factors
+            problem = shard_problem(factors, d, h)
+            assert bool(problem) != one_collective_each(factors, d, h)
+            if problem:
+                nearest = tuple(map(int, problem.rpartition("nearest legal: ")[2].split(",")))
+                assert one_collective_each(nearest, d, h), problem
 
 
 def test_every_broken_rule_is_named():

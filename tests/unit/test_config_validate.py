@@ -4,9 +4,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megazero.config import ConfigError, RunConfig, World, make_config, parse, validate
+from megazero.config import ConfigError, RunConfig, World, make_config, parse
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import all_options
+from megazero.config.validate import find_errors
 from megazero.pp.schedules import make_schedule
 
 BASE = {
@@ -33,7 +34,7 @@ def errors(world=WORLD, **changes):
 
 def legal(world=WORLD, **changes):
     config = make_config({**BASE, **changes}, world)
-    validate(config, world)
+    assert find_errors(config, world) == []
     return config
 
 
@@ -201,9 +202,9 @@ def test_data_words_and_lifetimes_that_are_legal():
 
 
 def test_schedule_lengths():
-    span = legal(lr_warmup_fraction=0.1, lr_decay_iters=50).lr_span
+    span = legal(lr_warmup_fraction=0.1, lr_decay_iters=50).lr_lengths
     assert (span.unit, span.total, span.decay, span.warmup) == ("iterations", 100, 50, 5)
-    span = legal(train_iters=None, train_samples=1000, lr_warmup_samples=64).lr_span
+    span = legal(train_iters=None, train_samples=1000, lr_warmup_samples=64).lr_lengths
     assert (span.unit, span.total, span.decay, span.warmup) == ("samples", 1000, 1000, 64)
 
 

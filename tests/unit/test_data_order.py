@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megazero.config.data_inputs import parse_data_path
 from megazero.data import build_datasets
 from megazero.data import gpt as gpt_module
-from megazero.data.blend import blend_order, normalize, parse_data_path
+from megazero.data.blend import blend_order, normalize
 from megazero.data.build import split_bounds
 from megazero.data.gpt import sample_starts
 from megazero.data.indexed import IndexedWriter
@@ -152,12 +153,12 @@ def test_splits_and_paths() -> None:
     assert bounds["train"][0] == 0.0 and bounds["valid"][0] == bounds["train"][1] == 0.969
     assert split_bounds("1")["valid"] == (1.0, 1.0)
     for bad in ("", "a,b", "1,2,3,4", "0,0,0", "-1,2"):
-        with pytest.raises(ValueError, match="--split"):
+        with pytest.raises(ValueError, match="must be up to three shares"):
             split_bounds(bad)
     assert parse_data_path(["a", "b"]) == (["a", "b"], None)
     assert parse_data_path(["0.3", "a", "7", "b"]) == (["a", "b"], [0.3, 7.0])
-    for words in ([], ["1", "a", "b"], ["a", "1"], ["1", "a", "2"], ["0", "a"], ["-1", "a"], ["nan", "a"]):
-        with pytest.raises(ValueError, match="--data-path"):
+    for words in (["1", "a", "b"], ["a", "1"], ["1", "a", "2"], ["0", "a"], ["-1", "a"], ["nan", "a"]):
+        with pytest.raises(ValueError, match="weight"):
             parse_data_path(words)
 
 
@@ -225,7 +226,7 @@ def test_ranks_at_once_build_once(data: list[str], tmp_path: Path) -> None:
 def test_bad_data_is_refused(data: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="test split gets 0 of 211 documents"):
         ours([data[0]], tmp_path, split="99,1,0", samples=(1, 1, 1))
-    with pytest.raises(ValueError, match="index cache in .*--data-cache-path"):
+    with pytest.raises(ValueError, match="index cache in .*data cache path"):
         (tmp_path / "file").write_text("")
         ours([data[0]], tmp_path / "file")
     prefix = corpus(tmp_path / "x", 50, 1)

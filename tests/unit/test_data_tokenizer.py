@@ -100,9 +100,8 @@ def test_null_and_errors(tmp_path: Path) -> None:
         null.encode("1 11")
     (tmp_path / "x").write_text("nonsense")
     for kind, model, message in (
-        ("NullTokenizer", None, "--vocab-size"),
-        ("GPT2BPETokenizer", "x", "choose one of SentencePieceTokenizer"),
-        ("SentencePieceTokenizer", None, "--tokenizer-model"),
+        ("NullTokenizer", None, "needs its vocab size"),
+        ("SentencePieceTokenizer", None, "needs its tokenizer model"),
         ("SentencePieceTokenizer", tmp_path / "none", "No such file"),
         ("SentencePieceTokenizer", tmp_path / "x", "is not a SentencePiece model"),
         ("HuggingFaceTokenizer", tmp_path, "cannot read tokenizer .*tokenizer.json"),

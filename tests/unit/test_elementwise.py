@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
 
 import pytest
 import torch
 from torch import nn
 
+from megazero.config.optimizers import OPTIMIZERS, OptimizerConfig
 from megazero.zero.elementwise import refuse_unless_elementwise
 from megazero.zero.optimizer import default_adamw
 
@@ -23,6 +25,10 @@ ELEMENTWISE = {
     "Adam, foreach, amsgrad": partial(torch.optim.Adam, foreach=True, amsgrad=True),
     "Adam, rate a tensor": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.0)),
     "Nesterov": partial(torch.optim.SGD, lr=1.0, momentum=0.9, nesterov=True),
+    **{
+        f"--optimizer {name}": partial(resolve_name(own.factory), **OptimizerConfig(name, lr=0.1).arguments)
+        for name, own in OPTIMIZERS.items()
+    },
     **{
         name: getattr(torch.optim, name)
         for name in ("ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")

@@ -38,7 +38,7 @@ def test_zero3_over_two_nodes_is_cut_at_the_node():
 def test_bad_sizes_name_the_nearest():
     with pytest.raises(ValueError, match="nearest tensor-parallel size: 2"):
         make_grid(8, 4, tp=3)
-    with pytest.raises(ValueError, match="3 does not divide 4"):
+    with pytest.raises(ValueError, match="P = 3 does not divide G = 4.*nearest legal: 4,4,4"):
         make_grid(4, 4, shards=(3, 4, 4))
     with pytest.raises(ValueError, match="nearest ranks per node: 4"):
         make_grid(8, 5)

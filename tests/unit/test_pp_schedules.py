@@ -19,8 +19,8 @@ from megazero.pp.schedules import (
     peak_activations,
     schedule_problem,
     sends,
-    validate,
 )
+from tests.pipeline_walk import check_schedule
 
 SIZES = [
     (name, pp, virtual, m)
@@ -56,7 +56,7 @@ def test_known_orders():
 @pytest.mark.parametrize("name, pp, virtual, m", SIZES)
 def test_every_schedule_is_complete_ends_and_sends_what_is_needed(name, pp, virtual, m):
     schedule = make_schedule(name, pp, virtual, m)
-    validate(schedule, pp, virtual, m)
+    check_schedule(schedule, pp, virtual, m)
     assert sum(map(len, schedule)) == len(list(in_order(schedule, pp * virtual)))
     messages = sends(schedule, pp)
     assert set(messages) == {(a, b) for a in range(pp) for b in range(pp) if a != b}
@@ -233,7 +233,7 @@ def test_mutated_schedules_are_refused(data):
         changed = dataclasses.replace(actions[i], **change)
         mutated = replaced(schedule, rank, [*actions[:i], changed, *actions[i + 1 :]])
     with pytest.raises(ValueError, match="rank|stage"):
-        validate(mutated, pp, virtual, m)
+        check_schedule(mutated, pp, virtual, m)
 
 
 @settings(max_examples=400, deadline=None)
@@ -250,17 +250,17 @@ def test_an_action_before_what_it_needs_is_refused(data):
     j = actions.index(own)
     actions[i], actions[j] = actions[j], actions[i]
     with pytest.raises(ValueError, match=f"hangs: rank {rank}: .* waits for .*{actions[j].micro_batch}"):
-        validate(replaced(schedule, rank, actions), pp, virtual, m)
+        check_schedule(replaced(schedule, rank, actions), pp, virtual, m)
 
 
 def test_a_circular_wait_is_named():
     one, two = make_schedule("1f1b", 2, 1, 2)
     late = (one[0], one[2], one[1], one[3])  # F0 B0 F1 B1 on the first rank
-    validate((late, two), 2, 1, 2)  # slower, but it ends
+    check_schedule((late, two), 2, 1, 2)  # slower, but it ends
     eager = (two[0], two[2], two[1], two[3])  # F0 F1 B0 B1 on the last
-    validate((one, eager), 2, 1, 2)
+    check_schedule((one, eager), 2, 1, 2)
     with pytest.raises(ValueError) as caught:
-        validate((late, eager), 2, 1, 2)
+        check_schedule((late, eager), 2, 1, 2)
     assert str(caught.value) == (
         "the schedule hangs: rank 0: B(stage 0, micro-batch 0) waits for I(stage 1, micro-batch 0) of rank 1; "
         "rank 1: F(stage 1, micro-batch 1) waits for F(stage 0, micro-batch 1) of rank 0"
@@ -270,12 +270,12 @@ def test_a_circular_wait_is_named():
 def test_other_faults_are_named():
     one, two = make_schedule("zb-h1", 2, 1, 2)
     with pytest.raises(ValueError, match="has 1 ranks, not 2"):
-        validate((one,), 2, 1, 2)
+        check_schedule((one,), 2, 1, 2)
     with pytest.raises(ValueError, match=r"B\(stage 0, micro-batch 0\) belongs on rank 0"):
-        validate((one, (*two, one[2])), 2, 1, 2)
+        check_schedule((one, (*two, one[2])), 2, 1, 2)
     whole = tuple(dataclasses.replace(a, kind=B) if a.kind == I and a.micro_batch == 0 else a for a in two)
     with pytest.raises(ValueError, match="has B, F, W, not one F and either"):
-        validate((one, whole), 2, 1, 2)
+        check_schedule((one, whole), 2, 1, 2)
     with pytest.raises(ValueError, match="which no rank computes"):
         list(in_order((one, tuple(a for a in two if a.kind != F)), 2))
 

@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from megazero.pp.schedules import SCHEDULES, Action, Kind, make_schedule, peak_activations, schedule_problem
-from megazero.pp.timeline import Span, Timeline, Times, chrome_trace, draw, ideal_bubble, simulate
+from megazero.pp.timeline import Span, Timeline, Times, ideal_bubble, simulate
+from tools.timelines import chrome_trace, draw
 
 SIZES = [
     (name, pp, virtual, m)

@@ -211,4 +211,4 @@ def test_tool_reports_an_error_and_fails(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 1
-    assert "error: --input" in done.stderr and "Traceback" not in done.stderr
+    assert "error: input" in done.stderr and "Traceback" not in done.stderr

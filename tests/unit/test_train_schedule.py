@@ -1,4 +1,4 @@
-"""Learning rate and batch-size schedules against megatron-core's own objects, and their refusals."""
+"""Learning rate and batch-size schedules against megatron-core's own objects."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.config.optimizers import DECAY_STYLES, WSD_STYLES
 from megazero.train.batch_size import BatchSizeRampup
-from megazero.train.learning_rate import STYLES, WSD_STYLES, LearningRate
+from megazero.train.learning_rate import LearningRate
 
 
 @pytest.mark.parametrize(
     ("style", "wsd_style"),
-    [(s, "exponential") for s in STYLES if s != "WSD"] + [("WSD", w) for w in WSD_STYLES],
+    [(s, "exponential") for s in DECAY_STYLES if s != "WSD"] + [("WSD", w) for w in WSD_STYLES],
 )
 @pytest.mark.parametrize(("warmup", "init"), [(0, 0.0), (1, 0.0), (37, 1e-5)])
 @pytest.mark.parametrize("minimum", [0.0, 3e-5])
@@ -48,24 +49,6 @@ def test_learning_rate_by_hand() -> None:
     assert rate(10_000) == 0.1
     flat = LearningRate(peak=1.0, minimum=0.0, decay=100, style="WSD", wsd_decay=20, wsd_style="minus_sqrt")
     assert [flat(c) for c in (0, 80, 85, 100, 101)] == [1.0, 1.0, 0.5, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"style": "cosin"}, "'cosin'.*nearest: cosine"),
-        ({"minimum": 2.0}, "--min-lr 2.0.*nearest: 1.0"),
-        ({"warmup_init": 2.0}, "starts at 2.0.*nearest: 1.0"),
-        ({"warmup": 100}, "warm-up of 100.*nearest: 99"),
-        ({"decay": 0}, "0 steps"),
-        ({"style": "WSD"}, "--lr-wsd-decay-iters"),
-        ({"style": "WSD", "wsd_decay": 200}, "WSD decay of 200.*nearest: 100"),
-        ({"style": "WSD", "wsd_decay": 20, "wsd_style": "minus-sqrt"}, "nearest: minus_sqrt"),
-    ],
-)
-def test_learning_rate_refuses(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LearningRate(**({"peak": 1.0, "decay": 100} | change))
 
 
 RAMPS = [(8, 8, 100, 32, 2, 4), (192, 16, 9765, 2048, 2, 8), (4, 4, 37, 16, 1, 4), (2, 2, 1000, 4, 1, 1)]
@@ -117,22 +100,5 @@ def test_batch_schedule_length_and_layout() -> None:
     narrow = BatchSizeRampup(16, 16, 256, 64, 2, 1)
     assert [wide.consumed_after(i) for i in range(50)] == [narrow.consumed_after(i) for i in range(50)]
     assert narrow.micro_batches(0) == 8 * wide.micro_batches(0)
-    assert BatchSizeRampup.constant(32, 2, 4).iterations_within(1000) == 31
-    assert BatchSizeRampup.constant(32, 2, 4).micro_batches(12345) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((30, 0, 0, 30, 2, 4), "--global-batch-size 30 .*= 8; nearest: 32"),
-        ((12, 8, 10, 32, 2, 4), "starts at 12.*nearest: (8|16)"),
-        ((40, 8, 10, 32, 2, 4), "starts at 40, above"),
-        ((8, 12, 10, 32, 2, 4), "increment 12.*nearest: 8"),
-        ((8, 7, 10, 32, 1, 1), "increment 7.*nearest: (6|8)"),
-        ((8, 8, -1, 32, 2, 4), "-1 samples"),
-        ((8, 8, 0, 32, 0, 4), "--micro-batch-size 0"),
-    ],
-)
-def test_batch_schedule_refuses(arguments: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BatchSizeRampup(*arguments)
+    constant = BatchSizeRampup(32, 0, 0, 32, 2, 4)
+    assert constant.iterations_within(1000) == 31 and constant.micro_batches(12345) == 4

@@ -15,6 +15,7 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
+from megazero.config.optimizers import DECAY_STYLES, WSD_STYLES
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
 from megazero.data.tokenizer import NullTokenizer
@@ -23,7 +24,6 @@ from megazero.models import Decoder
 from megazero.models.flops import training_flops
 from megazero.train import setup
 from megazero.train.guards import NonFiniteLoss
-from megazero.train.learning_rate import STYLES, WSD_STYLES
 from megazero.train.metrics import read_metrics
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.trainer import Trainer
@@ -49,7 +49,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[float, int]]:
     """(learning rate, global batch) of every iteration, as Megatron's schedulers step."""
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
     calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
-    o, span, batch = config.optimizer, config.lr_span, config.batch
+    o, span, batch = config.optimizer, config.lr_lengths, config.batch
     holder = SimpleNamespace(param_groups=[{}])
     scheduler = core.OptimizerParamScheduler(
         holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style, 0.1, 0.1, 0, "constant",
@@ -83,7 +83,9 @@ def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -
         decay = {"lr_decay_samples": 70, "min_lr": 1e-3}
         wsd = {"lr_wsd_decay_samples": 40}
     styles = [{"lr_decay_style": "constant"}]
-    styles += [{"lr_decay_style": style, **decay} for style in STYLES if style not in ("constant", "WSD")]
+    styles += [
+        {"lr_decay_style": style, **decay} for style in DECAY_STYLES if style not in ("constant", "WSD")
+    ]
     styles += [{"lr_decay_style": "WSD", "lr_wsd_decay_style": w, **decay, **wsd} for w in WSD_STYLES]
     for number, style in enumerate(styles):
         folder = tmp_path / str(number)
