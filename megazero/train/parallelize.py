@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from functools import partial
 from math import prod
 from pkgutil import resolve_name
@@ -29,7 +28,7 @@ from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.wire import Coding
-from megazero.mesh.mesh import Mesh, create_mesh
+from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
@@ -39,23 +38,6 @@ from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-def make_mesh(
-    config: RunConfig, world: World, device: torch.device, timeout: timedelta | None = None
-) -> Mesh:
-    """Arrange the ranks of ``world`` in the mesh that the configuration asks for. Collective."""
-    parallel = config.parallel
-    return create_mesh(
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        shards=config.shards(world).factors,
-        dp_outermost=parallel.use_tp_pp_dp_mapping,
-        ends=not config.model.untie_embeddings_and_output_weights,
-        ranks_per_node=config.ranks_per_node(world),
-        device=device,
-        timeout=timeout,
-    )
 
 
 def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None) -> Decoder:

@@ -18,8 +18,7 @@ from megazero.config.fields import show
 from megazero.config.run import all_options
 from megazero.config.sections import TrainingConfig
 from megazero.mesh.launch import Launch, prepare_cuda
-from megazero.mesh.mesh import Mesh, discover_ranks_per_node, init_distributed
-from megazero.train.parallelize import make_mesh
+from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 
 # Options that may differ between ranks: what only the first one uses, and where files lie on a node.
 OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
@@ -67,6 +66,23 @@ def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeo
         _refuse_different_options(config, launch.world_size)  # before ranks form groups by their own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     return make_mesh(config, world, device, timeout)
+
+
+def make_mesh(
+    config: RunConfig, world: World, device: torch.device, timeout: timedelta | None = None
+) -> Mesh:
+    """Arrange the ranks of ``world`` in the mesh that the configuration asks for. Collective."""
+    parallel = config.parallel
+    return create_mesh(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        shards=config.shards(world).factors,
+        dp_outermost=parallel.use_tp_pp_dp_mapping,
+        ends=not config.model.untie_embeddings_and_output_weights,
+        ranks_per_node=config.ranks_per_node(world),
+        device=device,
+        timeout=timeout,
+    )
 
 
 def _refuse_different_options(config: RunConfig, world_size: int) -> None:

@@ -23,10 +23,10 @@ from megazero.train.parallelize import (
     build_decoder,
     build_pipeline,
     dropout_key,
-    make_mesh,
     make_policy,
     shard_decoder,
 )
+from megazero.train.ranks import make_mesh
 from megazero.verify.recorder import Recorder, RoundingRecord, StepRecord, UnitSlice, slices
 
 # Of an engine, its pipeline and their configuration: what the steps of a run happen in.

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec
-from megazero.mesh.grid import INTER
-from megazero.mesh.mesh import Axis, Mesh
+from megazero.mesh.mesh import Mesh
 from megazero.zero.admission import refuse_unfit
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
@@ -160,19 +159,18 @@ def _make_unit(
         indices=[a.index for a in axes],
         exact=exact,
     )
-    unit = Unit(
+    return Unit(
         label,
         params,
+        values,
         layout,
         levels,
         dtype,
         mesh.device,
-        levels.lifetime(policy.lifetime, policy.codecs.delta),
+        policy.lifetime_on(mesh.grid.shards),
         codecs,
-        _crossing(levels, axes),
+        levels.crossing(axes),
     )
-    unit.adopt(values)
-    return unit
 
 
 def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
@@ -187,12 +185,6 @@ def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
         gradients_intra=holding(codecs.gradients_intra, at_least_fp32(dtype)),
         gradients_inter=holding(codecs.gradients_inter, at_least_fp32(dtype)),
     )
-
-
-def _crossing(levels: Levels, axes: Sequence[Axis]) -> int | None:
-    """The level above the first hop across nodes that reductions take once per step."""
-    crossing = [level for level in range(levels.g + 1, levels.all + 1) if axes[level - 1].link == INTER]
-    return crossing[0] - 1 if crossing else None
 
 
 def _initial_values(

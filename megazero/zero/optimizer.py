@@ -180,7 +180,7 @@ class SliceOptimizer:
 def clip_factor(norm: float, limit: float | None, divisor: float) -> float:
     """What gradients are multiplied by: 1/divisor, and clip/norm where the norm is above the limit.
 
-    norm: of the divided gradients. limit: None or 0 for no clipping (Megatron's --clip-grad).
+    norm: of the divided gradients. limit: None or 0 for no clipping.
     """
     clip = min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0
     return clip / divisor

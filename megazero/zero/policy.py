@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megazero.comm.codec import Blockwise, Codec
-from megazero.mesh.grid import INTRA
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.grid import INTER, INTRA, copy_lifetime
+from megazero.mesh.mesh import Axis, Mesh
 
 LIFETIMES = ("use", "step", "resident")
 
@@ -112,6 +113,15 @@ class Policy:
                 problems.append(f"{name}={bound} must be above 0, or None for no limit")
         return problems
 
+    def lifetime_on(self, shards: tuple[int, int, int]) -> str:
+        """The P copy's lifetime under the factors (P, G, OS); raises ValueError for one that is not allowed."""
+        p, _, os = shards
+        if self.codecs.delta and p != os and self.lifetime not in (None, "resident"):
+            raise ValueError(
+                f"lifetime {self.lifetime!r} drops what the delta refresh adds to; nearest: 'resident'"
+            )
+        return copy_lifetime(p, os, self.lifetime, self.codecs.delta)
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -129,20 +139,7 @@ class Levels:
         g = p + roles.count("g")
         return Levels(p, g, g + roles.count("os"), len(roles))
 
-    def lifetime(self, wanted: str | None, delta: bool = False) -> str:
-        """The P copy's lifetime; raises ValueError for one that P and OS, or ``delta``, do not allow."""
-        if self.p == self.os:  # the P copy is the optimizer's own slice, whatever is asked
-            return "use"
-        if delta:
-            if wanted not in (None, "resident"):
-                raise ValueError(
-                    f"lifetime {wanted!r} drops what the delta refresh adds its differences to; nearest: 'resident'"
-                )
-            return "resident"
-        if wanted is None:
-            return "resident" if self.p == 0 else "step"
-        if wanted == "use":
-            raise ValueError(
-                "lifetime 'use' drops the P copy after each use, which is legal only where P = OS; nearest: 'step'"
-            )
-        return wanted
+    def crossing(self, axes: Sequence[Axis]) -> int | None:
+        """The level above the first hop across nodes that reductions take once per step."""
+        above = [n for n in range(self.g + 1, self.all + 1) if axes[n - 1].link == INTER]
+        return above[0] - 1 if above else None

@@ -45,7 +45,7 @@ from torch import nn
 from megazero.comm.codec import Codec, Identity
 from megazero.comm.lane import Ticket
 from megazero.zero.binding import Binding
-from megazero.zero.layout import Layout, Slot
+from megazero.zero.layout import Layout
 from megazero.zero.policy import Codecs, Levels
 from megazero.zero.released import Read, Released, hide, refuse_read, released_class
 
@@ -63,6 +63,7 @@ class Unit:
         self,
         name: str,
         params: Mapping[str, nn.Parameter],
+        values: Mapping[str, torch.Tensor],
         layout: Layout,
         levels: Levels,
         dtype: torch.dtype,
@@ -81,7 +82,6 @@ class Unit:
         self.part = 0  # of the module: a virtual pipeline stage
         self.tied = False  # the pipeline's other end holds the same parameter, in a unit of the same name
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
-        self.bindings: list[Binding] = []  # of the Parameters, made by adopt
         self.full_present = self.copy_present = True
         self._plan_wire()
         self.master = self._make_master()
@@ -103,6 +103,7 @@ class Unit:
         self.pending: set[str] = set()  # trainable parameters without a gradient in this micro-batch
         self.touched: set[str] = set()  # parameters whose part of grad was written in this step
         self.backwards = 0  # completed backwards in this step
+        self.bindings = self._adopt(values)
 
     # -- storage ---------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class Unit:
         """A buffer for the messages that gathers of a level's slice send."""
         return torch.empty(self.wire.level_numel(level), dtype=self.codec.wire_dtype, device=self.device)
 
-    def adopt(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _adopt(self, values: Mapping[str, torch.Tensor]) -> list[Binding]:
         """Take the parameters' values [shape of each] into the master and make the Parameters views of full."""
         self.master.zero_()
         for slot, low, high, at in self.layout.ranges(self.levels.os):
@@ -169,14 +170,13 @@ class Unit:
             for slot, low, high, at in self.layout.ranges(self.levels.p):
                 self.copy[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
             self.copy_version = self.master_version
-        self.bindings = [
-            Binding(slot.name, self.params[slot.name], self._view(slot)) for slot in self.layout.slots
+        whole = {slot.name: self.full[slot.start : slot.start + slot.numel] for slot in self.layout.slots}
+        bindings = [
+            Binding(s.name, self.params[s.name], whole[s.name].view(s.shape)) for s in self.layout.slots
         ]
         if self.levels.p:
             self.drop_full()
-
-    def _view(self, slot: Slot) -> torch.Tensor:
-        return self.full[slot.start : slot.start + slot.numel].view(slot.shape)
+        return bindings
 
     def check_unwritten(self, when: str, cure: str) -> None:
         """Raises RuntimeError if the user wrote into a parameter since the engine last took its values."""

@@ -24,10 +24,10 @@ from megazero.train.parallelize import (
     MicroBatch,
     build_decoder,
     build_pipeline,
-    make_mesh,
     make_policy,
     shard_decoder,
 )
+from megazero.train.ranks import make_mesh
 from megazero.verify.full_tensors import Assembler
 from tests.dist.capture import capture_gradients, local_slices
 from tests.dist.parity_cases import Case, Model
