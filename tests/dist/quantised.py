@@ -1,7 +1,7 @@
 """Modules whose gradients are given, and what their quantised reduction may differ by (tests only).
 
 The model of a reduction works on whole unit buffers of all ranks at once, from the definition of the layout, the
-codecs and what issue each hop rounds; it shares no code with zero/movement.py.
+codecs and what issue each hop rounds; it shares no code with zero/gather.py or zero/reduce.py.
 """
 
 from __future__ import annotations

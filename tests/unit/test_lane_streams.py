@@ -17,6 +17,7 @@ import torch
 
 from megazero import zero
 from megazero.comm.lane import Lane
+from megazero.zero import gather
 from megazero.zero.unit import Unit
 from tests.gpu.test_hpz_race import CPU, Cluster, Wire
 
@@ -127,7 +128,7 @@ class Watch:
             patch.setattr(Unit, name, freeing(getattr(Unit, name)))
 
     def _watch_data(self, patch: pytest.MonkeyPatch) -> None:
-        gather, compute, encode = Wire.gather, Cluster._compute, Unit.encode
+        collective, compute, encode = Wire.gather, Cluster._compute, gather._encode
 
         def gathered(wire, out, own):
             held = [b for u in self.cluster.engine.units for b in (u.full, u.copy)]
@@ -135,22 +136,22 @@ class Watch:
                 storage = tensor.untyped_storage().data_ptr()
                 buffer = next(b for b in held if b.untyped_storage().data_ptr() == storage)
                 self._touch(buffer, writes)
-            return gather(wire, out, own)
+            return collective(wire, out, own)
 
         def computed(cluster, unit):
             self._touch(unit.full)
             self.reads.add(self.uses[id(unit.full)][-1])
             compute(cluster, unit)
 
-        def encoded(unit, out, noise):
+        def encoded(unit, messages, context):
             if self.update not in Streams.now[-1].before:
                 self.wrong.add("a refresh reads master weights before their update")
             self.behind.append(len(self.reads & Streams.now[-1].before))
-            encode(unit, out, noise)
+            encode(unit, messages, context)
 
         patch.setattr(Wire, "gather", gathered)
         patch.setattr(Cluster, "_compute", computed)
-        patch.setattr(Unit, "encode", encoded)
+        patch.setattr(gather, "_encode", encoded)
 
     def _touch(self, buffer: torch.Tensor, writes: bool = False) -> None:
         stream = Streams.now[-1]
