@@ -15,6 +15,7 @@ Names are Megatron's. A boolean can be switched on and off (`--x`, `--no-x`); th
 Priority: flags, then `--config`, then `--deepspeed-config`, then defaults; what is overridden is printed.
 A value that is unknown, illegal or without effect is an error; all errors are reported at once, status 2.
 `python -m megazero.config FLAGS` checks a command line without torch.
+`--local-rank N`, which `torch.distributed.launch` and `deepspeed` add, is read with the launcher's variables.
 """
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import yaml
 
 from megazero.comm.traffic import Traffic
-from megazero.config import RunConfig, World
+from megazero.config import RunConfig, World, validate
 from megazero.config.fields import show
 from megazero.config.run import all_options
 from megazero.data import load_tokenizer
@@ -113,6 +113,11 @@ def pick_device(config: RunConfig, launch: Launch) -> torch.device:
         raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
     if wanted == "cpu" or not present:
         return torch.device("cpu")
+    if launch.local_rank is None:
+        raise ValueError(
+            f"{launch.launcher} does not say which rank of its node this is, so which GPU it has: set LOCAL_RANK, or "
+            "LOCAL_WORLD_SIZE (ranks per node)"
+        )
     if launch.local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {launch.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start at most "
@@ -136,6 +141,8 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     config = with_vocabulary(config, tokenizer)
     refuse_different_options(config, launch.world_size)  # before ranks form groups, each by its own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
+    if launch.local_world_size is None:  # what the first check of the flags could not ask yet
+        validate(config, world)
     mesh = make_mesh(config, world, device, timeout)
     origin = find_origin(
         config, mesh
@@ -149,9 +156,8 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
     checkpointing.load(origin)
     outputs, progress = open_outputs(config, mesh, schedules, progress, stack)
-    progress = dataclasses.replace(
-        progress, notes=(*progress.notes, *(notes if device.type == "cuda" else ()))
-    )
+    notes = (*launch.found_nodes(mesh.grid.ranks_per_node), *(notes if device.type == "cuda" else ()))
+    progress = dataclasses.replace(progress, notes=(*progress.notes, *notes))
     _describe(config, mesh, outputs.console, decoder, progress)
     signals = None
     if config.training.exit_signal_handler:
