@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.config.deepspeed import ALWAYS, RENAMED, SPECIAL, UNSUPPORTED
+from megazero.config.deepspeed import ALWAYS, NO_EFFECT, RENAMED, SPECIAL, UNSUPPORTED
 from megazero.config.flags import FILES, default_text, spelling
 from megazero.config.layers import FACTS, REFUSED
 from megazero.config.run import all_options, section_types
@@ -46,7 +46,8 @@ def markdown() -> str:
     lines += [f"| `{key}` | `{all_options()[name].flag}` |" for key, name in RENAMED.items()]
     lines += [f"| `{key}` | {text} |" for key, text in SPECIAL.items()]
     lines += [f"| `{key}` | only {str(value).lower()}: {text} |" for key, (value, text) in ALWAYS.items()]
-    lines += [f"| `{key}` | not supported: {text} |" for key, text in UNSUPPORTED.items()]
+    lines += [f"| `{key}` | no effect: {text} |" for key, text in NO_EFFECT.items()]
+    lines += [f"| `{key}` | only switched off: {text} |" for key, text in UNSUPPORTED.items()]
     return "\n".join(lines) + "\n"
 
 
