@@ -115,8 +115,10 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 ALWAYS_ON = ("optimizer", "scheduler", "sparse_attention", "compression_training")  # blocks without a switch
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
 # How fp16 scales its loss: nothing without fp16, which is one error.
-SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis")
-SCALING += ("consecutive_hysteresis", "auto_cast", "fp16_master_weights_and_grads")
+SCALING = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"),
+    *("consecutive_hysteresis", "auto_cast", "fp16_master_weights_and_grads"),
+)
 OLD_NAMES: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16"})
 # Keys that need a word of translation (in _special).
 SPECIAL: Mapping[str, str] = MappingProxyType(

@@ -120,6 +120,12 @@ def test_facts_are_accepted_and_said():
     assert "needs --num-query-groups" in errors("--group-query-attention")[0]
 
 
+def test_a_missing_checkpoint_cannot_be_both_an_error_and_none():
+    assert run("--load x --exit-on-missing-checkpoint").checkpoint.exit_on_missing_checkpoint
+    (line,) = errors("--load x --exit-on-missing-checkpoint --allow-fresh-start")
+    assert "--allow-fresh-start contradicts --exit-on-missing-checkpoint" in line
+
+
 def test_names_do_not_collide():
     own = set(all_switches())
     assert not own & (set(FACTS) | set(REFUSED) | {"help", "config", "deepspeed-config"})
