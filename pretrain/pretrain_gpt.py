@@ -4,18 +4,19 @@ import sys
 import time
 
 from megazero.config import ConfigError, World, parse
-from megazero.mesh.launch import read_launch
+from megazero.mesh.launch import read_launch, take_local_rank
 
 
 def main() -> int:
     try:
-        launch = read_launch()
+        local_rank, flags = take_local_rank(sys.argv[1:])
+        launch = read_launch(local_rank=local_rank)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     try:
         # Before torch is imported: a mistake is told in a fraction of a second.
-        config = parse(sys.argv[1:], World(launch.world_size, launch.local_world_size))
+        config = parse(flags, World(launch.world_size, launch.local_world_size or 0))
     except ConfigError as error:
         if launch.rank == 0:
             print(f"{error}\n--help lists every flag", file=sys.stderr)

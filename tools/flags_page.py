@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megazero.config.deepspeed import ALWAYS, RENAMED, SPECIAL, UNSUPPORTED
+from megazero.config.deepspeed import ALWAYS, NO_EFFECT, RENAMED, SPECIAL, UNSUPPORTED
 from megazero.config.flags import FILES, default_text, spelling
 from megazero.config.layers import FACTS, REFUSED
 from megazero.config.run import all_options, section_types
@@ -16,6 +16,7 @@ Names are Megatron's. A boolean can be switched on and off (`--x`, `--no-x`); th
 Priority: flags, then `--config`, then `--deepspeed-config`, then defaults; what is overridden is printed.
 A value that is unknown, illegal or without effect is an error; all errors are reported at once, status 2.
 `python -m megazero.config FLAGS` checks a command line without torch.
+`--local-rank N`, which `torch.distributed.launch` and `deepspeed` add, is read with the launcher's variables.
 """
 
 
@@ -46,7 +47,8 @@ def markdown() -> str:
     lines += [f"| `{key}` | `{all_options()[name].flag}` |" for key, name in RENAMED.items()]
     lines += [f"| `{key}` | {text} |" for key, text in SPECIAL.items()]
     lines += [f"| `{key}` | only {str(value).lower()}: {text} |" for key, (value, text) in ALWAYS.items()]
-    lines += [f"| `{key}` | not supported: {text} |" for key, text in UNSUPPORTED.items()]
+    lines += [f"| `{key}` | no effect: {text} |" for key, text in NO_EFFECT.items()]
+    lines += [f"| `{key}` | only switched off: {text} |" for key, text in UNSUPPORTED.items()]
     return "\n".join(lines) + "\n"
 
 

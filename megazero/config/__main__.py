@@ -1,6 +1,6 @@
 """python -m megazero.config FLAGS: check a command line without torch and print what it resolves to.
 
-Under torchrun's variables (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE) the rules over the size of the world are checked too.
+Under a launcher's variables (mesh/launch.py) the rules over the size of the world are checked too.
 """
 
 from __future__ import annotations
@@ -8,9 +8,22 @@ from __future__ import annotations
 import sys
 
 from megazero.config import World, parse_or_exit
-from megazero.mesh.launch import read_launch
+from megazero.mesh.launch import read_launch, take_local_rank
+
+
+def main() -> int:
+    try:
+        local_rank, flags = take_local_rank(sys.argv[1:])
+        launch = read_launch(local_rank=local_rank)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    world = None
+    if launch.launcher != "single process":
+        world = World(launch.world_size, launch.local_world_size or 0)
+    print("\n".join(parse_or_exit(flags, world).describe(world)))
+    return 0
+
 
 if __name__ == "__main__":
-    launch = read_launch()
-    world = World(launch.world_size, launch.local_world_size) if launch.launcher != "single process" else None
-    print("\n".join(parse_or_exit(sys.argv[1:], world).describe(world)))
+    sys.exit(main())

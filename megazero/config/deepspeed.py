@@ -1,9 +1,9 @@
-"""--deepspeed-config: DeepSpeed's JSON keys that mean something here; every other key is an error with a cure."""
+"""--deepspeed-config: DeepSpeed's JSON keys: what means something here, what has no effect, what is not built."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,16 +25,64 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         ZERO + "zero_quantized_gradients": "zero_quantized_gradients",
     }
 )
-# Keys whose only value here is a fact.
+# Keys whose only value here is a fact. null, DeepSpeed's default, asks for nothing.
 ALWAYS: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {"data_types.grad_accum_dtype": ("fp32", "gradients always accumulate in at least fp32")}
+)
+# Keys that say how DeepSpeed works or what it prints, not what is trained: any value is taken, with one note.
+LOGS = "what is printed: --log-interval; the time bill is always in metrics.jsonl"
+LEGACY = "of DeepSpeed's own inner workings"
+CHECKPOINTS = "a checkpoint always loads on any layout"
+NO_EFFECT: Mapping[str, str] = MappingProxyType(
     {
-        ZERO + "overlap_comm": (True, "communication always overlaps"),
-        ZERO + "reduce_scatter": (True, "gradients are always reduce-scattered"),
-        ZERO + "contiguous_gradients": (True, "gradients always lie in flat buffers"),
-        "data_types.grad_accum_dtype": ("fp32", "gradients always accumulate in at least fp32"),
+        **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown"), LOGS),
+        **dict.fromkeys(("comms_logger", "flops_profiler"), "bytes and FLOP/s are always in metrics.jsonl"),
+        "activation_checkpointing": "how, where --recompute-granularity asks for it",
+        "prescale_gradients": "the divisor is applied once, to sums in fp32",
+        "gradient_predivide_factor": "the divisor is applied once, to sums in fp32",
+        "communication_data_type": "sums are in fp32; formats are --zero-quantized-gradients and its kin",
+        "seq_parallel_communication_data_type": "activations travel in the parameters' dtype",
+        "zero_allow_untested_optimizer": "every --optimizer works with every preset",
+        "zero_force_ds_cpu_optimizer": "there is no offload",
+        "aio": "there is no offload",
+        "disable_allgather": LEGACY,
+        "elastic_checkpoint": CHECKPOINTS,
+        "checkpoint": CHECKPOINTS,
+        "bf16.immediate_grad_update": LEGACY,
+        "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped",
+        ZERO + "overlap_comm": "communication always overlaps",
+        ZERO + "reduce_scatter": "gradients are always reduce-scattered",
+        ZERO + "contiguous_gradients": "gradients always lie in flat buffers",
+        ZERO + "reduce_bucket_size": "a module's gradients are one message",
+        ZERO + "allgather_bucket_size": "a module's parameters are one message",
+        ZERO + "allgather_partitions": "parameters are always gathered",
+        ZERO + "stage3_param_persistence_threshold": "units are gathered whole",
+        ZERO + "stage3_model_persistence_threshold": "units are gathered whole",
+        ZERO + "stage3_module_granularity_threshold": "units are gathered whole",
+        ZERO + "stage3_max_live_parameters": "--zero-prefetch-bytes bounds what is gathered ahead",
+        ZERO + "stage3_max_reuse_distance": "--zero-params-lifetime says when parameters are dropped",
+        ZERO + "stage3_gather_16bit_weights_on_model_save": CHECKPOINTS,
+        ZERO + "stage3_gather_fp16_weights_on_model_save": CHECKPOINTS,
+        ZERO + "elastic_checkpoint": CHECKPOINTS,
+        ZERO + "load_from_fp32_weights": "fp32 master weights are always saved and loaded",
+        ZERO + "mics_hierarchical_params_gather": "gathers always follow the node boundary",
+        ZERO + "cpu_offload_use_pin_memory": "there is no offload",
+        **dict.fromkeys(
+            (
+                ZERO + "sub_group_size",
+                ZERO + "round_robin_gradients",
+                ZERO + "ignore_unused_parameters",
+                ZERO + "memory_efficient_linear",
+                ZERO + "legacy_stage1",
+                ZERO + "use_multi_rank_bucket_allreduce",
+                ZERO + "stage3_use_all_reduce_for_fetch_params",
+                ZERO + "use_all_reduce_for_fetch_params",
+            ),
+            LEGACY,
+        ),
     }
 )
-# Keys that users have, with what to do instead. False, null and {"device": "none"} ask for nothing: accepted.
+# Keys that users have, with what to do instead. What is switched off (see _asks) is accepted.
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         ZERO
@@ -42,27 +90,36 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         ZERO + "offload_optimizer": OFFLOAD,
         ZERO + "offload_param": OFFLOAD,
         ZERO + "cpu_offload": OFFLOAD,
-        ZERO + "reduce_bucket_size": "a module's gradients are one message; leave it out",
-        ZERO + "allgather_bucket_size": "a module's parameters are one message; leave it out",
-        ZERO + "allgather_partitions": "parameters are always gathered; leave it out",
-        ZERO + "stage3_param_persistence_threshold": "units are gathered whole; leave it out",
-        ZERO + "stage3_max_live_parameters": "set stage3_prefetch_bucket_size or --zero-prefetch-bytes",
-        ZERO + "stage3_max_reuse_distance": "set --zero-params-lifetime",
-        ZERO + "sub_group_size": "leave it out",
-        ZERO + "mics_hierarchical_params_gather": "gathers always follow the node boundary; leave it out",
-        "fp16": "needs loss scaling, which is not built; use bf16",
+        ZERO + "cpu_offload_params": OFFLOAD,
         "fp16.enabled": "needs loss scaling, which is not built; use bf16",
+        "bf16.bf16_master_weights_and_grads": "master weights are always fp32; leave it out",
+        "amp": "apex is not used; use bf16",
         "optimizer": "use --optimizer, --lr, --weight-decay, --adam-beta1, --adam-beta2, --adam-eps",
         "scheduler": "use --lr-decay-style, --lr-warmup-iters",
-        "steps_per_print": "use --log-interval",
-        "wall_clock_breakdown": "the time bill is always in metrics.jsonl; leave it out",
-        "activation_checkpointing": "use --recompute-granularity",
+        "curriculum_learning": "lengths that grow are not built; leave it out to train at --seq-length throughout",
+        "data_efficiency": "its sampling and token dropping are not built; leave it out",
+        "progressive_layer_drop": "layers are never dropped; leave it out",
+        "eigenvalue": "it serves quantised training, which is not built; leave it out",
+        "quantize_training": "training with quantised weights is not built; leave it out",
+        "compression_training": "compression is not built; leave it out",
+        "sparse_attention": "attention is dense; leave it out",
+        "sparse_gradients": "gradients are dense; leave it out",
+        "elasticity": "the batch is --global-batch-size on any number of ranks; leave it out",
+        "autotuning": "sizes are not searched; leave it out",
         "tensorboard": "use --tensorboard-dir",
         "wandb": "use --wandb-project",
-        "prescale_gradients": "the divisor is applied once; leave it out",
+        "csv_monitor": "metrics.jsonl has every value; leave it out",
+        "comet": "use --tensorboard-dir or --wandb-project",
     }
 )
+ALWAYS_ON = ("optimizer", "scheduler", "sparse_attention", "compression_training")  # blocks without a switch
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
+# How fp16 scales its loss: nothing without fp16, which is one error.
+SCALING = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"),
+    *("consecutive_hysteresis", "auto_cast", "fp16_master_weights_and_grads"),
+)
+OLD_NAMES: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16"})
 # Keys that need a word of translation (in _special).
 SPECIAL: Mapping[str, str] = MappingProxyType(
     {
@@ -83,19 +140,60 @@ def read_deepspeed(path: str) -> Layer:
     content = _load(layer, path)
     if content is None:
         return layer
-    keys: dict[str, Any] = {}
-    for key, value in content.items():
-        if key in SECTIONS and isinstance(value, dict):
-            keys.update({f"{key}.{inner}": inner_value for inner, inner_value in value.items()})
-        else:
-            keys[key] = value
-    if keys.get("fp16.enabled") is False:  # the tuning keys beside a switched-off fp16 ask for nothing
-        keys = {key: value for key, value in keys.items() if not key.startswith("fp16.")}
+    keys = dict(_flat(layer, content))
     for key, value in keys.items():
         _put(layer, key, value, keys)
+    _group(layer, keys)
     if "zero_shard" in layer.values:  # MiCS is a form of stage 3
         layer.values.pop("zero_stage", None)
     return layer
+
+
+def _flat(layer: Layer, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys of sections with their names before them, those of fp16's scaling left out."""
+    for written, value in content.items():
+        key = OLD_NAMES.get(written, written)
+        if key not in SECTIONS:
+            yield key, value
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{k}", v) for k, v in value.items() if key != "fp16" or k not in SCALING)
+        elif value not in (None, False):
+            layer.errors.append(f"{layer.source}: {written} takes an object, got {value!r}")
+
+
+def _asks(key: str, value: Any) -> bool:
+    """A key asks for something, by DeepSpeed's defaults: a block without its switch is off."""
+    if not isinstance(value, dict):
+        return value not in (False, None)
+    if key in ALWAYS_ON:
+        return bool(value)
+    switch = value.get("device", value.get("enabled"))
+    return switch not in (False, None, "none")
+
+
+def _group(layer: Layer, keys: Mapping[str, Any]) -> None:
+    """One line for all keys that have one cause."""
+    without = [key for key in keys if key in NO_EFFECT]
+    if without:
+        layer.notes.append(
+            f"{layer.source}: no effect here, where it is always so or is decided elsewhere (docs/flags.md): "
+            f"{', '.join(without)}"
+        )
+    causes: dict[str, list[str]] = {}
+    for key, value in keys.items():
+        if key in UNSUPPORTED and value != "auto" and _asks(key, value):
+            causes.setdefault(UNSUPPORTED[key], []).append(key)
+    for cure, asked in causes.items():
+        verb = "is" if len(asked) == 1 else "are"
+        layer.errors.append(f"{layer.source}: {', '.join(asked)} {verb} not supported: {cure}")
+    automatic = [key for key, value in keys.items() if value == "auto" and key not in NO_EFFECT]
+    if automatic:
+        flags = [all_options()[RENAMED[key]].flag for key in automatic if key in RENAMED]
+        use = f" and use {', '.join(flags)}" if flags else ""
+        layer.errors.append(
+            f"{layer.source}: {', '.join(automatic)} cannot be 'auto', which Hugging Face's Trainer fills in: write "
+            f"the value, or leave the key out{use}"
+        )
 
 
 def _load(layer: Layer, path: str) -> dict[str, Any] | None:
@@ -123,10 +221,16 @@ def _load(layer: Layer, path: str) -> dict[str, Any] | None:
 
 def _put(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
     where = f"{layer.source}: {key}"
-    if value == "auto":
-        layer.notes.append(f"{where} is auto: our own default or flag decides")
+    if value == "auto" or key in NO_EFFECT or key in UNSUPPORTED:
+        return  # _group
+    known = [*RENAMED, *SPECIAL, *ALWAYS, *NO_EFFECT, *UNSUPPORTED]
+    if key not in known:
+        layer.errors.append(f"{where} is not supported{did_you_mean(key, known)}; leave it out")
+    elif value is None:  # as if it were not there
+        return
     elif key in RENAMED:
-        layer.put(all_options()[RENAMED[key]], value, where)
+        option = all_options()[RENAMED[key]]
+        layer.put(option, _whole(value) if option.kind == "int" else value, where)
     elif key in ALWAYS:
         wanted, text = ALWAYS[key]
         if value == wanted:
@@ -135,14 +239,17 @@ def _put(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
             layer.errors.append(
                 f"{where} cannot be {value!r}: {text}; leave it out or set {json.dumps(wanted)}"
             )
-    elif key in UNSUPPORTED:
-        if value not in (False, None, {"device": "none"}):
-            layer.errors.append(f"{where} is not supported: {UNSUPPORTED[key]}")
-    elif key in SPECIAL:
-        _special(layer, key, value, keys)
     else:
-        known = [*RENAMED, *ALWAYS, *UNSUPPORTED, *SPECIAL]
-        layer.errors.append(f"{where} is not supported{did_you_mean(key, known)}; leave it out")
+        _special(layer, key, _whole(value), keys)
+
+
+def _whole(value: Any) -> Any:
+    """Whole numbers as JSON files have them, 5e7 and "5e8", as int; anything else as it is."""
+    try:
+        number = float(value) if isinstance(value, str | float) else None
+    except ValueError:
+        return value
+    return int(number) if number is not None and number.is_integer() else value
 
 
 def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:

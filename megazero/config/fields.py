@@ -102,7 +102,11 @@ def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
 
 
 def _number(kind: str, raw: Any) -> int | float:
-    if isinstance(raw, bool) or raw is None or (kind == "int" and isinstance(raw, float) and raw != int(raw)):
+    if (
+        isinstance(raw, bool)
+        or raw is None
+        or (kind == "int" and isinstance(raw, float) and not raw.is_integer())
+    ):
         raise ValueError(f"takes {'a whole number' if kind == 'int' else 'a number'}, got {raw!r}")
     try:
         value = int(raw) if kind == "int" else float(raw)

@@ -169,7 +169,8 @@ def options_help(options: Iterable[Option]) -> Iterator[str]:
 
 def help_text(program: str) -> str:
     """All flags by section."""
-    lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)", "", "files"]
+    lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)"]
+    lines += ["  --local-rank N, which some launchers add, is read with their variables", "", "files"]
     lines += [f"  --{key} FILE\n        {text}" for key, text in FILES.items()]
     for section, cls in section_types().items():
         lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]

@@ -20,7 +20,6 @@ FACTS: Mapping[str, str] = MappingProxyType(
         "overlap-grad-reduce": "reductions always overlap with backward",
         "overlap-param-gather": "gathers always run ahead of use",
         "accumulate-allreduce-grads-in-fp32": "gradients always accumulate in at least fp32",
-        "exit-on-missing-checkpoint": "a missing --load is always an error, unless --allow-fresh-start is given",
         "log-throughput": "throughput is always logged",
         "use-mcore-models": "there is one decoder",
         "use-flash-attn": "attention always goes through torch's scaled_dot_product_attention",

@@ -62,7 +62,8 @@ def _finish(said: Layer, world: World | None) -> RunConfig:
     if errors:
         raise ConfigError(errors)
     asked = config.zero.zero_params_lifetime
-    if asked not in (None, "gathered") and world and asked != config.shards(world).lifetime:
+    known = world if config.knows_nodes(world) else None
+    if asked not in (None, "gathered") and known and asked != config.shards(known).lifetime:
         note = (
             f"--zero-params-lifetime {asked} is 'use' here: P = OS, the P copy is the optimizer's own slice"
         )

@@ -129,6 +129,11 @@ def _profiled_steps(config: RunConfig) -> Iterator[str]:
             yield f"--profile-ranks {rank} must be at least 0; nearest: 0"
 
 
+def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
+    if config.checkpoint.allow_fresh_start and config.checkpoint.exit_on_missing_checkpoint:
+        yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
+
+
 # (options that must be known and legal by themselves, rule)
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
@@ -158,6 +163,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((), _data),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
     (("save_retain_interval", "save_interval"), _retention),
+    ((), _missing_checkpoint),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

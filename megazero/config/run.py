@@ -44,7 +44,10 @@ from megazero.pp.schedules import micro_batch_multiple
 
 @dataclass(frozen=True)
 class World:
-    """Ranks in all, and ranks on one node as the launcher says (--ranks-per-node overrides it)."""
+    """Ranks in all, and ranks on one node as the launcher says (--ranks-per-node overrides it).
+
+    ranks_per_node: 0 where the launcher does not say it and the ranks have not exchanged their host names yet.
+    """
 
     world_size: int
     ranks_per_node: int
@@ -85,8 +88,14 @@ class RunConfig:
     def values(self) -> dict[str, Any]:
         return {name: self.get(name) for name in all_options()}
 
+    def knows_nodes(self, world: World | None) -> bool:
+        """The size of a node is known: what depends on it can be asked."""
+        return world is not None and bool(self.parallel.ranks_per_node or world.ranks_per_node)
+
     def ranks_per_node(self, world: World) -> int:
-        return self.parallel.ranks_per_node or world.ranks_per_node
+        ranks = self.parallel.ranks_per_node or world.ranks_per_node
+        assert ranks, "the size of a node is not known yet"
+        return ranks
 
     def data_parallel_size(self, world: World) -> int:
         """d: ranks of one data-parallel group."""
@@ -227,7 +236,7 @@ class RunConfig:
             text = textwrap.wrap(" ".join(words), width=100, break_long_words=False, break_on_hyphens=False)
             head = [f"{section:<11}", *[" " * 11] * (len(text) - 1)]
             lines += [f"{start}{line}".replace("\0", " ") for start, line in zip(head, text, strict=True)]
-        if world is not None:
+        if world is not None and self.knows_nodes(world):
             layout = self._layout(world)
             lines += [f"{'layout' if not i else '':<11}{line}" for i, line in enumerate(layout)]
         return lines + [f"note: {note}" for note in self.notes]

@@ -221,10 +221,15 @@ class CheckpointConfig:
 
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(
-        None, "folder to load the newest complete checkpoint from; none there is an error"
+        None,
+        "folder to load the newest complete checkpoint from; none there is an error, but a start from random weights "
+        "where it is the folder of --save",
     )
     allow_fresh_start: bool = option(
-        False, "start from random weights where --load holds no checkpoint (first job of a chain)"
+        False, "start from random weights where --load, another folder than --save, holds no checkpoint"
+    )
+    exit_on_missing_checkpoint: bool = option(
+        False, "a --load without a checkpoint is an error even where it is the folder of --save"
     )
     save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
     save_retain_interval: int | None = option(

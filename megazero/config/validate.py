@@ -28,7 +28,7 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     errors += _without_effect(config, broken)
     if world is not None:
         errors += _layout(config, world, broken)
-    elif config.zero.zero_shard:
+    if not config.knows_nodes(world) and config.zero.zero_shard:
         errors += _shard_chain(config)
     return errors
 
@@ -97,7 +97,8 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
-    """Rules over the size of the world: profiled ranks, nodes, shards, batch."""
+    """Rules over the size of the world: profiled ranks, nodes, shards, batch. Where nodes are not known yet, those of
+    any nodes."""
     for rank in () if "profile_ranks" in broken else config.profiling.profile_ranks:
         if rank >= world.world_size:
             yield (
@@ -105,12 +106,13 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
             )
     if {"tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"} & set(broken):
         return
+    known = config.knows_nodes(world)
     try:
-        config.data_ranks_per_node(world)
+        config.data_ranks_per_node(world if known else World(world.world_size, world.world_size))
     except ValueError as error:
         yield str(error)
         return
-    if not {opt.name for opt in all_options().values() if opt.section == "zero"} & set(broken):
+    if known and not {opt.name for opt in all_options().values() if opt.section == "zero"} & set(broken):
         try:
             config.wire(world)
         except ValueError as error:

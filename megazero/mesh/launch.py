@@ -1,4 +1,4 @@
-"""Who am I: the only reader of launcher environment variables (torchrun, SLURM, single process). No torch.
+"""Who am I: the only reader of launcher environment variables and of --local-rank. No torch.
 
 CUDA's own variables are read and set here, too.
 """
@@ -7,24 +7,51 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32  # that CUDA has
 USUAL_CONNECTIONS = 8  # what CUDA takes where nothing is said
 MODULE_LOADING = "CUDA_MODULE_LOADING"
 
+# Ports of jobs whose launcher names none: below 32768, from where Linux gives out ports of its own.
+FIRST_PORT, PORTS = 20000, 12000
+STEPS = 61  # steps of one job, and of jobs submitted one after another, that have ports of their own
+
+# Launcher -> its variables of rank, world size, local rank, and ranks on this node ("": it has none). The first one
+# counts of which all but the local rank are set: what torchrun starts inherits the variables of an mpirun around it,
+# and what mpirun starts those of the srun by which it reaches its nodes.
+MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        "the deepspeed launcher": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+        "RANK and WORLD_SIZE": ("RANK", "WORLD_SIZE", "LOCAL_RANK", ""),  # of the user's own script
+        "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in MPI),
+        "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in MPI),
+        "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+        "PALS": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    }
+)
+# After SLURM, whose srun may set them, too, and says more.
+PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
+
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process. ``local_world_size`` is its word for ranks per node."""
+    """What the launcher says of this process. ``local_world_size`` is its word for ranks per node.
+
+    None for ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0): it does not say.
+    """
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
+    local_rank: int | None = 0
+    local_world_size: int | None = 1
+    master_addr: str | None = "127.0.0.1"
     master_port: int = 29500
     launcher: str = "single process"
 
@@ -34,46 +61,142 @@ class Launch:
                 f"rank {self.rank} is not in a world of {self.world_size} (from {self.launcher})"
             )
 
+    @property
+    def init_method(self) -> str:
+        """Where ranks meet, as torch.distributed takes it. ValueError if nobody said where rank 0 is."""
+        if self.master_addr is None:
+            raise ValueError(
+                f"{self.launcher} does not say where rank 0 runs: set MASTER_ADDR to its host name on every rank "
+                "(mpirun: -x MASTER_ADDR=HOST or -genv MASTER_ADDR HOST)"
+            )
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"tcp://{host}:{self.master_port}"
 
-def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """torchrun's variables first (srun torchrun sets both), then SLURM's, else one process."""
+    def found_nodes(self, ranks_per_node: int) -> tuple[str, ...]:
+        """A note of the size that was taken for a node where the launcher does not say it."""
+        if self.local_world_size is not None:
+            return ()
+        return (
+            f"{self.launcher} does not say how many ranks a node has: {ranks_per_node}, by the host names of the "
+            "ranks or --ranks-per-node",
+        )
+
+
+def take_local_rank(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """--local-rank N, which torch.distributed.launch and deepspeed add to a command line, and the other words.
+
+    Raises ValueError for a value that is no rank.
+    """
+    rank, rest, words = None, list[str](), iter(argv)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if name not in ("--local-rank", "--local_rank"):
+            rest.append(word)
+            continue
+        value = value if has_value else next(words, "none")
+        if not value.isdecimal():
+            raise ValueError(f"{name} takes the rank on this node, 0 or above, got {value}")
+        rank = int(value)
+    return rank, rest
+
+
+def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None = None) -> Launch:
+    """What the launcher says whose variables are set; one process where there is none.
+
+    local_rank: the value of --local-rank. Raises ValueError for variables that are no numbers, that contradict each
+    other or --local-rank, or that belong to a launcher which did not start this process.
+    """
     env = os.environ if environ is None else environ
     try:
-        if "RANK" in env and "WORLD_SIZE" in env:
-            world = int(env["WORLD_SIZE"])
-            return Launch(
-                rank=int(env["RANK"]),
-                world_size=world,
-                local_rank=int(env.get("LOCAL_RANK", "0")),
-                local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
-                master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-                master_port=int(env.get("MASTER_PORT", "29500")),
-                launcher="torchrun",
-            )
-        if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-            return _read_slurm(env)
+        launch = _read(env)
     except ValueError as error:
-        raise ValueError(f"launcher environment is not readable: {error}") from None
+        raise ValueError(f"launcher environment: {error}") from None
+    if local_rank is not None and launch.local_rank not in (None, local_rank):
+        raise ValueError(
+            f"--local-rank {local_rank}, but {launch.launcher} says {launch.local_rank}; leave the flag out"
+        )
+    if launch.local_rank is None and launch.local_world_size:
+        launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
+    return launch if local_rank is None else replace(launch, local_rank=local_rank)
+
+
+def _read(env: Mapping[str, str]) -> Launch:
+    for launcher, names in LAUNCHERS.items():
+        if _is_set(env, names):
+            return _read_variables(env, launcher, names)
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+    assert tasks is not None
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+        return _read_slurm(env, tasks) if tasks > 1 else Launch()
+    if _is_set(env, PMI):
+        return _read_variables(env, "PMI", PMI)
+    if (
+        "SLURM_PROCID" in env and tasks > 1
+    ):  # a batch script itself, which has the variables of its first task
+        raise ValueError(
+            f"SLURM gives this job {tasks} tasks, and this process is none of them (SLURM_STEP_ID is not set): start "
+            "it with srun, torchrun or mpirun, or with srun --ntasks=1 for one process alone"
+        )
+    if "PMIX_RANK" in env:
+        raise ValueError(
+            f"PMIX_RANK={env['PMIX_RANK']}, and nothing says of how many: start with srun, mpirun or torchrun, or "
+            "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     return Launch()
 
 
-def _read_slurm(env: Mapping[str, str]) -> Launch:
-    tasks = expand_tasks_per_node(env["SLURM_TASKS_PER_NODE"]) if "SLURM_TASKS_PER_NODE" in env else None
-    world = int(env["SLURM_NTASKS"])
+def _is_set(env: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    rank, world_size, _, ranks_here = names
+    return rank in env and world_size in env and (not ranks_here or ranks_here in env)
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+    if not env.get(name):
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"{name}={env[name]!r} is no whole number") from None
+
+
+def _read_variables(env: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> Launch:
+    rank, world, local_rank, ranks_here = (_number(env, name) for name in names)
+    if rank is None or world is None:
+        raise ValueError(
+            f"{names[0]}={env[names[0]]!r} and {names[1]}={env[names[1]]!r} are not both numbers"
+        )
+    ranks_here = 1 if world == 1 else ranks_here
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    local = "127.0.0.1" if ranks_here == world else None
+    identity = env.get("PMIX_NAMESPACE")  # the same for all ranks of one mpirun, another one for each
+    port = FIRST_PORT + zlib.crc32(identity.encode()) % PORTS if identity else 29500
+    return Launch(
+        rank=rank,
+        world_size=world,
+        local_rank=local_rank,
+        local_world_size=ranks_here,
+        master_addr=env.get("MASTER_ADDR") or local or (first_host(nodes) if nodes else None),
+        master_port=_number(env, "MASTER_PORT") or port,
+        launcher=launcher,
+    )
+
+
+def _read_slurm(env: Mapping[str, str], world: int) -> Launch:
+    said = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    tasks = expand_tasks_per_node(said) if said else None
     if tasks and len(set(tasks)) > 1:
         raise ValueError(
-            f"SLURM gives nodes different numbers of tasks ({env['SLURM_TASKS_PER_NODE']}); "
-            f"ask for --ntasks-per-node={max(tasks)}"
+            f"SLURM gives nodes different numbers of tasks ({said}); ask for --ntasks-per-node={max(tasks)}"
         )
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    job = int(env.get("SLURM_JOB_ID", "0"))
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    job, step = _number(env, "SLURM_JOB_ID", 0) or 0, _number(env, "SLURM_STEP_ID", 0) or 0
     return Launch(
-        rank=int(env["SLURM_PROCID"]),
+        rank=_number(env, "SLURM_PROCID") or 0,
         world_size=world,
-        local_rank=int(env.get("SLURM_LOCALID", "0")),
-        local_world_size=tasks[0] if tasks else world,
-        master_addr=env.get("MASTER_ADDR") or first_host(nodes),
-        master_port=int(env.get("MASTER_PORT") or 20000 + job % 20000),
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=tasks[0] if tasks else None,
+        master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None),
+        master_port=_number(env, "MASTER_PORT") or FIRST_PORT + (job * STEPS + step) % PORTS,
         launcher="SLURM",
     )
 

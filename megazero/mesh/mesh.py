@@ -222,9 +222,7 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -
     # pipeline posts ahead would stand before its sends.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"tcp://{launch.master_addr}:{launch.master_port}"
-        if launch.launcher == "SLURM"
-        else "env://",
+        init_method=launch.init_method,  # under torchrun torch takes the agent's store there
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
@@ -232,7 +230,7 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -
 
 
 def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
-    """Ranks per node: the launcher's word, confirmed by exchanging host names; or the override.
+    """Ranks per node by exchanging host names, which the launcher's word must confirm if it has one; or the override.
 
     The override lets one machine pretend to be several nodes. Raises ValueError on every rank if the
     launcher and the host names disagree, if nodes differ in size, or if a node's ranks are not consecutive.
@@ -246,8 +244,11 @@ def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
     return check_hosts([str(n) for n in names], launch.local_world_size)
 
 
-def check_hosts(names: Sequence[str], local_world_size: int) -> int:
-    """Host name of every rank against the launcher's ranks per node; returns the agreed number."""
+def check_hosts(names: Sequence[str], local_world_size: int | None) -> int:
+    """Ranks per node by the host name of every rank.
+
+    ValueError if the launcher's word (None: it has none) is another, or nodes are not alike.
+    """
     cure = "start the same number of consecutive ranks on every node, or override the ranks per node"
     counts = {n: names.count(n) for n in dict.fromkeys(names)}
     if len(set(counts.values())) > 1:
@@ -255,7 +256,7 @@ def check_hosts(names: Sequence[str], local_world_size: int) -> int:
     size = next(iter(counts.values()))
     if any(names[i] != names[i - i % size] for i in range(len(names))):
         raise ValueError(f"ranks of one node are not consecutive: {list(names)}; {cure}")
-    if size != local_world_size:
+    if local_world_size not in (None, size):
         raise ValueError(
             f"the launcher says {local_world_size} ranks per node, the host names say {size} ({counts}); {cure}"
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -13,8 +14,12 @@ from megazero.checkpoint import store
 from megazero.checkpoint.errors import agree_local
 from megazero.checkpoint.manifest import check_sizes
 from megazero.config import RunConfig
+from megazero.config.sections import CheckpointConfig
 from megazero.mesh.mesh import Mesh
 
+Answer = TypeVar("Answer")
+# Files by which other trainers find their newest checkpoint.
+TRACKERS = {"latest_checkpointed_iteration.txt": "Megatron", "latest": "DeepSpeed"}
 # What the order of samples depends on, besides the files' contents and the number of samples it was made for.
 SAMPLE_ORDER = (
     ("training", "seed"),
@@ -62,10 +67,10 @@ class Origin:
 
 
 def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
-    """Find the newest complete checkpoint under --load. Collective.
+    """Find the newest complete checkpoint under --load, or begin from random weights (``_start_fresh``). Collective.
 
-    The run begins from random weights only if --load is not given, or if --allow-fresh-start permits it. Raises the
-    same CheckpointError on every rank if a checkpoint is wanted and there is none, if it cannot be read, or if --save
+    The run begins from random weights if --load is not given, or where ``_start_fresh`` permits it. Raises the same
+    CheckpointError on every rank if a checkpoint is wanted and there is none, if it cannot be read, or if --save
     holds checkpoints of another run.
     """
     origin = _find(config, mesh)
@@ -84,13 +89,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         return Origin()
     path = _agreed_latest(options.load, mesh)
     if path is None:
-        broken = "".join(f"; {line}" for line in _incomplete(options.load))
-        if options.allow_fresh_start and not broken:
-            return Origin()
-        raise store.CheckpointError(
-            f"--load {options.load} holds no complete checkpoint{broken}. Name a folder that does; or leave "
-            "--load out, or add --allow-fresh-start, to start from random weights"
-        )
+        return _start_fresh(options, mesh)
     manifest, state = agree_local(
         world_group(),
         f"checkpoint '{path}' not loaded",
@@ -109,6 +108,30 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     return Origin(progress, path, manifest, state)
 
 
+def _start_fresh(options: CheckpointConfig, mesh: Mesh) -> Origin:
+    """Random weights, with a note: the first job of a chain, whose --load is its --save, or --allow-fresh-start.
+
+    CheckpointError elsewhere, and wherever the folder has something that may be the checkpoint that is wanted.
+    """
+    load = options.load
+    assert load is not None
+    broken = "".join(
+        f"; {line}" for line in _of_first_rank(mesh, lambda: [*_incomplete(load), *_foreign(load)])
+    )
+    own = options.save is not None and os.path.realpath(options.save) == os.path.realpath(load)
+    chain = own and not options.finetune  # which would save among the checkpoints of the run that it loads
+    if (chain or options.allow_fresh_start) and not options.exit_on_missing_checkpoint and not broken:
+        note = f"--load {load} holds no checkpoint: the run starts from random weights"
+        return Origin(Progress(notes=(note,)))
+    cure = "leave --load out, or add --allow-fresh-start,"
+    if options.exit_on_missing_checkpoint:
+        cure = "leave --exit-on-missing-checkpoint out"
+    raise store.CheckpointError(
+        f"--load {load} holds no complete checkpoint{broken}. Name a folder that does; or {cure} to start from "
+        f"random weights{', in a folder without it' if broken else ''}"
+    )
+
+
 def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> None:
     """Refuse a --save folder with checkpoints of another run, which this one would overwrite and prune."""
     save = config.checkpoint.save
@@ -122,8 +145,13 @@ def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> N
 
 
 def _agreed_latest(root: str, mesh: Mesh) -> Path | None:
-    """The newest checkpoint as the first rank sees it: over a network a folder may look different elsewhere."""
-    found: list[Any] = [store.latest(root) if mesh.rank == 0 else None]
+    """The newest checkpoint as the first rank sees it."""
+    return _of_first_rank(mesh, lambda: store.latest(root))
+
+
+def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
+    """The first rank's answer: a folder seen over a network may look different elsewhere. Collective."""
+    found: list[Any] = [look() if mesh.rank == 0 else None]
     if world_group() is not None:
         dist.broadcast_object_list(found, src=0)
     return found[0]
@@ -154,3 +182,10 @@ def _incomplete(root: str, after: int = -1) -> Iterator[str]:
                 check_sizes(path, store.read_manifest(path))
             except (store.CheckpointError, OSError) as error:
                 yield f"{path.name} was left out: {error}"
+
+
+def _foreign(root: str) -> Iterator[str]:
+    """What other trainers have saved under ``root``: a run that goes on from there would not want random weights."""
+    for name, program in TRACKERS.items():
+        if (Path(root) / name).is_file():
+            yield f"'{name}' there is {program}'s, whose checkpoints are not read here"

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.config import RunConfig, World
+from megazero.config import ConfigError, RunConfig, World
 from megazero.config.fields import show
 from megazero.config.run import all_options
 from megazero.config.sections import TrainingConfig
+from megazero.config.validate import find_errors
 from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 
@@ -49,6 +50,11 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
         raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
     if wanted == "cpu" or not present:
         return torch.device("cpu")
+    if launch.local_rank is None:
+        raise ValueError(
+            f"{launch.launcher} does not say which rank of its node this is, so which GPU it has: set LOCAL_RANK, or "
+            "LOCAL_WORLD_SIZE (ranks per node)"
+        )
     if launch.local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {launch.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start at most "
@@ -65,6 +71,8 @@ def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeo
     if launch.world_size > 1:
         _refuse_different_options(config, launch.world_size)  # before ranks form groups by their own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
+    if launch.local_world_size is None and (errors := find_errors(config, world)):
+        raise ConfigError(errors)  # what the first check of the flags could not ask yet
     return make_mesh(config, world, device, timeout)
 
 

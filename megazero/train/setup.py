@@ -105,7 +105,8 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
     checkpointing.load(origin)
 
-    progress = replace(progress, run_id=agree_on_run_id(progress), notes=(*progress.notes, *notes))
+    notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
+    progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
     report_start(config, mesh, decoder, progress, outputs.console)
     exits = ExitConditions(

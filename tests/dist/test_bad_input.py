@@ -283,8 +283,23 @@ def flip(root: Path, pattern: str) -> None:
 CURE = "Restore the file or load an older checkpoint"
 # case: (what happens to the files, what the run asks for, what it is told)
 CHECKPOINTS = {
-    "absent": (shutil.rmtree, {}, "holds no complete checkpoint.* --allow-fresh-start"),
-    "empty": (lambda r: shutil.rmtree(newest(r)), {}, "holds no complete checkpoint.* --allow-fresh-start"),
+    "absent": (shutil.rmtree, {"save": None}, "holds no complete checkpoint.* --allow-fresh-start"),
+    "empty": (
+        lambda r: shutil.rmtree(newest(r)),
+        {"save": None},
+        "holds no complete checkpoint.* --allow-fresh-start",
+    ),
+    "absent, and that is to be an error": (
+        shutil.rmtree,
+        {"exit_on_missing_checkpoint": True},
+        "holds no complete checkpoint.* leave --exit-on-missing-checkpoint out to start from random weights",
+    ),
+    "absent, and its weights are wanted": (shutil.rmtree, {"finetune": True}, "holds no complete checkpoint"),
+    "another trainer's": (
+        lambda r: (shutil.rmtree(newest(r)), (r / "latest").write_text("global_step2")),
+        {},
+        "no complete checkpoint; 'latest' there is DeepSpeed's.*in a folder without it",
+    ),
     "no manifest": (
         lambda r: remove(r, "manifest.json"),
         {},
@@ -360,7 +375,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         if spoil:
             spoil(root)
         texts = {k: v.format(tokenizer=tokenizer) if isinstance(v, str) else v for k, v in changes.items()}
-        jobs.append({**base, "train_iters": 3, **texts, "load": str(root), "save": str(root)})
+        jobs.append({**base, "train_iters": 3, "load": str(root), "save": str(root), **texts})
     before = digest(tmp_path)
     told = run_ranks(2, refusals, jobs, timeout=300)
     for number, (case, (_, _, message)) in enumerate(CHECKPOINTS.items()):

@@ -400,6 +400,23 @@ def test_what_is_left_behind_when_asked(tmp_path: Path) -> None:
     assert kept == [f"iter_{step:07d}" for step in (3, 6, 7, 8)]
 
 
+def test_a_chain_of_jobs_starts_fresh_in_its_own_folder(tmp_path: Path) -> None:
+    """What a killed first save leaves does not count; the folder may be named in two ways."""
+    (tmp_path / "run" / ".iter_0000001.partial-1a2b3c4d").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("run")
+    job = {"log_dir": str(tmp_path / "logs"), "exit_interval": 2, "train_iters": 4, "global_batch_size": 2}
+    job |= {"load": str(tmp_path / "link"), "save": f"{tmp_path / 'run'}/", "lr_warmup_iters": 0}
+    elsewhere = {**job, "load": str(tmp_path / "no"), "save": str(tmp_path / "b"), "allow_fresh_start": True}
+    straight = {**job, "load": None, "save": None, "exit_interval": None}
+    first, second, allowed, whole = run_ranks(1, train_all, [job, job, elsewhere, straight], timeout=300)[0]
+    assert (first.start, second.start, allowed.start) == (0, 2, 0)
+    for fresh in (first, allowed):
+        assert [("holds no checkpoint: the run starts from random weights" in n) for n in fresh.notes] == [
+            True
+        ]
+    assert not second.notes and first.losses + second.losses == whole.losses
+
+
 def test_a_run_that_is_complete_or_rolled_back(tmp_path: Path) -> None:
     """Resuming a finished run trains nothing; one from an older folder writes its iterations again."""
     base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3", "train_iters": 4}

@@ -120,6 +120,12 @@ def test_facts_are_accepted_and_said():
     assert "needs --num-query-groups" in errors("--group-query-attention")[0]
 
 
+def test_a_missing_checkpoint_cannot_be_both_an_error_and_none():
+    assert run("--load x --exit-on-missing-checkpoint").checkpoint.exit_on_missing_checkpoint
+    (line,) = errors("--load x --exit-on-missing-checkpoint --allow-fresh-start")
+    assert "--allow-fresh-start contradicts --exit-on-missing-checkpoint" in line
+
+
 def test_names_do_not_collide():
     own = set(all_switches())
     assert not own & (set(FACTS) | set(REFUSED) | {"help", "config", "deepspeed-config"})
@@ -182,7 +188,6 @@ def test_deepspeed_keys_map(tmp_path):
     }
     content = {
         "train_batch_size": 48,
-        "gradient_accumulation_steps": "auto",
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "fp16": {"enabled": False, "loss_scale": 0},
@@ -214,10 +219,12 @@ def test_deepspeed_faults(tmp_path):
             "zero_quantized_gradients": 1,
             "zero_quantized_nontrainable_weights": True,
             "zeropp_loco_param": 0.8,
-            "reduce_bucket_size": 5e8,
             "offload_optimizer": {"device": "cpu"},
-            "overlap_comm": False,
+            "offload_param": {"device": "nvme", "nvme_path": "/disk"},
         },
+        "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"},
+        "tensorboard": {"enabled": True},
+        "train_batch_size": 512.5,
     }
     found = errors(deepspeed(tmp_path, content))
     for part in (
@@ -229,13 +236,79 @@ def test_deepspeed_faults(tmp_path):
         "zero_quantized_gradients takes true or false, got 1",
         "zero_quantized_nontrainable_weights is not supported",
         "zeropp_loco_param takes an object, got 0.8",
-        "reduce_bucket_size is not supported",
-        "offload_optimizer is not supported",
-        "overlap_comm cannot be False",
+        "offload_optimizer, zero_optimization.offload_param are not supported: offload is not built",
+        "curriculum_learning is not supported: lengths that grow",
+        "tensorboard is not supported: use --tensorboard-dir",
+        "train_batch_size takes a whole number, got 512.5",
         "--zero-stage 5 must be at most 3; nearest: 3",
     ):
         assert sum(part in line for line in found) == 1, part
-    assert len(found) == 12
+    assert len(found) == 13
+
+
+# As published files have it: tuning, logging and what is switched off, in DeepSpeed's ways of writing it.
+PUBLISHED = {
+    "train_batch_size": 4.8e1,
+    "train_micro_batch_size_per_gpu": "2",
+    "gradient_accumulation_steps": None,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": True,
+    "dump_state": False,
+    "prescale_gradients": True,
+    "communication_data_type": "fp16",
+    "zero_allow_untested_optimizer": True,
+    "elastic_checkpoint": True,
+    "comms_logger": {"enabled": True, "verbose": False},
+    "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": None},
+    "tensorboard": {"enabled": False, "output_path": "logs"},
+    "wandb": {"group": "x"},
+    "csv_monitor": {"enabled": False},
+    "curriculum_learning": {"enabled": False, "curriculum_type": "seqlen", "min_difficulty": 80},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
+    "aio": {"block_size": 1048576, "queue_depth": 16},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 2},
+    "bfloat16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": None},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": "5e7",
+        "stage3_max_live_parameters": 3e9,
+        "stage3_max_reuse_distance": 3e9,
+        "stage3_param_persistence_threshold": 1e5,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "overlap_comm": False,
+        "offload_optimizer": {"device": "none", "buffer_count": 4, "pin_memory": True},
+        "offload_param": {"device": None},
+    },
+}
+
+
+def test_published_deepspeed_files_are_taken_with_one_note_of_what_has_no_effect(tmp_path):
+    config = run(deepspeed(tmp_path, PUBLISHED))
+    assert config.batch.global_batch_size == 48 and isinstance(config.batch.global_batch_size, int)
+    assert config.zero.zero_prefetch_bytes == 100_000_000 and config.precision.params_dtype == "bf16"
+    (note,) = [note for note in config.notes if "no effect here" in note]
+    for key in ("steps_per_print", "prescale_gradients", "zero_optimization.overlap_comm", "comms_logger"):
+        assert key in note
+    assert "tensorboard" not in note and "offload" not in note and "curriculum" not in note
+
+
+def test_one_line_for_one_missing_capability_of_a_deepspeed_file(tmp_path):
+    scaling = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
+    (line,) = errors(deepspeed(tmp_path, {**PUBLISHED, "fp16": {"enabled": True, **scaling}}))
+    assert "fp16.enabled is not supported" in line
+    automatic = {"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    (line,) = errors(deepspeed(tmp_path, automatic))
+    assert "train_batch_size, gradient_clipping, bf16.enabled cannot be 'auto'" in line
+    assert "use --global-batch-size, --clip-grad" in line
+    (line,) = errors(deepspeed(tmp_path, {"fp16": {"enabld": True, **scaling}}))
+    assert "fp16.enabld is not supported; nearest: fp16.enabled" in line
+    assert "bf16 takes an object, got 'yes'" in errors(deepspeed(tmp_path, {"bf16": "yes"}))[0]
+    (line,) = errors(deepspeed(tmp_path, {"gradient_accumulation_steps": 1.5}))
+    assert "gradient_accumulation_steps takes a whole number, got 1.5" in line
+    for infinite in (float("inf"), "1e400"):
+        assert "train_batch_size takes a" in errors(deepspeed(tmp_path, {"train_batch_size": infinite}))[0]
 
 
 def test_deepspeed_zeropp_keys(tmp_path):

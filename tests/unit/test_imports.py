@@ -30,7 +30,8 @@ PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timel
 SHARED |= {("config", module) for module in PIPELINE}
 OPTIONAL = {"transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "apex", "triton"}
 LAUNCHER = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|SLURM_\w*|OMPI_\w*|PMI_\w*"
+    r"(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|(LOCAL|CROSS)_SIZE|MASTER_(ADDR|PORT)|"
+    r"(SLURM|OMPI|PMIX?|MV2)_\w*|MPI_LOCAL\w*"
 )
 
 
