@@ -7,7 +7,6 @@ belongs to the innermost function of megazero in its stack.
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -25,7 +24,7 @@ from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.lone_rank import lone_rank
 from tests.benchmarks.gpu_report.loops import Size, Step
 from tests.benchmarks.gpu_report.record import Record, Skip
-from tests.benchmarks.gpu_report.setting import ROOT, Setting
+from tests.benchmarks.gpu_report.setting import ROOT, Setting, free
 
 SIZE = Size("0.1B", layers=8, hidden=768, ffn=2048, heads=12, sequence=1024)
 FIRST, LAST = 5, 10  # the steady steps, both counted
@@ -51,7 +50,7 @@ def run(setting: Setting, record: Record) -> None:
                 del step
             row |= cells(found, waits, steady)
             _tell_places(name, found, waits, steady, record)
-        _free(setting)
+        free(setting.device)
 
 
 def cells(found: Found, waits: Counter[str] | None, steps: int) -> dict[str, Any]:
@@ -194,9 +193,3 @@ def _tell_places(
         places["waits"].append(f"{place} ({count / steps:g} times)")
     for verb, where in places.items():
         record.note(f"{name} {verb} in a step at: " + "; ".join(where))
-
-
-def _free(setting: Setting) -> None:
-    gc.collect()
-    if setting.device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -6,8 +6,6 @@ where no allocator counts, the buffers that the engine holds after the backward 
 
 from __future__ import annotations
 
-import gc
-
 import torch
 
 from megazero.config import resolve_shards
@@ -18,7 +16,7 @@ from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.lone_rank import lone_rank
 from tests.benchmarks.gpu_report.loops import Size
 from tests.benchmarks.gpu_report.record import Record, Skip
-from tests.benchmarks.gpu_report.setting import Setting
+from tests.benchmarks.gpu_report.setting import Setting, free
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
 SIZE = Size("0.5B", layers=12, hidden=1536, ffn=4096, heads=12, sequence=2048)
@@ -56,8 +54,7 @@ def _measured(
         peak = torch.cuda.max_memory_allocated()
         activations = _activations(engine, size, setting)
         del step, engine
-        gc.collect()
-        torch.cuda.empty_cache()
+        free(setting.device)
     return {
         "activations GB": activations / 1e9,
         "peak GB": peak / 1e9,

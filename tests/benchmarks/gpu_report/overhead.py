@@ -9,7 +9,7 @@ import torch
 from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.loops import Size
 from tests.benchmarks.gpu_report.record import Record, Skip
-from tests.benchmarks.gpu_report.setting import Setting, step_seconds
+from tests.benchmarks.gpu_report.setting import Setting, free, step_seconds
 
 SIZES = (
     Size("host-bound", layers=24, hidden=256, ffn=688, heads=4, vocabulary=4096, sequence=128),
@@ -38,3 +38,4 @@ def run(setting: Setting, record: Record) -> None:
                 row["plain ms"] = statistics.median(taken["plain"]) * 1e3
                 row["ratio"] = statistics.median(ratios)
                 row["range"] = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            free(device)

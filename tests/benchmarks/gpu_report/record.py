@@ -3,7 +3,6 @@ off keeps what it has."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Iterator
@@ -46,7 +45,6 @@ class Record:
         except Exception as error:  # noqa: BLE001 - a failure is a row
             found = {REASON: one_line(error)}
         self.row(**cells, **found)
-        gc.collect()
 
     def _write(self) -> None:
         if self.file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
@@ -85,6 +86,13 @@ def step_seconds(step: Callable[[], Any], device: torch.device, steps: int = 1) 
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free(device: torch.device) -> None:
+    """Give back what ended models held: engines are cycles."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def machine(rehearsal: bool) -> dict[str, str]:

@@ -7,7 +7,6 @@ a step. FLOPs are megazero/models/flops.py's for all: recompute is not counted.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from megazero.models.flops import parameter_count, training_flops
 from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.loops import Size, Step
 from tests.benchmarks.gpu_report.record import Record, Skip
-from tests.benchmarks.gpu_report.setting import Setting, elapsed, peak_tflops, step_seconds
+from tests.benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops, step_seconds
 
 ONE = Size("1B", layers=18, hidden=2048, ffn=5632, heads=16, batch=4)
 THREE = Size("3B", layers=26, hidden=3072, ffn=8192, heads=24)
@@ -46,7 +45,8 @@ def run(setting: Setting, record: Record, size: Size) -> None:
             if setting.left < setting.pick(10, 0):
                 raise Skip("the piece's time was over")
             row |= measure(lambda build=build: build(setting.device), size, setting, ours=name == "megazero")
-        _free(setting)
+        free(setting.device)
+        torch.compiler.reset()
 
 
 def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
@@ -167,10 +167,3 @@ def _measure_products(setting: Setting, record: Record) -> None:
         f"MFU is of {peak:g}, the data sheet's" if peak else "MFU is not told: the device's peak is not known"
     )
     record.note(f"A bf16 product of 8192 x 8192 matrices runs at {rate:.0f} TFLOP/s here; {told}")
-
-
-def _free(setting: Setting) -> None:
-    gc.collect()
-    if setting.device.type == "cuda":
-        torch.cuda.empty_cache()
-    torch.compiler.reset()
