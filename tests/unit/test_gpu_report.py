@@ -124,7 +124,7 @@ def test_the_plain_loop_trains_as_the_engine_does(dtype: torch.dtype, most: floa
         matrices = [each for each in matrices if each[0].ndim > 1]  # vectors: the engine's do not decay
         moved = torch.stack([(after - start).float().norm() for after, start, _ in matrices]).norm()
         apart = torch.stack([(after - own).float().norm() for after, _, own in matrices]).norm()
-    assert 0 < moved and apart <= most * moved, (float(apart), float(moved))
+    assert moved > 0 and apart <= most * moved, (float(apart), float(moved))
 
 
 @pytest.mark.parametrize("preset", ["zero3", "zeropp"])
