@@ -1,14 +1,17 @@
 """Launches every operation on CPU tensors as for a GPU, up to the compiled kernel, which needs none. Prints a JSON
-object: launch -> the widths of its global accesses, what would break equality with the references, and how many
-kernels were compiled for all that it draws. Run as a program, without the interpreter."""
+object: launch -> the widths of its global accesses, its registers, what would break equality with the references, and
+how many kernels were compiled for all that it draws. Run as a program, without the interpreter."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,10 +116,31 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
     }
 
 
+def resources(kernel: Any) -> dict[str, int]:
+    """Of a compiled kernel: registers of a thread, bytes of its stack (what does not fit in registers) and of shared
+    memory."""
+    said = dumped(kernel, "-res-usage")
+    (registers,) = re.findall(r"REG:(\d+)", said)
+    stack = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", said)))
+    return {"registers": int(registers), "spilled": stack, "shared": kernel.metadata.shared}
+
+
+def dumped(kernel: Any, what: str) -> str:
+    """What CUDA's cuobjdump, which Triton's package brings, prints of a compiled kernel. what: its option."""
+    import triton.backends.nvidia as nvidia
+
+    program = Path(next(iter(nvidia.__path__))) / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([program, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
 def summary(compiled: list[Any]) -> dict[str, Any]:
     """Of the kernels of one operation's launches: the first one's PTX in short, and how many there are."""
     ptx = compiled[0].asm["ptx"]
     return {
+        **resources(compiled[0]),
         "accesses": sorted(set(re.findall(r"(?:ld|st)\.global\.[\w.]+", ptx))),
         "inexact": sorted(set(re.findall(r"\w+\.(?:approx|full)\.\w+|\w+\.ftz\.\w+|fma\.\w+\.\w+", ptx))),
         "compilations": len({id(kernel) for kernel in compiled}),

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests.benchmarks.gpu_report.kernels import operations
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
@@ -45,6 +48,13 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(kernel: str, compiled: d
     assert compiled[kernel]["inexact"] == []
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_blocks_stay_in_registers(kernel: str, compiled: dict[str, Any]) -> None:
+    """Nothing spills; a multiprocessor, which has 65536 registers, holds 4 programs of 128 threads at least."""
+    assert compiled[kernel]["spilled"] == 0
+    assert compiled[kernel]["registers"] <= 128, compiled[kernel]["registers"]
+
+
 @pytest.mark.parametrize("size", ["", " of one block"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_compilation_serves_all_noise(kernel: str, size: str, compiled: dict[str, Any]) -> None:
@@ -54,3 +64,12 @@ def test_one_compilation_serves_all_noise(kernel: str, size: str, compiled: dict
 
 def test_every_kernel_is_tried(compiled: dict[str, Any]) -> None:
     assert set(compiled) == {kernel + size for kernel in KERNELS for size in ("", " of one block")}
+
+
+def test_the_page_of_compiled_kernels_has_every_operation() -> None:
+    """docs/kernels.md was written by kernel_table.py as it is now, whatever the compiler's version."""
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    found = {tuple(line.split(" | ")[:3]) for line in page.splitlines() if line.startswith("| ")}
+    for bits in (8, 4, 2):
+        for name, rounding, *_ in operations(64 * 128, bits, torch.device("cpu")):
+            assert (f"| {name}", f"{bits}", rounding) in found, (name, bits, rounding)

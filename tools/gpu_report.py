@@ -1,0 +1,158 @@
+"""Everything about megazero that needs a GPU, measured on one card in at most 8 minutes, piece by piece.
+
+    python tools/gpu_report.py [--pieces kernels,race] [--minutes 8] [--fresh] [--out DIR] [--docs DIR]
+
+A piece runs in a process of its own with a time limit. Its result is kept in OUT; a failure is a row with its reason.
+Run again, only what is missing or failed is done. With a card the page, gpu.json and the charts are written to docs/,
+too. Without one, or with --rehearsal, the same pieces run with tiny sizes on the CPU, and the page, which says so,
+goes to OUT alone. Needs torch and numpy; what else a piece needs and does not find is a reason on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.benchmarks.gpu_report import page  # noqa: E402
+from tests.benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
+from tests.benchmarks.gpu_report.record import REASON, replace  # noqa: E402
+
+LEAST = 5.0  # seconds that a piece is started with
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 0 if every piece that was asked for ended well."""
+    options = _options(argv)
+    began = time.monotonic()
+    import torch
+
+    from tests.benchmarks.gpu_report.setting import machine
+
+    rehearsal = options.rehearsal or not torch.cuda.is_available()
+    out = options.out or ROOT / "runs" / ("gpu-rehearsal" if rehearsal else "gpu-report")
+    docs = options.docs or (None if rehearsal else ROOT / "docs")
+    facts = machine(rehearsal)
+    results: dict[str, Any] = {}
+    for piece in PIECES:
+        file = out / f"{piece.name}.result.json"
+        kept = json.loads(file.read_text()) if file.exists() else None
+        if piece in options.pieces and (options.fresh or not still_good(kept, facts)):
+            left = 60 * options.minutes - (time.monotonic() - began)
+            kept = run(piece, out, rehearsal, left, facts)
+            replace(file, json.dumps(kept, indent=1))
+            print(f"{piece.name:12} {kept['seconds']:5.0f} s  {kept[REASON] or 'done'}", flush=True)
+        if kept is not None:
+            results[piece.name] = kept
+            stored = {"rehearsal": rehearsal, "machine": facts, "pieces": results}
+            write(stored, out)
+    if docs is not None and results:
+        write(stored, docs)
+    return int(any(piece.name not in results or results[piece.name][REASON] for piece in options.pieces))
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pieces", type=_pieces, default=list(PIECES), help=f"of {','.join(BY_NAME)}; default: all"
+    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all that is run now (default: 8)")
+    parser.add_argument("--fresh", action="store_true", help="run what is there already, too")
+    parser.add_argument("--rehearsal", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--out", type=Path, help="results and logs (default: runs/gpu-report, gpu-rehearsal)")
+    parser.add_argument("--docs", type=Path, help="where the page goes, too (default with a card: docs)")
+    options = parser.parse_args(argv)
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g} must be above 0; the default is 8")
+    return options
+
+
+def _pieces(text: str) -> list[Piece]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if wrong := [name for name in names if name not in BY_NAME]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no piece; there are {', '.join(BY_NAME)}")
+    return [BY_NAME[name] for name in names]
+
+
+def still_good(kept: Mapping[str, Any] | None, facts: Mapping[str, str]) -> bool:
+    """Whether a stored result stands: complete, and of this machine and torch (its commit is told on the page)."""
+    return (
+        kept is not None and not kept[REASON] and all(kept[key] == facts[key] for key in ("device", "torch"))
+    )
+
+
+def run(piece: Piece, out: Path, rehearsal: bool, left: float, facts: Mapping[str, str]) -> dict[str, Any]:
+    """One piece in a process of its own; its rows, whatever became of it. left: seconds for all that is to come."""
+    result = {"rows": [], "notes": [], "seconds": 0.0, REASON: ""}
+    result |= {key: facts[key] for key in ("device", "torch", "commit")}
+    seconds = min(float(piece.seconds), left)
+    if seconds < LEAST:
+        return {**result, REASON: "not run: the time of the report was over (--minutes)"}
+    rows, log = out / f"{piece.name}.rows.json", out / f"{piece.name}.log"
+    out.mkdir(parents=True, exist_ok=True)
+    rows.unlink(missing_ok=True)
+    began = time.monotonic()
+    status = _process(piece, rows, log, rehearsal, seconds)
+    result["seconds"] = time.monotonic() - began
+    if rows.exists():
+        result |= json.loads(rows.read_text())
+    if status is None:
+        result[REASON] = f"stopped after {seconds:.0f} s, its time; the rows are what it had"
+    elif status != 0:
+        result[REASON] = f"ended with status {status}: {last_words(log)}"
+    return result
+
+
+def _process(piece: Piece, rows: Path, log: Path, rehearsal: bool, seconds: float) -> int | None:
+    """Its exit status; None if it had to be stopped. Its processes go with it."""
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_report.pieces", piece.name, str(rows.resolve())]
+    command += [str(0.9 * seconds), *(["--rehearsal"] if rehearsal else [])]
+    environment = {**os.environ, **(piece.environment if rehearsal else {})}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with open(log, "w") as text:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=text, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # and those that it started: a session of their own
+                process.wait()
+
+
+def last_words(log: Path) -> str:
+    """The last line that a piece printed: of a traceback the exception."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300].replace("|", "/") if lines else "it printed nothing"
+
+
+def write(stored: Mapping[str, Any], folder: Path) -> None:
+    """The page gpu.md, gpu.json and the charts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        charts = page.charts(stored, folder)
+    except ImportError:
+        charts, note = [], "\nNo charts: matplotlib is not installed (pip install matplotlib).\n"
+    else:
+        note = ""
+    replace(folder / "gpu.json", json.dumps(stored, indent=1) + "\n")
+    replace(folder / "gpu.md", page.page(stored, charts) + note)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
