@@ -325,7 +325,7 @@ class Engine:
                 unit.master_version += 1
                 commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducer.exact)
         self.rounding.updates += int(updated)
-        self.hooks.micro_batches = 0
+        self.hooks.close_step()
 
 
 def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:

@@ -7,23 +7,20 @@ Nothing is inferred from the hooks' order but the order of use.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.build import Plan
 from megazero.zero.gather import Gatherer
 from megazero.zero.graph import brings_gradients
-from megazero.zero.outside import guard_reads
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
+from megazero.zero.registration import register
 from megazero.zero.released import outliving
 from megazero.zero.unit import Unit
 
@@ -52,18 +49,20 @@ class Hooks:
         # Gradients that arrived with the input's, by part and micro-batch: they go with the weights'.
         self._held: dict[tuple[int, int], dict[Unit, dict[str, torch.Tensor]]] = {}
         self._owner = {id(p): (u, n) for u in plan.units for n, p in u.params.items()}
-        hooks: dict[nn.Module, list[RemovableHandle]] = {m: [] for m in module.modules()}
-        for hooked, needs in plan.needs:
-            hooks[hooked] += self._hook_forward(hooked, needs)
-        self._hook_gradients()
-        guard_reads(plan.units, hooks)
+        register(module, plan, self)
         for unit in plan.units:
             unit.read = self.read
 
     def open_step(self, micro_batches: int, segments: Sequence[Segment]) -> None:
         self.micro_batches, self.backwards = micro_batches, [0] * len(self.parts)
         self._splits = any(segment.kind == INPUT for segment in segments)
+        self._forget_backward()
         self.program.open(segments)
+
+    def close_step(self) -> None:
+        """The step has ended. A forward after its last backward has left its segment open."""
+        self.micro_batches = 0
+        self.program.leave()
 
     def check_done(self) -> None:
         """Raises RuntimeError unless the open step has had its backwards."""
@@ -77,23 +76,31 @@ class Hooks:
 
     def abort(self) -> None:
         """Forget a forward or backward that was broken off."""
-        self._running = self._declared = False
-        self._counted.clear()
-        self._done.clear()
-        self._forwards = 0
+        self._forwards, self._declared = 0, False
         self._held.clear()
         self.program.open(())
+        self._forget_backward()
         for unit in self.units:
-            unit.active, unit.in_backward = 0, False
+            unit.active = 0
+
+    def _forget_backward(self) -> None:
+        """A graph task that raised, or whose gradients' graph was never used, has not said that it ended."""
+        self._running = False
+        self._counted.clear()
+        self._done.clear()
+        for unit in self.units:
+            unit.in_backward = False
 
     @contextmanager
     def segment(self, kind: str, part: int, micro_batch: int) -> Iterator[None]:
         """A forward, a backward, or a backward of the input alone of one part for one micro-batch."""
         self._enter(kind, part, micro_batch)
         self._declared = True
-        yield
-        self._declared = False
-        self.program.leave()
+        try:
+            yield
+        finally:
+            self._declared = False
+            self.program.leave()
 
     @torch.no_grad()
     def weight_gradients(
@@ -127,11 +134,11 @@ class Hooks:
         if not self._forwards:
             raise RuntimeError(refusal)
         output = None
-        self._pre_forward([unit], ())
+        self.pre_forward([unit], ())
         try:
             output = operation()
         finally:
-            output = self._post_forward([unit], output)
+            output = self.post_forward([unit], output)
         return output
 
     def _deliver(self, unit: Unit, grads: dict[str, torch.Tensor]) -> None:
@@ -159,26 +166,8 @@ class Hooks:
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def _hook_forward(self, module: nn.Module, needs: list[Unit]) -> list[RemovableHandle]:
-        return [
-            module.register_forward_pre_hook(lambda m, args: self._pre_forward(needs, args)),
-            module.register_forward_hook(
-                lambda m, a, out: self._post_forward(needs, out),
-                always_call=True,  # a forward that raised has stopped using its parameters, too
-            ),
-        ]
-
-    def _hook_gradients(self) -> None:
-        # Python's collector does not see into these hooks: a strong reference would keep the engine, its buffers and
-        # the mesh's communicators for ever.
-        seen_by = weakref.ref(self)
-        for index, unit in enumerate(self.units):
-            for name in unit.trainable:
-                unit.params[name].register_post_accumulate_grad_hook(
-                    partial(_grad_arrived, seen_by, index, name)
-                )
-
-    def _pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
+    def pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
+        """A module that needs these units is about to run."""
         if torch._C._current_graph_task_id() != -1:  # a recompute
             for unit in needs:
                 self.gatherer.ensure(unit)
@@ -199,8 +188,8 @@ class Hooks:
 
     def _open_forward(self, part: int) -> None:
         current = self.program.current
-        if current is None and not self.micro_batches:
-            self.gatherer.lane.follow()
+        if not self.micro_batches and (current is None or current.kind == FORWARD):
+            self.gatherer.lane.follow()  # outside of steps the user may have changed weights since the last forward
         if current is None or current.kind == FORWARD and current.part != part and not self._declared:
             self._enter(FORWARD, part)
 
@@ -216,7 +205,7 @@ class Hooks:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(input_done)
 
-    def _post_forward(self, needs: list[Unit], output: Any) -> Any:
+    def post_forward(self, needs: list[Unit], output: Any) -> Any:
         """Returns what the module returns: its output, of which nothing lies in a buffer that goes now."""
         if torch._C._current_graph_task_id() != -1:
             return output
@@ -261,7 +250,8 @@ class Hooks:
             self.gatherer.ensure(unit)
         self.poll()
 
-    def _grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
+    def grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
+        """Autograd has accumulated a parameter's gradient."""
         self._open_backward(unit, counts=True)
         current = self.program.current
         if current is not None and current.kind == INPUT:
@@ -343,8 +333,3 @@ class Hooks:
         """Move on what is in flight (on gloo chains advance only when someone looks)."""
         self.gatherer.lane.poll()
         self.reducer.lane.poll()
-
-
-def _grad_arrived(seen_by: weakref.ref[Hooks], index: int, name: str, param: nn.Parameter) -> None:
-    if (alive := seen_by()) is not None:
-        alive._grad_ready(alive.units[index], name, param)

@@ -83,12 +83,18 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
     owed = torch.zeros(unit.layout.level_numel(levels.os), dtype=unit.sum_dtype, device=device)
     if unit.residual is not None:
         assert unit.crossing is not None
-        sums = Slice(unit.layout, unit.residual.clone(), unit.crossing)
+        # Where replicas share a node the OS slice is the larger one: what is owed of the rest is the other replicas'.
+        base = min(levels.os, unit.crossing)
+        sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
+        held = Slice(unit.layout, unit.residual, unit.crossing).rows(unit.crossing, 1)
+        for rows, own in zip(sums.rows(unit.crossing, 1), held, strict=True):
+            rows.copy_(own)
         context = Context(axes, Policy(), Rounding(0, rank, device), Traffic(), IssueHash())
         reduction, exact = Reduction(unit, Turn(0, True), context), Identity(unit.sum_dtype)
         hops = [Hop(context.axis(n), n, exact) for n in range(unit.crossing + 1, levels.all + 1)]
         chains = [reduction.descend(hops, sums, sums)]
-        chains += [reduction.share_back(hop, sums) for hop in reversed(hops) if hop.level > levels.os]
+        back = [Hop(context.axis(n), n, exact) for n in range(levels.all, levels.os, -1)]
+        chains += [reduction.share_back(hop, sums) for hop in back]
         for chain in chains:
             for work in chain:
                 work.wait()

@@ -72,6 +72,7 @@ class Released(nn.Parameter):
         deed = attribute if name in ("__get__", "__set__") else name
         what = f"parameter {param!r} of unit {unit.name!r}" if unit else "a parameter whose engine is gone"
         writes = name in _WRITES or name == "__set__" or name.endswith("_") and not name.endswith("__")
+        writes = writes and any(isinstance(x, cls) for x in tree_leaves(args[:1]))
         if writes or kwargs.get("out") is found is not None:
             raise RuntimeError(
                 f"{what} was written ({deed}) while it is released: use `with engine.gathered(write=True):`"

@@ -16,6 +16,7 @@ from megazero.mesh.mesh import create_mesh
 from megazero.pp.schedules import make_evaluation, make_schedule, sends
 from megazero.pp.timeline import Times
 from megazero.train import parallelize
+from megazero.train.ranks import make_mesh
 from megazero.train.trainer import Trainer
 from tests.benchmarks.sleeping import Case, sleeping_pipeline
 from tests.dist.pool import run_ranks
@@ -180,7 +181,7 @@ def sharded(exact_numel: int) -> str:
     values = {**TINY, "num_layers": 3, "pipeline_model_parallel_size": 3}
     world = World(3, 3)
     config = make_config(values, world)
-    mesh = parallelize.make_mesh(config, world, torch.device("cpu"))
+    mesh = make_mesh(config, world, torch.device("cpu"))
     policy = zero.Policy(codecs=zero.Codecs(weights=Q8), exact_numel=exact_numel)
     try:
         parallelize.shard_decoder(parallelize.build_decoder(config, mesh), config, mesh, policy=policy)

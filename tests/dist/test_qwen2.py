@@ -16,6 +16,7 @@ from megazero.config import World
 from megazero.models import Decoder, from_hf_config
 from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
 from megazero.train import parallelize
+from megazero.train.ranks import make_mesh
 from tests.dist import parity
 from tests.dist.parity_cases import Case
 from tests.dist.pool import run_ranks
@@ -119,7 +120,7 @@ def loaded(state: Arrays, decoder: Decoder, _: int) -> Callable[[str], torch.Ten
 
 def on_rank(case: Case, state: Arrays, steps: int) -> parity.Outcome:
     config = case.config()
-    mesh = parallelize.make_mesh(config, World(case.world, case.per_node), torch.device("cpu"))
+    mesh = make_mesh(config, World(case.world, case.per_node), torch.device("cpu"))
     with patch.object(parallelize, "initializer", partial(loaded, state)):
         return parity._run(case, config, mesh, steps)
 

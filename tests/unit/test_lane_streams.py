@@ -200,6 +200,25 @@ def test_gathers_come_after_what_they_need(name: str, monkeypatch: pytest.Monkey
         with inside():
             act()
         assert watch.step() == 0 and not watch.wrong, (inside, act)
+    with torch.no_grad():
+        forward()  # of the user's own loop, between steps, twice
+        watch.change()
+        forward()
+    assert watch.step() == 0 and not watch.wrong
+    update = engine.step
+
+    def forward_and_update():
+        with torch.no_grad():
+            forward()  # inside the step, after its last backward
+        watch.update = watch.compute.run()
+        return update()
+
+    monkeypatch.setattr(engine, "step", forward_and_update)
+    watch.step()
+    watch.change()
+    with torch.no_grad():
+        forward()
+    assert not watch.wrong
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
