@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.fields import show
 from megazero.config.layers import Layer
 from megazero.config.nearest import did_you_mean
 from megazero.config.run import all_options
@@ -50,8 +51,9 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         ZERO + "stage3_max_reuse_distance": "set --zero-params-lifetime",
         ZERO + "sub_group_size": "leave it out",
         ZERO + "mics_hierarchical_params_gather": "gathers always follow the node boundary; leave it out",
-        "fp16": "needs loss scaling, which is not built; use bf16",
-        "fp16.enabled": "needs loss scaling, which is not built; use bf16",
+        "fp16": 'takes an object, such as {"enabled": true}',
+        "fp16.consecutive_hysteresis": "overflows are counted until the scale grows, as in Megatron; leave it out",
+        "fp16.fp16_master_weights_and_grads": "master weights and gradients are in at least fp32; leave it out",
         "optimizer": "use --optimizer, --lr, --weight-decay, --adam-beta1, --adam-beta2, --adam-eps",
         "scheduler": "use --lr-decay-style, --lr-warmup-iters",
         "steps_per_print": "use --log-interval",
@@ -62,12 +64,30 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "prescale_gradients": "the divisor is applied once; leave it out",
     }
 )
+# Of the block fp16: key -> (our field, DeepSpeed's own default). It decides the loss scale alone: flags do not.
+LOSS_SCALE: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "fp16.loss_scale": ("loss_scale", 0),
+        "fp16.initial_scale_power": ("initial_loss_scale", 16),
+        "fp16.loss_scale_window": ("loss_scale_window", 1000),
+        "fp16.hysteresis": ("hysteresis", 2),
+        "fp16.min_loss_scale": ("min_loss_scale", 1),
+    }
+)
+LOSS_SCALE_DECIDED = "DeepSpeed's fp16 block decides the loss scale, and Megatron's flags do not"
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
 # Keys that need a word of translation (in _special).
 SPECIAL: Mapping[str, str] = MappingProxyType(
     {
         "gradient_accumulation_steps": "`--global-batch-size` through micro-batch and ranks, or a check of it",
         "bf16.enabled": "`--bf16`",
+        "fp16.enabled": "`--fp16`, with the block's loss scale",
+        "fp16.auto_cast": "has no effect: inputs are tokens",
+        "fp16.loss_scale": "`--loss-scale`",
+        "fp16.initial_scale_power": "n: `--initial-loss-scale` 2^n",
+        "fp16.loss_scale_window": "`--loss-scale-window`",
+        "fp16.hysteresis": "`--hysteresis`",
+        "fp16.min_loss_scale": "`--min-loss-scale`",
         ZERO + "mics_shard_size": "k: `--zero-shard k,k,k`; -1: off",
         ZERO + "zero_hpz_partition_size": "k: `--zero-preset hpz --zero-hpz-partition-size k`; 1: off",
         ZERO
@@ -89,7 +109,7 @@ def read_deepspeed(path: str) -> Layer:
             keys.update({f"{key}.{inner}": inner_value for inner, inner_value in value.items()})
         else:
             keys[key] = value
-    if keys.get("fp16.enabled") is False:  # the tuning keys beside a switched-off fp16 ask for nothing
+    if keys.get("fp16.enabled", False) is False:  # the tuning keys beside a switched-off fp16 ask for nothing
         keys = {key: value for key, value in keys.items() if not key.startswith("fp16.")}
     for key, value in keys.items():
         _put(layer, key, value, keys)
@@ -148,11 +168,18 @@ def _put(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
 def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
     where = f"{layer.source}: {key}"
     put: Callable[[str, Any], None] = lambda name, v: layer.put(all_options()[name], v, where)  # noqa: E731
-    if key == "bf16.enabled":
+    if key.endswith(".enabled"):
         if not isinstance(value, bool):
             layer.errors.append(f"{where} takes true or false, got {value!r}")
         elif value:
-            put("params_dtype", "bf16")
+            put("params_dtype", key.removesuffix(".enabled"))
+            if key == "fp16.enabled":
+                _loss_scale(layer, keys)
+    elif key in LOSS_SCALE:
+        if keys["fp16.enabled"] is not True:  # else they are read with it
+            layer.notes.append(f"{where} {show(value)} is left out: fp16.enabled is not true")
+    elif key == "fp16.auto_cast":
+        layer.notes.append(f"{where} {SPECIAL[key]}")
     elif key.endswith("zeropp_loco_param"):
         _loco(layer, where, value)
     elif not isinstance(value, int) or isinstance(value, bool):
@@ -168,11 +195,27 @@ def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> Non
         if value != 1:  # 1, DeepSpeed's default, is off
             put("zero_hpz_partition_size", value)
     else:
-        width = 2 if keys.get("bf16.enabled") is True else 4
+        width = 2 if True in (keys.get("bf16.enabled"), keys.get("fp16.enabled")) else 4
         layer.notes.append(
             f"{where}: {value} elements of {width} bytes are --zero-prefetch-bytes {value * width}"
         )
         put("zero_prefetch_bytes", value * width)
+
+
+def _loss_scale(layer: Layer, keys: Mapping[str, Any]) -> None:
+    """The whole block's, DeepSpeed's defaults included."""
+    for key, (name, default) in LOSS_SCALE.items():
+        value, where = keys.get(key, default), f"{layer.source}: {key}"
+        if value == "auto":
+            value = default
+        if key == "fp16.initial_scale_power":
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 127:
+                layer.errors.append(f"{where} takes a whole number from 0 to 127, got {value!r}")
+                continue
+            value = 2.0**value
+        layer.put(all_options()[name], value, where)
+        if name in layer.values:
+            layer.final[name] = LOSS_SCALE_DECIDED
 
 
 def _loco(layer: Layer, where: str, value: Any) -> None:

@@ -46,6 +46,7 @@ from megazero.train.guards import (
     readable_failures,
 )
 from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
+from megazero.train.loss_scaling import LossScaling
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress, find_origin
 from megazero.train.parallelize import DTYPES, build_decoder, build_pipeline, make_mesh, shard_decoder
@@ -146,7 +147,8 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     decoder = build_decoder(config, mesh, Traffic())
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
-    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
+    scaling = LossScaling.of(config.precision)
+    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling)
     checkpointing.load(origin)
     outputs, progress = open_outputs(config, mesh, schedules, progress, stack)
     progress = dataclasses.replace(

@@ -16,6 +16,9 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.run import all_options
 from megazero.verify.shrink_world import SubLayout, sub_layout
 
+# Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
+# nor become zero.
+LOSS_SCALE = 1024.0
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
 INIT_STD, RATES = 0.03, {"adamw": 1e-3, "sgd": 2e-2}  # well-conditioned in fp32 at these sizes
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
@@ -68,6 +71,8 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     values |= _zero(config, world, layout, values)
     values |= {"train_iters": steps, "lr": RATES[config.optimizer.optimizer], "lr_decay_style": "constant"}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
+    if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:
+        values["loss_scale"] = LOSS_SCALE
     if config.quantized_gradients_end is not None:
         values["zero_quantized_gradients_until"] = (steps // 2) / steps
     run = make_config(values, layout.world)
