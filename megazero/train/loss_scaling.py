@@ -1,9 +1,9 @@
 """Loss scaling for fp16: losses are multiplied by a scale before the backward, gradients divided by it after.
 
 fp16 has no numbers below 6e-8: without a scale small gradients become zero. With one that is too large they
-overflow; then the norm is not finite, every rank skips the update, and the dynamic scale falls. The rule is Megatron's:
-from the ``hysteresis``-th overflow since the scale last grew each halves it; ``window`` steps in a row without one
-double it.
+overflow; then the norm is not finite, every rank skips the update, and the dynamic scale falls. The rule is that of
+Megatron: from the ``hysteresis``-th overflow since the scale last grew each halves it; ``window`` steps in a row
+without one double it.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_an_overflow_on_one_rank_skips_on_every_rank_and_lowers_the_scale(
         lines = read_metrics(tmp_path / name)
         assert [line["loss_scale"] for line in lines] == [1024, 512, 512, 1024], name
         assert [line.get("skipped", 0) for line in lines] == [0, 1, 0, 0], name
-        assert all(line["grad_norm"] < 10 for line in lines if "skipped" not in line), name
+        assert all(0.1 < line["grad_norm"] < 10 for line in lines if "skipped" not in line), name
         for line, loss in zip(lines, reference, strict=True):
             assert abs(line["lm_loss"] - loss) <= LAYOUTS[name][1] * loss, (name, line)
 
