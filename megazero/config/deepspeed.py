@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.fields import show
 from megazero.config.layers import Layer
 from megazero.config.nearest import did_you_mean
 from megazero.config.run import all_options
@@ -91,9 +92,10 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         ZERO + "offload_param": OFFLOAD,
         ZERO + "cpu_offload": OFFLOAD,
         ZERO + "cpu_offload_params": OFFLOAD,
-        "fp16.enabled": "needs loss scaling, which is not built; use bf16",
+        "fp16.consecutive_hysteresis": "overflows are counted until the scale grows, as in Megatron; leave it out",
         "bf16.bf16_master_weights_and_grads": "master weights are always fp32; leave it out",
-        "amp": "apex is not used; use bf16",
+        "fp16.fp16_master_weights_and_grads": "master weights and gradients are in at least fp32; leave it out",
+        "amp": "apex is not used; use bf16 or fp16",
         "optimizer": "use --optimizer, --lr, --weight-decay, --adam-beta1, --adam-beta2, --adam-eps",
         "scheduler": "use --lr-decay-style, --lr-warmup-iters",
         "curriculum_learning": "lengths that grow are not built; leave it out to train at --seq-length throughout",
@@ -113,11 +115,22 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     }
 )
 ALWAYS_ON = ("optimizer", "scheduler", "sparse_attention", "compression_training")  # blocks without a switch
+# Of the block fp16: key -> (our field, DeepSpeed's own default). It decides the loss scale alone: flags do not.
+LOSS_SCALE: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "fp16.loss_scale": ("loss_scale", 0),
+        "fp16.initial_scale_power": ("initial_loss_scale", 16),
+        "fp16.loss_scale_window": ("loss_scale_window", 1000),
+        "fp16.hysteresis": ("hysteresis", 2),
+        "fp16.min_loss_scale": ("min_loss_scale", 1),
+    }
+)
+LOSS_SCALE_DECIDED = "DeepSpeed's fp16 block decides the loss scale, and Megatron's flags do not"
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
-# How fp16 scales its loss: nothing without fp16, which is one error.
-SCALING = (
-    *("loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"),
-    *("consecutive_hysteresis", "auto_cast", "fp16_master_weights_and_grads"),
+# What asks for nothing where fp16 is off.
+FP16_TUNING = (
+    *LOSS_SCALE,
+    *("fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads"),
 )
 OLD_NAMES: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16"})
 # Keys that need a word of translation (in _special).
@@ -125,6 +138,13 @@ SPECIAL: Mapping[str, str] = MappingProxyType(
     {
         "gradient_accumulation_steps": "`--global-batch-size` through micro-batch and ranks, or a check of it",
         "bf16.enabled": "`--bf16`",
+        "fp16.enabled": "`--fp16`, with the block's loss scale",
+        "fp16.auto_cast": "has no effect: inputs are tokens",
+        "fp16.loss_scale": "`--loss-scale`",
+        "fp16.initial_scale_power": "n: `--initial-loss-scale` 2^n",
+        "fp16.loss_scale_window": "`--loss-scale-window`",
+        "fp16.hysteresis": "`--hysteresis`",
+        "fp16.min_loss_scale": "`--min-loss-scale`",
         ZERO + "mics_shard_size": "k: `--zero-shard k,k,k`; -1: off",
         ZERO + "zero_hpz_partition_size": "k: `--zero-preset hpz --zero-hpz-partition-size k`; 1: off",
         ZERO
@@ -150,13 +170,14 @@ def read_deepspeed(path: str) -> Layer:
 
 
 def _flat(layer: Layer, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys of sections with their names before them, those of fp16's scaling left out."""
+    """Keys of sections with their names before them. How fp16 scales its loss is left out where it is off."""
     for written, value in content.items():
         key = OLD_NAMES.get(written, written)
         if key not in SECTIONS:
             yield key, value
         elif isinstance(value, dict):
-            yield from ((f"{key}.{k}", v) for k, v in value.items() if key != "fp16" or k not in SCALING)
+            silent = FP16_TUNING if key == "fp16" and value.get("enabled", False) is False else ()
+            yield from ((f"{key}.{k}", v) for k, v in value.items() if f"{key}.{k}" not in silent)
         elif value not in (None, False):
             layer.errors.append(f"{layer.source}: {written} takes an object, got {value!r}")
 
@@ -255,11 +276,18 @@ def _whole(value: Any) -> Any:
 def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
     where = f"{layer.source}: {key}"
     put: Callable[[str, Any], None] = lambda name, v: layer.put(all_options()[name], v, where)  # noqa: E731
-    if key == "bf16.enabled":
+    if key.endswith(".enabled"):
         if not isinstance(value, bool):
             layer.errors.append(f"{where} takes true or false, got {value!r}")
         elif value:
-            put("params_dtype", "bf16")
+            put("params_dtype", key.removesuffix(".enabled"))
+            if key == "fp16.enabled":
+                _loss_scale(layer, keys)
+    elif key in LOSS_SCALE:
+        if keys["fp16.enabled"] is not True:  # else they are read with it
+            layer.notes.append(f"{where} {show(value)} is left out: fp16.enabled is not true")
+    elif key == "fp16.auto_cast":
+        layer.notes.append(f"{where} {SPECIAL[key]}")
     elif key.endswith("zeropp_loco_param"):
         _loco(layer, where, value)
     elif not isinstance(value, int) or isinstance(value, bool):
@@ -275,11 +303,27 @@ def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> Non
         if value != 1:  # 1, DeepSpeed's default, is off
             put("zero_hpz_partition_size", value)
     else:
-        width = 2 if keys.get("bf16.enabled") is True else 4
+        width = 2 if True in (keys.get("bf16.enabled"), keys.get("fp16.enabled")) else 4
         layer.notes.append(
             f"{where}: {value} elements of {width} bytes are --zero-prefetch-bytes {value * width}"
         )
         put("zero_prefetch_bytes", value * width)
+
+
+def _loss_scale(layer: Layer, keys: Mapping[str, Any]) -> None:
+    """The whole block's, DeepSpeed's defaults included."""
+    for key, (name, default) in LOSS_SCALE.items():
+        value, where = keys.get(key, default), f"{layer.source}: {key}"
+        if value == "auto":
+            value = default
+        if key == "fp16.initial_scale_power":
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 127:
+                layer.errors.append(f"{where} takes a whole number from 0 to 127, got {value!r}")
+                continue
+            value = 2.0**value
+        layer.put(all_options()[name], value, where)
+        if name in layer.values:
+            layer.final[name] = LOSS_SCALE_DECIDED
 
 
 def _loco(layer: Layer, where: str, value: Any) -> None:

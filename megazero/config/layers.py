@@ -30,7 +30,7 @@ FACTS: Mapping[str, str] = MappingProxyType(
 # Flags that users will try, with what to do instead.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "fp16": "needs loss scaling, which is not built; use --bf16",
+        "fp16-lm-cross-entropy": "is not built: the loss is always computed in at least fp32; leave it out",
     }
 )
 # At most one of each group may come from one source; a stronger source replaces the whole group of a weaker one.
@@ -79,7 +79,10 @@ def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
 
 @dataclass
 class Layer:
-    """What one source says: values by field name, Megatron facts by key, errors, notes."""
+    """What one source says: values by field name, Megatron facts by key, errors, notes.
+
+    final: values that stronger sources do not override, by field name, with the reason.
+    """
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +90,7 @@ class Layer:
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
+    final: dict[str, str] = field(default_factory=dict)
 
     def put(self, opt: Option, raw: Any, name: str) -> None:
         """Convert and keep a value; a second, different one for the same field wins and is noted."""
@@ -97,6 +101,11 @@ class Layer:
             self.failed.add(opt.name)
             return
         if opt.name in self.values and self.values[opt.name] != value:
+            if opt.consts:
+                said = " and ".join(f"--{v}" for v in sorted({str(self.values[opt.name]), str(value)}))
+                self.errors.append(f"{said} exclude each other; leave one out")
+                self.failed.add(opt.name)
+                return
             self.notes.append(f"{name} {show(value)} replaces the earlier {show(self.values[opt.name])}")
         self.values[opt.name] = value
 
@@ -124,6 +133,13 @@ def merge(layers: Sequence[Layer]) -> Layer:
     origin: dict[str, str] = {}
     for layer in layers:
         for name, value in layer.values.items():
+            if name in out.final:
+                if value != out.values[name]:
+                    out.notes.append(
+                        f"{name.replace('_', '-')} {show(value)} from {layer.source} gives way to "
+                        f"{show(out.values[name])} from {origin[name]}: {out.final[name]}"
+                    )
+                continue
             for other in REPLACES.get(name, (name,)):
                 if other in out.values and origin[other] != layer.source:
                     old = out.values.pop(other)
@@ -133,6 +149,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
                             f"{other.replace('_', '-')} {show(old)} from {origin[other]}"
                         )
             out.values[name], origin[name] = value, layer.source
+        out.final |= layer.final
         out.facts += [fact for fact in layer.facts if fact not in out.facts]
         out.errors += layer.errors
         out.notes += layer.notes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megazero.config.fields import show
@@ -25,7 +25,21 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     errors += _complete_batch(values, accumulation, world, notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
+    notes += _unused_loss_scaling(values)
     return _assemble(values, notes), errors
+
+
+def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
+    """Notes of what was said about a loss scale that is not there, or does not move."""
+    unused: tuple[str, ...] = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    if values.get("params_dtype") != "fp16":
+        unused, why = ("loss_scale", *unused), "without --fp16: losses are not scaled"
+    elif values.get("loss_scale"):
+        why = f"with --loss-scale {show(values['loss_scale'])}: the scale is fixed"
+    else:
+        return []
+    given = [all_options()[name].flag for name in unused if values.get(name) is not None]
+    return [f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"] if given else []
 
 
 def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:

@@ -110,6 +110,13 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 
 
+def _loss_scale(config: RunConfig) -> Iterator[str]:
+    precision = config.precision
+    least, first = precision.min_loss_scale, precision.initial_loss_scale
+    if precision.params_dtype == "fp16" and not precision.loss_scale and least > first:
+        yield f"--min-loss-scale {least:g} exceeds --initial-loss-scale {first:g}; nearest: {first:g}"
+
+
 def _retention(config: RunConfig) -> Iterator[str]:
     keep, every = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
     assert keep and every
@@ -162,6 +169,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("lr",), _schedule),
     ((), _data),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
+    (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
     (("zero_block_size",), wire_rules.block_size),

@@ -152,13 +152,29 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Compute dtype. Master weights, moments, accumulated gradients and sums are at least fp32."""
+    """Compute dtype. Master weights, moments, accumulated gradients, sums and the loss are at least fp32."""
 
     params_dtype: str = option(
         "fp32",
         "dtype of parameters and activations",
-        choices=("bf16", "fp32", "fp64"),
-        consts={"bf16": "bf16", "fp32": "fp32", "fp64": "fp64"},
+        choices=("bf16", "fp16", "fp32", "fp64"),
+        consts={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"},
+    )
+    loss_scale: float | None = option(
+        None,
+        "fp16: fixed factor of losses before the backward; 0 is dynamic (default: dynamic)",
+        low=0,
+        high=2.0**127,
+    )
+    initial_loss_scale: float = option(
+        2.0**32, "fp16: what the dynamic loss scale starts from", above=0, high=2.0**127
+    )
+    min_loss_scale: float = option(1.0, "fp16: what the dynamic loss scale does not fall below", above=0)
+    loss_scale_window: int = option(
+        1000, "fp16: steps in a row without overflow after which the loss scale doubles", low=1
+    )
+    hysteresis: int = option(
+        2, "fp16: overflows, counted anew when the loss scale grows, from which on each halves it", low=1
     )
 
 

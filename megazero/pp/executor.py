@@ -82,6 +82,7 @@ class Pipeline:
         self.rank, self.size = self.mesh.pp.index, self.mesh.pp.size
         self.own = [stage for stage in stages if stage.rank == self.rank]
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self.loss_factor = 1.0  # of the step
         self.spans: list[Span] | None = None  # a list records what every action took
         self.label: Label = no_label  # a profiler's, while it records
         self.plan = lru_cache(maxsize=8)(self._plan)
@@ -96,8 +97,12 @@ class Pipeline:
         """For ``engine.begin_step``: kind and part of every action of this rank."""
         return [(a.kind.value, self._part(a)) for a in self.plan(micro_batches).actions]
 
-    def step(self, micro_batches: Sequence[Any]) -> Tensor:
-        """All forwards and backwards of a step. Returns this rank's summed loss, fp64 (0 without the last stage)."""
+    def step(self, micro_batches: Sequence[Any], loss_factor: float = 1.0) -> Tensor:
+        """All forwards and backwards of a step. Returns this rank's summed loss, fp64 (0 without the last stage).
+
+        loss_factor: what backwards multiply the loss by (a loss scale); the loss that is returned is without it.
+        """
+        self.loss_factor = loss_factor
         plan = self.plan(len(micro_batches))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         self.links.open(plan.incoming, plan.after)
@@ -171,7 +176,11 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         x, root = self.saved.pop((action.stage, action.micro_batch))
         grad = None
-        if not self.stages[action.stage].head:
+        if self.stages[action.stage].head:
+            if self.loss_factor != 1.0:
+                assert isinstance(root, Tensor)
+                grad = torch.full_like(root, self.loss_factor)
+        else:
             grad = self._receive("gradient", action, action.stage + 1)
         with self._measured(action), self._segment(action):
             if action.kind == Kind.INPUT:

@@ -1,15 +1,15 @@
 """What a run saves in a checkpoint, and how it continues from one.
 
 state.json holds the iteration, the consumed samples (the position in the data), the numbers of samples that the
-data's order was made for, the optimizer's scalars, the engine's counters, the tokenizer's fingerprint and the
-logger's run id. The tensors are the engine's slices. Each rank also keeps its random generators and, under error
-feedback, its own residuals.
+data's order was made for, the optimizer's scalars, the engine's counters, the loss scale, the tokenizer's fingerprint
+and the logger's run id. The tensors are the engine's slices. Each rank also keeps its random generators and, under
+error feedback, its own residuals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
 from megazero.mesh.mesh import Mesh
+from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import Origin, Progress, world_group
 from megazero.zero import Engine
 from megazero.zero.records import (
@@ -37,13 +38,15 @@ from megazero.zero.records import (
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data."""
+    """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data. scaling: the run's own
+    loss scale."""
 
     config: RunConfig
     mesh: Mesh
     engine: Engine
     placements: Mapping[str, Placement]
     fingerprint: str
+    scaling: LossScaling = field(default_factory=LossScaling)
 
     @property
     def _layout(self) -> dict[str, Any]:
@@ -76,6 +79,7 @@ class Checkpointing:
             "ordered_for": dict(progress.ordered_for),
             "optimizer": self.engine.optimizer.scalars(),
             "engine": self.engine.state(),
+            "loss_scaling": self.scaling.state(),
             "tokenizer": self.fingerprint,
         }
         snapshot = store.Snapshot(
@@ -119,6 +123,7 @@ class Checkpointing:
             load_rank_tensors(self.engine, loaded.rank_tensors or {})
         if "engine" in state:  # not in checkpoints of before quantised messages
             self.engine.load_state(state["engine"])
+        self.scaling.load_state(state.get("loss_scaling", {}))  # not in checkpoints of before fp16
         if options.load_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
 

@@ -124,7 +124,8 @@ def interval_line(mean: IterationMetrics, total: int) -> str:
         f"sent {human_bytes(mean.intra_node_bytes)} in node, {human_bytes(mean.inter_node_bytes)} across",
         f"memory {human_bytes(mean.memory_bytes)}",
     ]
-    return " | ".join(parts + ([f"skipped {skipped}"] if skipped else []))
+    scale = [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
+    return " | ".join(parts + scale + ([f"skipped {skipped}"] if skipped else []))
 
 
 def human_bytes(count: float) -> str:

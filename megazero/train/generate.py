@@ -69,7 +69,7 @@ def load_text_model(
     """The model of the newest checkpoint in ``folder`` and its tokenizer, checked against each other.
 
     tokenizer_model: where the tokenizer lies now, if not where it lay in training. The parameters' dtype is
-    the trained one on CUDA; on a CPU bf16 becomes fp32, which every CPU is good at.
+    the trained one on CUDA; on a CPU bf16 and fp16 become fp32, which every CPU is good at.
     Raises CheckpointError or ValueError for a checkpoint or tokenizer that is absent, damaged or another's.
     """
     path = find_checkpoint(folder)
@@ -82,7 +82,7 @@ def load_text_model(
             f"{tokenizer.info.fingerprint[:12]}); name that one with --tokenizer-model"
         )
     dtype = DTYPES[config.precision.params_dtype]
-    if torch.device(device).type == "cpu" and dtype is torch.bfloat16:
+    if torch.device(device).type == "cpu" and dtype.itemsize < 4:
         dtype = torch.float32
     decoder = Decoder(config.model, device=device, dtype=dtype)
     load_hf_state_dict(decoder, store.load_full(path))

@@ -108,7 +108,7 @@ class LocalStep:
 
 class NonFiniteGuard:
     """A non-finite loss is an error at once; a non-finite gradient norm skips the step, and
-    `max_skips` skipped steps in a row are an error.
+    `max_skips` skipped steps in a row are an error. Steps whose loss scale can still fall do not count.
 
     Both checks take values that are equal on all ranks (the reduced loss, the global norm), so all
     ranks decide alike. `gather` collects one object per rank into a list on every rank (as
@@ -133,12 +133,20 @@ class NonFiniteGuard:
             )
 
     def check_norm(
-        self, iteration: int, norm: float, local: LocalStep, gather: Callable[[LocalStep], list[LocalStep]]
+        self,
+        iteration: int,
+        norm: float,
+        local: LocalStep,
+        gather: Callable[[LocalStep], list[LocalStep]],
+        scale_can_fall: bool = False,
     ) -> bool:
-        """True if the step is to be skipped; NonFiniteLoss after `max_skips` of them in a row."""
-        if math.isfinite(norm):
+        """True if the step is to be skipped; NonFiniteLoss after `max_skips` of them in a row.
+
+        scale_can_fall: the step's loss scale was above its minimum, so that a lower one may cure it.
+        """
+        if math.isfinite(norm) or scale_can_fall:
             self.skipped_in_a_row = 0
-            return False
+            return not math.isfinite(norm)
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.max_skips:
             raise NonFiniteLoss(

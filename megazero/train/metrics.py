@@ -34,7 +34,8 @@ class IterationMetrics:
     global batch, tflops_per_rank the model's FLOPs (recompute excluded); memory_bytes is the peak;
     time_bill has the items of timebill.ITEMS in seconds, adding up to iteration_time_s.
 
-    extra, from the trainer: batch_size (samples); bytes (by hop and link class); skipped (1: no update); fallbacks
+    extra, from the trainer: batch_size (samples); bytes (by hop and link class); skipped (1: no update); loss_scale
+    (fp16: of the next iteration); fallbacks
     (lines: what is sent exactly from now on); where messages are quantised, quantization_unit (the unit measured in
     this iteration), quantization_error_weights and quantization_error_gradients (||sent - exact|| / ||exact||).
     """
@@ -64,11 +65,12 @@ class IterationMetrics:
 def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
     """A log interval as one line: the last position, mean losses, norms, times and bytes, peak memory.
 
-    Rates are totals over total time, so a slow iteration weighs as long as it took. Non-finite norms
-    (their steps were skipped) are left out unless all are; the extra key `skipped` is summed.
+    Rates are totals over total time, so a slow iteration weighs as long as it took. Non-finite losses and
+    norms (their steps were skipped) are left out unless all are; the extra key `skipped` is summed.
     """
     last, count = lines[-1], len(lines)
     norms = [m.grad_norm for m in lines if math.isfinite(m.grad_norm)] or [last.grad_norm]
+    losses = [m.lm_loss for m in lines if math.isfinite(m.lm_loss)] or [last.lm_loss]
     skipped = sum(int(m.extra.get("skipped", 0)) for m in lines)
     seconds = sum(m.iteration_time_s for m in lines)
 
@@ -80,7 +82,7 @@ def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
 
     return dataclasses.replace(
         last,
-        lm_loss=mean(m.lm_loss for m in lines),
+        lm_loss=sum(losses) / len(losses),
         grad_norm=sum(norms) / len(norms),
         iteration_time_s=seconds / count,
         tokens_per_s=rate("tokens_per_s"),

@@ -37,7 +37,7 @@ from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
 from megazero.zero.optimizer import OptimizerFactory
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None) -> Decoder:
@@ -77,6 +77,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,
         exact_numel=wire.exact_numel,
+        loss_scaled=config.precision.params_dtype == "fp16",  # train/loss_scaling.py
         codecs=zero.Codecs(
             weights=_codec(wire.weights),
             gradients_intra=_codec(wire.gradients_intra),

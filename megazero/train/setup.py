@@ -23,6 +23,7 @@ from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.guards import ExitConditions, NonFiniteLoss, RankFailure, StopSignals, readable_failures
 from megazero.train.learning_rate import LearningRate
+from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
 from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
@@ -102,7 +103,8 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     decoder = build_decoder(config, mesh, Traffic())
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
-    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint)
+    scaling = LossScaling.of(config.precision)
+    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling)
     checkpointing.load(origin)
 
     notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)

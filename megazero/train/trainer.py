@@ -57,7 +57,7 @@ class Trainer:
         self.length, self.learning_rate = length, learning_rate
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
-        self.guard = NonFiniteGuard()
+        self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
         self.phase = "start"
 
     # -- the loop --------------------------------------------------------------------------------
@@ -101,15 +101,18 @@ class Trainer:
             step = [self._to_device(batch) for batch in host]
             divisor = self._valid_tokens(step)
         with self.bill.span("compute"):
-            self.engine.begin_step(count, divisor, self.pipeline.program(count))
-            local = self._forward_backward(step, ids)
+            factor, scaled_divisor = self.scaling.factors(divisor, self.mesh.dp_size)
+            self.engine.begin_step(count, scaled_divisor, self.pipeline.program(count))
+            local = self._forward_backward(step, ids, factor)
             # On gloo nobody would move them on while an early stage's ranks wait for the others' losses.
             self.engine.reductions.drain()
             loss = self._reduce_sum(local) / divisor
             own = LocalStep(self.mesh.rank, float(local), tuple(i for row in ids for i in row))
-            self.guard.check_loss(iteration, loss, own, self._gather)
+            if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
+                self.guard.check_loss(iteration, loss, own, self._gather)
             info = self.engine.step()
-            self.guard.check_norm(iteration, info.grad_norm, own, self._gather)
+            self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
+            self.scaling.update(info.skipped, batches.consumed - consumed)
             for lane in (self.engine.gathers, self.engine.reductions):
                 for name, seconds in lane.take_stalls().items():
                     self.bill.add(name, seconds)
@@ -118,12 +121,14 @@ class Trainer:
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
         self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
 
-    def _forward_backward(self, step: Sequence[Batch], ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _forward_backward(
+        self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
+    ) -> torch.Tensor:
         """Sum this rank's token losses over the step: an fp64 scalar, 0 on ranks without the last stage."""
         self.decoder.train()
         keys = [dropout_key(self.config, self.progress.iteration, row[0]) for row in ids]
         return self.pipeline.step(
-            [MicroBatch(**batch, dropout_key=key) for batch, key in zip(step, keys, strict=True)]
+            [MicroBatch(**batch, dropout_key=key) for batch, key in zip(step, keys, strict=True)], loss_factor
         )
 
     def _set_rounding(self, iteration: int) -> None:
@@ -135,7 +140,8 @@ class Trainer:
         self.engine.exact_gradients = exact
 
     def _set_learning_rate(self) -> float:
-        rate = self.learning_rate(self.length.position(self.progress))
+        position = self.length.position(self.progress) - self.scaling.skipped(self.length.by_samples)
+        rate = self.learning_rate(position)
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rate
         return rate
@@ -233,7 +239,7 @@ class Trainer:
             inter_node_bytes=traffic.pop("inter_node_bytes"),
             memory_bytes=peak_memory(self.mesh.device),
             time_bill=self.bill.close(seconds),
-            extra={"batch_size": samples, **_events(info), "bytes": traffic},
+            extra={"batch_size": samples, **_events(info), **self.scaling.metrics(), "bytes": traffic},
         )
         for line in info.fallbacks:
             self.outputs.console.warning(line)

@@ -17,6 +17,9 @@ from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
 from megazero.verify.shrink_world import SubLayout, sub_layout
 
+# Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
+# nor become zero.
+LOSS_SCALE = 1024.0
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
 INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
@@ -70,6 +73,8 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
+    if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:
+        values["loss_scale"] = LOSS_SCALE
     if config.quantized_gradients_end is not None:
         values["zero_quantized_gradients_until"] = (steps // 2) / steps
     run = make_config(values, layout.world)

@@ -16,6 +16,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import BatchSizeRampup
 from megazero.train.checkpointing import Checkpointing
+from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import Progress, find_origin
 from megazero.train.parallelize import (
     DTYPES,
@@ -111,7 +112,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     origin = find_origin(stored, mesh)
     checkpointing.load(origin)
     assert origin.progress.iteration == run.start, (origin.progress, run)
-    sizes = BatchSizeRampup.of(config, mesh.dp_size)
+    sizes, scaling = BatchSizeRampup.of(config, mesh.dp_size), LossScaling.of(config.precision)
     consumed = sizes.consumed_after(run.start)
     record = RankRecord(mesh.tp.index, mesh.dp_rank, mesh.pp.index, pipeline.loss_rank == pipeline.rank)
     with run.around(engine, pipeline, config):
@@ -122,8 +123,9 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
             end = config.quantized_gradients_end
             engine.exact_gradients = end is not None and step >= end
             recorder.open(batches)
-            engine.begin_step(len(batches), divisor, pipeline.program(len(batches)))
-            loss = pipeline.step(batches).item()
+            factor, scaled_divisor = scaling.factors(divisor, mesh.dp_size)
+            engine.begin_step(len(batches), scaled_divisor, pipeline.program(len(batches)))
+            loss = pipeline.step(batches, factor).item()
             record.steps.append(recorder.close(loss / divisor, engine.step().grad_norm))
             consumed += size
             if run.save and run.save[0] == step:

@@ -6,17 +6,18 @@ import torch
 from torch import nn
 
 TRAINED = (torch.bfloat16, torch.float32, torch.float64)
+SCALED = (*TRAINED, torch.float16)  # where losses are scaled: gradients in fp16 become zero otherwise
 # Of frozen parameters: what fp32 holds exactly and every backend sends.
-FROZEN = (*TRAINED, torch.float16, torch.uint8, torch.int8, torch.bool)
+FROZEN = (*SCALED, torch.uint8, torch.int8, torch.bool)
 
 
-def refuse_unfit(module: nn.Module, dtype: torch.dtype | None) -> None:
+def refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: bool = False) -> None:
     """Raises ValueError for parameters of dtypes, and for modules, that training would damage.
 
-    dtype: of ``Policy.dtype``, which floating-point parameters are converted to.
+    dtype: of ``Policy.dtype``, which floating-point parameters are converted to. loss_scaled: of the policy, too.
     """
     for name, param in module.named_parameters():
-        _refuse_dtype(name, param, dtype)
+        _refuse_dtype(name, param, dtype, SCALED if loss_scaled else TRAINED)
     for name, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
             raise ValueError(
@@ -25,8 +26,10 @@ def refuse_unfit(module: nn.Module, dtype: torch.dtype | None) -> None:
             )
 
 
-def _refuse_dtype(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    legal = TRAINED if param.requires_grad else FROZEN
+def _refuse_dtype(
+    name: str, param: nn.Parameter, dtype: torch.dtype | None, trained: tuple[torch.dtype, ...]
+) -> None:
+    legal = trained if param.requires_grad else FROZEN
     converts = dtype is not None and dtype != param.dtype
     if (dtype or param.dtype) in legal and (param.is_floating_point() or not converts):
         return
@@ -37,7 +40,10 @@ def _refuse_dtype(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> 
     elif not param.is_floating_point():
         cure = "register it as a buffer: it is then left as it is"
     elif param.dtype == torch.float16 or dtype == torch.float16:
-        cure = "its gradients need loss scaling; nearest: bfloat16, module.bfloat16() or Policy(dtype=torch.bfloat16)"
+        cure = (
+            "its gradients need loss scaling; nearest: bfloat16, module.bfloat16() or Policy(dtype=torch.bfloat16), "
+            "or losses that you scale and Policy(loss_scaled=True)"
+        )
     else:
         cure = "nearest: bfloat16, module.bfloat16() or Policy(dtype=torch.bfloat16)"
     raise ValueError(

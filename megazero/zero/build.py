@@ -49,7 +49,7 @@ def build_units(
     that unit too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init, and for
     what admission.py refuses.
     """
-    refuse_unfit(module, policy.dtype)
+    refuse_unfit(module, policy.dtype, policy.loss_scaled)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")

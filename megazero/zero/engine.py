@@ -95,6 +95,7 @@ class Engine:
     ) -> None:
         """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
 
+        divisor: times the loss scale, where losses are scaled; the norm and error feedback see divided gradients.
         program: the (kind, part) that the step will run, in order, kinds F, B, I, W of program.py: gathers run ahead
             by it. Default: a forward and a backward of the whole module, all parts, for each micro-batch.
         """

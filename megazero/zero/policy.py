@@ -59,6 +59,8 @@ class Policy:
     exact_numel: parameters with at most this many elements go to the unit's exact region, and so does every
         parameter that tensor-parallel ranks replicate, if anything is quantised.
     dtype: the parameters' dtype in forward and backward; None: as the module has them.
+    loss_scaled: the caller multiplies the losses by a scale, has it in ``begin_step``'s divisor, and lowers it when a
+        step is skipped. Parameters in fp16 are trained only so: their gradients would become zero.
     codecs: wire formats of the hops. seed: of stochastic rounding.
     weight_error_bound, gradient_error_bound: largest relative rounding error, ||sent - exact|| / ||exact|| of a
         unit's messages in one step, before that unit falls back to exact messages; None: no limit.
@@ -72,6 +74,7 @@ class Policy:
     block: int = 128
     exact_numel: int = 0
     dtype: torch.dtype | None = None
+    loss_scaled: bool = False
     codecs: Codecs = Codecs()
     seed: int = 0
     weight_error_bound: float | None = None

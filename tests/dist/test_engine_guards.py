@@ -200,14 +200,14 @@ def of_dtype(dtype, trained):
 def unfit():
     mesh = create_mesh(shards=(2, 2, 2))
 
-    def shard(model, dtype=None):
-        return lambda: zero.shard(model, mesh=mesh, units=[], policy=zero.Policy(dtype=dtype))
+    def shard(model, dtype=None, **policy):
+        return lambda: zero.shard(model, mesh=mesh, units=[], policy=zero.Policy(dtype=dtype, **policy))
 
     nested = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, max_norm=1.0))
     return said_by(
         shard(of_dtype(torch.float16, True)),
         shard(of_dtype(torch.float32, True), torch.float16),
-        shard(of_dtype(torch.complex64, True)),
+        shard(of_dtype(torch.complex64, True), loss_scaled=True),
         shard(of_dtype(torch.complex64, False), torch.bfloat16),
         shard(of_dtype(torch.int64, False)),
         shard(of_dtype(torch.int8, False), torch.bfloat16),
@@ -219,7 +219,7 @@ def unfit():
 
 def test_unfit_parameters_and_modules_are_refused():
     expected = [
-        ("'odd'", "trained", "loss scaling", "bfloat16"),
+        ("'odd'", "trained", "loss scaling", "bfloat16", "Policy(loss_scaled=True)"),
         ("'weight'", "Policy(dtype)", "loss scaling"),
         ("'odd'", "complex64", "view_as_real"),
         ("'odd'", "frozen", "view_as_real"),

@@ -30,6 +30,7 @@ GRID = (
 TENSORS = f"{LLAMA} --tensor-model-parallel-size 2"
 NODES = f"{LLAMA} --ranks-per-node 2"
 ZEROPP = f"{NODES} --zero-preset zeropp"
+ZEROPP_FP16 = ZEROPP.replace("--bf16", "--fp16")
 RANDOM = (
     f"{NODES} --zero-preset ddp --zero-quantized-gradients --zero-gradient-bits-intra-node 8 "
     "--zero-gradient-rounding stochastic"
@@ -58,13 +59,17 @@ def certify(words: str, fault: str | None = None) -> Certificate:
     return verification.verify(read_request(words.split()), pool(), **seed)
 
 
-@pytest.mark.parametrize("words", [GRID, ZEROPP], ids=["grid", "zeropp"])
+@pytest.mark.parametrize(
+    "words",
+    [GRID, ZEROPP, pytest.param(ZEROPP_FP16, marks=pytest.mark.slow)],
+    ids=["grid", "zeropp", "zeropp, fp16"],
+)
 def test_a_right_configuration_is_certified(words: str) -> None:
     certificate = certify(words)
     assert certificate.good, (certificate.verdict, certificate.diagnosis)
     names = [check.name for section in certificate.sections for check in section.checks]
     assert names.count("bytes sent") == 2 and len([n for n in names if n.startswith("reshard")]) == 2
-    assert any(n.startswith("rounding of weights, INT4") for n in names) == (words == ZEROPP)
+    assert any(n.startswith("rounding of weights, INT4") for n in names) == (words != GRID)
     assert not certificate.diagnosis
 
 

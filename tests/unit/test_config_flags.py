@@ -89,16 +89,51 @@ def test_a_repeated_flag_wins_and_is_noted():
 
 
 def test_all_faults_at_once_with_the_nearest_flag():
-    found = errors("--num-layrs 3 --nope --lr x --fp16 --swiglu 3 --seed --clip-grad 1 2 --zero-preset zero4")
+    found = errors(
+        "--num-layrs 3 --nope --lr x --fp16-lm-cross-entropy --swiglu 3 --seed --clip-grad 1 2 --zero-preset zero4"
+    )
     assert "--num-layrs does not exist; nearest: --num-layers" in found
     assert "--nope does not exist" in found[1]
     assert "--lr takes a number, got 'x'" in found
-    assert any(line.startswith("--fp16") and "--bf16" in line for line in found)
+    assert any(line.startswith("--fp16-lm-cross-entropy is not built") for line in found)
     assert "--swiglu takes no value, got 3" in found
     assert "--seed takes one value, got none" in found
     assert "--clip-grad takes one value, got 1 2" in found
     assert "--zero-preset zero4 is not one of" in found[-1] and "nearest: zero" in found[-1]
     assert len(found) == 8
+
+
+def test_fp16_and_its_loss_scale():
+    precision = run("--fp16").precision
+    assert precision.params_dtype == "fp16" and precision.loss_scale is None
+    assert (precision.initial_loss_scale, precision.min_loss_scale) == (2.0**32, 1.0)
+    assert (precision.loss_scale_window, precision.hysteresis) == (1000, 2)  # Megatron's
+    given = run(
+        "--fp16 --initial-loss-scale 65536 --min-loss-scale .5 --loss-scale-window 200 --hysteresis 1"
+    )
+    assert given.precision.initial_loss_scale == 65536 and given.precision.min_loss_scale == 0.5
+    assert given.precision.loss_scale_window == 200 and given.precision.hysteresis == 1
+    assert run("--fp16 --loss-scale 8192").precision.loss_scale == 8192
+    assert errors("--fp16 --bf16") == ("--bf16 and --fp16 exclude each other; leave one out",)
+    assert errors("--fp16 --min-loss-scale 8 --initial-loss-scale 4") == (
+        "--min-loss-scale 8 exceeds --initial-loss-scale 4; nearest: 4",
+    )
+    assert (
+        len(errors("--fp16 --hysteresis 0 --loss-scale-window 0 --loss-scale -1 --initial-loss-scale 1e39"))
+        == 4
+    )
+
+
+@pytest.mark.parametrize(
+    "line, note",
+    [
+        ("--bf16 --loss-scale 12", "--loss-scale changes nothing without --fp16: losses are not scaled"),
+        ("--hysteresis 2 --loss-scale 0", "--loss-scale, --hysteresis change nothing without --fp16"),
+        ("--fp16 --loss-scale 12 --hysteresis 3", "--hysteresis changes nothing with --loss-scale 12"),
+    ],
+)
+def test_a_loss_scale_without_effect_is_noted(line, note):
+    assert any(note in each for each in run(line).notes)
 
 
 def test_stray_words_and_single_dashes():
@@ -210,7 +245,12 @@ def test_deepspeed_keys_map(tmp_path):
 def test_deepspeed_faults(tmp_path):
     content = {
         "bf16": {"enabled": "yes"},
-        "fp16": {"enabled": True},
+        "fp16": {
+            "enabled": True,
+            "initial_scale_power": 0.5,
+            "hysteresis": 0,
+            "consecutive_hysteresis": True,
+        },
         "optimizer": {"type": "Adam"},
         "data_types": {"grad_accum_dtype": "bf16"},
         "gradient_acumulation_steps": 2,
@@ -229,7 +269,9 @@ def test_deepspeed_faults(tmp_path):
     found = errors(deepspeed(tmp_path, content))
     for part in (
         "bf16.enabled takes true or false",
-        "fp16.enabled is not supported",
+        "fp16.initial_scale_power takes a whole number from 0 to 127, got 0.5",
+        "--hysteresis 0 must be at least 1",
+        "fp16.consecutive_hysteresis is not supported",
         "optimizer is not supported: use --optimizer",
         "grad_accum_dtype cannot be 'bf16'",
         "gradient_acumulation_steps is not supported; nearest: gradient_accumulation_steps",
@@ -243,7 +285,7 @@ def test_deepspeed_faults(tmp_path):
         "--zero-stage 5 must be at most 3; nearest: 3",
     ):
         assert sum(part in line for line in found) == 1, part
-    assert len(found) == 13
+    assert len(found) == 15
 
 
 # As published files have it: tuning, logging and what is switched off, in DeepSpeed's ways of writing it.
@@ -296,8 +338,6 @@ def test_published_deepspeed_files_are_taken_with_one_note_of_what_has_no_effect
 
 def test_one_line_for_one_missing_capability_of_a_deepspeed_file(tmp_path):
     scaling = {"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1}
-    (line,) = errors(deepspeed(tmp_path, {**PUBLISHED, "fp16": {"enabled": True, **scaling}}))
-    assert "fp16.enabled is not supported" in line
     automatic = {"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
     (line,) = errors(deepspeed(tmp_path, automatic))
     assert "train_batch_size, gradient_clipping, bf16.enabled cannot be 'auto'" in line
@@ -309,6 +349,26 @@ def test_one_line_for_one_missing_capability_of_a_deepspeed_file(tmp_path):
     assert "gradient_accumulation_steps takes a whole number, got 1.5" in line
     for infinite in (float("inf"), "1e400"):
         assert "train_batch_size takes a" in errors(deepspeed(tmp_path, {"train_batch_size": infinite}))[0]
+
+
+def test_deepspeeds_fp16_block_decides_the_loss_scale(tmp_path):
+    block = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12}
+    config = run("--fp16 --loss-scale 12 --hysteresis 2 " + deepspeed(tmp_path, {"fp16": block}))
+    precision = config.precision
+    assert precision.params_dtype == "fp16" and not precision.loss_scale
+    assert precision.initial_loss_scale == 2.0**12 and precision.loss_scale_window == 500
+    assert any("loss-scale 12 from flags gives way to 0" in note for note in config.notes)
+    assert not any("hysteresis" in note for note in config.notes)
+    default = run(deepspeed(tmp_path, {"fp16": {"enabled": True, "auto_cast": False}})).precision
+    assert (default.initial_loss_scale, default.loss_scale_window) == (2.0**16, 1000)  # DeepSpeed's own
+    static = run(deepspeed(tmp_path, {"fp16": {"enabled": True, "loss_scale": 128}})).precision
+    assert static.loss_scale == 128
+    for off in ({"enabled": False, "loss_scale": 7}, {"loss_scale": 7}):
+        config = run("--fp16 --loss-scale 12 " + deepspeed(tmp_path, {"fp16": off}))
+        assert config.precision.loss_scale == 12
+    both = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    assert errors(deepspeed(tmp_path, both)) == ("--bf16 and --fp16 exclude each other; leave one out",)
+    assert "fp16 takes an object, got True" in errors(deepspeed(tmp_path, {"fp16": True}))[0]
 
 
 def test_deepspeed_zeropp_keys(tmp_path):

@@ -118,6 +118,16 @@ def test_norms_skip_and_stop_after_a_row() -> None:
         NonFiniteGuard(0)
 
 
+def test_overflows_that_a_lower_loss_scale_may_cure_do_not_count() -> None:
+    guard = NonFiniteGuard(max_skips=2)
+    for iteration in range(20):
+        assert guard.check_norm(iteration, math.inf, GOOD, _must_not_gather, scale_can_fall=True)
+    assert not guard.check_norm(20, 1.0, GOOD, _must_not_gather, scale_can_fall=True)
+    assert guard.check_norm(21, math.inf, GOOD, _must_not_gather, scale_can_fall=False)
+    with pytest.raises(NonFiniteLoss, match="2 steps in a row"):
+        guard.check_norm(22, math.inf, GOOD, _gathers(GOOD), scale_can_fall=False)
+
+
 # Messages as gloo printed them (torch 2.13) when a peer was killed, and when it slept too long.
 KILLED = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:58601: "

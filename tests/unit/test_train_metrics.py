@@ -170,6 +170,8 @@ def test_full_disk_warns_once_and_goes_on(tmp_path: Path) -> None:
 def test_average_of_an_interval() -> None:
     slow = _line(2, lm_loss=2.0, iteration_time_s=1.5, tokens_per_s=200.0, memory_bytes=99)
     skipped = _line(3, grad_norm=math.nan, extra={"skipped": 1, "batch_size": 8})
+    lost = replace(skipped, lm_loss=math.inf)
+    assert average([_line(1), slow, lost]).lm_loss == 3.0 and average([lost]).lm_loss == math.inf
     mean = average([_line(1), slow, skipped])
     assert (mean.iteration, mean.consumed_samples, mean.memory_bytes) == (3, 24, 99)
     assert mean.lm_loss == pytest.approx(10 / 3)

@@ -83,6 +83,8 @@ def test_numbers_for_people() -> None:
         " iteration    5/1000 | samples 40 | loss 4.0000 | grad norm 1.000 | lr 1.000e-03 | 500 ms/iter | "
         "1.00k tokens/s | 0.1 TFLOP/s per rank | sent 10 B in node, 4.56 MB across | memory 30 B | skipped 2"
     )
+    scaled = interval_line(_line(5, extra={"skipped": 2, "loss_scale": 65536.0}), 1000)
+    assert scaled.endswith("| memory 30 B | loss scale 65536 | skipped 2")
 
 
 def test_console_and_metrics_leave_torch_out() -> None:

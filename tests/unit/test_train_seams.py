@@ -211,9 +211,9 @@ def test_dropout_draws_anew_in_every_iteration_and_micro_batch(tmp_path: Path) -
         step = trainer.pipeline.step
         keys.append([])
 
-        def note(batches: Any) -> torch.Tensor:
+        def note(batches: Any, *rest: Any) -> torch.Tensor:
             keys[-1].extend(batch.dropout_key for batch in batches)
-            return step(batches)
+            return step(batches, *rest)
 
         trainer.pipeline.step = note  # type: ignore[method-assign]
 
