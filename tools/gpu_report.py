@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             stored = {"rehearsal": rehearsal, "machine": facts, "pieces": results}
             write(stored, out)
     if docs is not None and results:
-        write(stored, docs)
+        write(stored, docs, draw=not rehearsal)
     return int(any(piece.name not in results or results[piece.name][REASON] for piece in options.pieces))
 
 
@@ -142,11 +142,11 @@ def last_words(log: Path) -> str:
     return lines[-1][:300].replace("|", "/") if lines else "it printed nothing"
 
 
-def write(stored: Mapping[str, Any], folder: Path) -> None:
-    """The page gpu.md, gpu.json and the charts."""
+def write(stored: Mapping[str, Any], folder: Path, draw: bool = True) -> None:
+    """The page gpu.md, gpu.json and, to ``draw``, the charts."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        charts = page.charts(stored, folder)
+        charts = page.charts(stored, folder) if draw else []
     except ImportError:
         charts, note = [], "\nNo charts: matplotlib is not installed (pip install matplotlib).\n"
     else:
