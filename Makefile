@@ -1,5 +1,6 @@
 # make quickstart: a language model trained on this Python's own sources, on 4 local ranks.
-# make test:       lint, types and tests. Both do their own set-up and need nothing run before.
+# make test:       lint, types and tests.
+# make gpu-report: how it does on a GPU. All do their own set-up and need nothing run before.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,12 +10,13 @@ TORCH ?= torch==2.13.0
 RANKS ?= 4
 OUT ?= runs/quickstart
 PYTEST_ARGS ?=
+REPORT_ARGS ?=
 
 BIN := $(VENV)/bin
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: quickstart test test-unit test-dist test-netlab test-slow bench lint clean
+.PHONY: quickstart test test-unit test-dist test-netlab test-slow bench gpu-report lint clean
 .NOTPARALLEL:
 
 $(TORCH_STAMP):
@@ -68,6 +70,11 @@ test-slow: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/benchmarks/step_time.py
+
+# Everything that needs a GPU, in at most 8 minutes on one card, into docs/gpu.md; without a card a rehearsal. For
+# example REPORT_ARGS="--pieces kernels,race --fresh".
+gpu-report: $(VENV)/.test
+	$(BIN)/python tools/gpu_report.py $(REPORT_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

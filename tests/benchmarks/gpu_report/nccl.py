@@ -56,7 +56,7 @@ def together(world: int, environment: dict[str, str], setting: Setting) -> Rows:
         for process in ranks:
             process.start()
         try:
-            answers = _collect(queue, world, min(TIMEOUT, max(1.0, setting.left)))
+            answers = _collect(queue, world, min(setting.pick(TIMEOUT, 4 * TIMEOUT), max(1.0, setting.left)))
         finally:
             for process in ranks:
                 process.join(timeout=GRACE)
