@@ -44,7 +44,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
         self.config, self.tp = config, tp
-        shard = VocabShard.of(config.vocab_size, config.make_vocab_size_divisible_by, tp)
+        shard = VocabShard.of(config.vocab_size, config.padded_vocab_size(tp.size), tp)
         self.tokens = VocabParallelEmbedding(shard, config.hidden_size, tp, **factory)
         self.positions = (
             nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size, **factory))
@@ -83,7 +83,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.shard = VocabShard.of(config.vocab_size, config.make_vocab_size_divisible_by, tp)
+        self.shard = VocabShard.of(config.vocab_size, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
             tied = nn.Parameter(torch.empty(self.shard.rows, config.hidden_size, **factory))

@@ -96,11 +96,12 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)); or GELU: down(gelu(up(x)))."""
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)); or down(f(up(x))), with f GELU or relu(x)^2 (So et al.
+    2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.squared_relu = tp, config.squared_relu
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         self.gate_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.swiglu else None
         self.up_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory)
@@ -109,7 +110,10 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         if self.gate_proj is None:
-            return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+            up = self.up_proj(x)
+            return self.down_proj(
+                F.relu(up).square() if self.squared_relu else F.gelu(up, approximate="tanh")
+            )
         linears = [(m.weight, m.bias) for m in (self.gate_proj, self.up_proj)]
         gate, up = column_parallel(x, linears, self.tp)
         return self.down_proj(F.silu(gate) * up)

@@ -38,12 +38,16 @@ CASES: dict[str, ModelConfig] = {
     "llama-tied-selective": make_model(**SIZES, untie_embeddings_and_output_weights=False),
     "llama-full-recompute": make_model(**{**SIZES, "make_vocab_size_divisible_by": 128}),
     "llama-biases": make_model(**SIZES, add_bias_linear=True, normalization="LayerNorm"),
+    "llama-squared-relu-partial-rotary": make_model(
+        **SIZES, squared_relu=True, rotary_percent=0.5, pad_vocab_size_to=120
+    ),
     "gpt": make_model(**GPT),
     "gpt-untied": make_model(**{**GPT, "vocab_size": 96}, untie_embeddings_and_output_weights=True),
     "bloom": make_model(**BLOOM),
     "bloom-tiny-vocabulary": make_model(**{**BLOOM, "vocab_size": 5, "make_vocab_size_divisible_by": 128}),
 }
 RECOMPUTE = {"llama-tied-selective": "selective", "llama-full-recompute": "full"}
+RECOMPUTE["llama-squared-relu-partial-rotary"] = "full"
 
 
 def context(sequence_parallel: bool) -> TensorParallel:
@@ -217,7 +221,7 @@ def test_gradients_put_off_equal_the_direct_backward(sequence_parallel, dtype):
 
 def cross_entropy_of_a_shard(dtype: torch.dtype):
     tp = context(False)
-    shard = VocabShard.of(10, 4, tp)  # 12 rows over 2 or 4 ranks, 2 of padding
+    shard = VocabShard.of(10, 12, tp)  # 12 rows over 2 or 4 ranks, 2 of padding
     full = 5 * torch.randn(7, 2, 12, generator=torch.Generator().manual_seed(0))
     logits = full[..., shard.start : shard.start + shard.rows].to(dtype).contiguous().requires_grad_()
     labels = torch.randint(0, 10, (7, 2), generator=torch.Generator().manual_seed(1))

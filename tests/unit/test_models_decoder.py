@@ -13,9 +13,10 @@ from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.attention_kernels import math_note
 from megazero.models.flops import parameter_count, training_flops
 from megazero.models.hf_weights import to_hf_state_dict
+from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Positions, rotary_frequencies
-from megazero.tp import TensorParallel, padded_vocab_size
+from megazero.tp import TensorParallel
 
 SIZES = {
     "num_layers": 2,
@@ -181,8 +182,11 @@ def test_parameter_count_and_flops(family):
     formula = training_flops(config, [16, 16])
     half_attention = 6 * config.query_projection_size * config.num_layers * 2 * 16 * 16
     assert sum(counted.values()) - attention == formula - half_attention
-    assert padded_vocab_size(301, 64, 1) == 320
+    assert config.padded_vocab_size(1) == 320
     assert training_flops(config, [32]) > formula
+    padded = dataclasses.replace(config, pad_vocab_size_to=400)
+    assert parameter_count(padded) == parameter_count(config)
+    assert training_flops(padded, [16, 16]) - formula == 6 * 32 * 48 * 80
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -223,6 +227,27 @@ def test_rotary_tables_are_fp64_and_scaled():
     y.pow(2).sum().backward()
     assert torch.allclose(x.grad, 2 * x, rtol=1e-14)  # a rotation keeps lengths to fp64
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
+
+
+def test_rotary_share_of_a_head_and_squared_relu_are_megatrons():
+    ropes = pytest.importorskip("megatron.core.models.common.embeddings")
+    config = make("llama", kv_channels=20, rotary_percent=0.41)  # 8.2 channels are 8
+    x = torch.randn(9, 2, 4, 20, generator=torch.Generator().manual_seed(0))
+    theirs = ropes.rotary_pos_embedding.RotaryEmbedding(20, 0.41, use_cpu_initialization=True)
+    angles = theirs.get_freqs_non_repeated(9)
+    angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+    expected = ropes.rope_utils._apply_rotary_pos_emb_bshd(x, angles)
+    rotated = Positions(config, TensorParallel()).rotate(x)
+    torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(rotated[..., 8:], x[..., 8:]) and not torch.equal(rotated[1:, ..., :8], x[1:, ..., :8])
+
+    activations = pytest.importorskip("megatron.core.activations")
+    mlp = FeedForward(make("gpt", squared_relu=True), TensorParallel(), dtype=torch.float64)
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(p.ndim))
+    x = torch.randn(3, 2, 48, dtype=torch.float64)
+    assert torch.equal(mlp(x), mlp.down_proj(activations.squared_relu(mlp.up_proj(x))))
 
 
 def test_llama3_original_length_is_respected():
@@ -269,6 +294,21 @@ def test_all_configuration_errors_are_reported_at_once():
         "--rotary-scaling-factor 4 has no effect without --rotary-scaling",
     ):
         assert part in text
+    choices = {"squared_relu": True, "swiglu": True, "rotary_percent": 0.3}
+    text = refusal(make("llama", **choices, pad_vocab_size_to=300), tp=2)
+    for part in (
+        "--squared-relu and --swiglu exclude each other",
+        "--rotary-percent 0.3 of --kv-channels 12 is 3 channels, which must be even and above 0; nearest: 0.1667 or",
+        "--pad-vocab-size-to 300 is below the vocabulary's 301; nearest: 302",
+    ):
+        assert part in text
+    assert "does not divide by --tensor-model-parallel-size 2" in refusal(
+        make("gpt", pad_vocab_size_to=303), 2
+    )
+    assert "not a multiple of --make-vocab-size-divisible-by 64" in refusal(
+        make("gpt", pad_vocab_size_to=352)
+    )
+    assert "--rotary-percent 0.5 has no effect without" in refusal(make("gpt", rotary_percent=0.5))
     assert "recompute = 'some' is none of none, selective, full" in refusal(make("llama"), recompute="some")
 
 
@@ -277,6 +317,7 @@ def test_all_configuration_errors_are_reported_at_once():
     [
         ("gpt", {}, True),
         ("gpt", {"untie_embeddings_and_output_weights": True, "ffn_hidden_size": 63}, True),
+        ("gpt", {"squared_relu": True}, False),
         ("gpt", {"normalization": "RMSNorm"}, False),
         ("gpt", {"swiglu": True}, False),
         ("gpt", {"num_query_groups": 2}, False),
