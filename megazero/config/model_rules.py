@@ -89,17 +89,25 @@ def sequence(model: ModelConfig) -> Iterator[str]:
 
 
 def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> Iterator[str]:
-    """Sizes that ``tp`` ranks cannot share evenly."""
+    """Sizes that ``tp`` ranks cannot share evenly. Of key/value heads there may be fewer than ranks, which then share
+    them evenly."""
+    groups = model.num_query_groups
     sizes = {
         "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": model.num_query_groups,
+        "--num-query-groups": groups,
         "--ffn-hidden-size": model.ffn_hidden_size,
     }
-    if model.num_query_groups == model.num_attention_heads:  # one line, not two
+    if groups == model.num_attention_heads or groups < tp:  # one line, not two
         del sizes["--num-query-groups"]
     if sequence_parallel:
         sizes["--seq-length"] = model.seq_length
     legal = common_divisors(*sizes.values())
+    if tp % min(groups, tp) and groups != model.num_attention_heads:
+        legal = [size for size in legal if size % groups == 0 or groups % size == 0]
+        yield (
+            f"--num-query-groups {groups} cannot be shared evenly by --tensor-model-parallel-size {tp}; nearest size "
+            f"that fits all: {around(legal, tp)}"
+        )
     for flag, size in sizes.items():
         if size % tp:
             yield (

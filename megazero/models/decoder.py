@@ -21,7 +21,7 @@ from megazero.config.sections import RECOMPUTE
 from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
-from megazero.models.placements import decoder_placements, replicated_names
+from megazero.models.placements import decoder_placements, head_copies, replicated_names
 from megazero.models.positions import Positions
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
@@ -221,15 +221,22 @@ class Decoder(nn.Module):
         return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
 
     def replicated_parameters(self) -> set[str]:
-        """Parameters every rank of the tp axis holds whole (they count once in a norm)."""
-        return replicated_names(self.config)
+        """Parameters that several ranks of the tp axis hold (they count once in a norm)."""
+        return replicated_names(self.config, self.tp.size)
+
+    def replica_span(self, name: str) -> int:
+        """How many ranks in a row hold the same of a replicated parameter; 0: all of the tp axis."""
+        copies = head_copies(self.config, name, self.tp.size)
+        return copies if copies > 1 else 0
 
     def partial_gradients(self) -> set[str]:
         """Parameters whose gradient on this rank is one term of a sum over the tp axis.
 
-        Under sequence parallel a replicated parameter sees this rank's positions only.
+        Under sequence parallel a replicated parameter sees this rank's positions only. Key/value heads that several
+        ranks hold see this rank's query heads only.
         """
-        return self.replicated_parameters() if self.tp.sharded_sequence else set()
+        names = self.replicated_parameters()
+        return {name for name in names if self.tp.sharded_sequence or self.replica_span(name)}
 
     def no_weight_decay(self) -> set[str]:
         """Norms and biases."""

@@ -41,7 +41,10 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, heads split over the tp axis, grouped key/value heads."""
+    """Causal self-attention, heads split over the tp axis, grouped key/value heads.
+
+    With fewer of these than ranks, neighbouring ranks hold the one that their query heads share.
+    """
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, positions: Positions, recompute: str, **factory: Any
@@ -50,8 +53,9 @@ class Attention(nn.Module):
         self.config, self.tp, self.positions, self.recompute = config, tp, positions, recompute
         h, bias = config.hidden_size, config.qkv_bias
         self.q_proj = ColumnParallelLinear(h, config.query_projection_size, tp, bias=bias, **factory)
-        self.k_proj = ColumnParallelLinear(h, config.kv_projection_size, tp, bias=bias, **factory)
-        self.v_proj = ColumnParallelLinear(h, config.kv_projection_size, tp, bias=bias, **factory)
+        keys = max(config.num_query_groups, tp.size) * config.kv_channels  # of all ranks, copies counted
+        self.k_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
+        self.v_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
         self.o_proj = RowParallelLinear(
             config.query_projection_size, h, tp, bias=config.add_bias_linear, **factory
         )

@@ -142,7 +142,8 @@ def shard_decoder(
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
         options = (("weight_decay", 0.0),) if name in plain else ()
-        return zero.Traits(options, replicated=name in replicated, partial=name in partial_names)
+        span = decoder.replica_span(name)
+        return zero.Traits(options, name in replicated, name in partial_names, span=span)
 
     return zero.shard(
         decoder,

@@ -123,7 +123,13 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
     full_tp = config.parallel.tensor_model_parallel_size
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
     groups = tp * like(m.num_query_groups // full_tp, max(2, most // tp))
-    heads = groups * like(m.num_attention_heads // m.num_query_groups, max(3, 8 // groups))
+    if m.num_query_groups < full_tp:  # ranks share them
+        groups = max(1, m.num_query_groups * tp // full_tp)
+    units, full_units = (
+        max(groups, tp),
+        max(m.num_query_groups, full_tp),
+    )  # ranks share query heads evenly, too
+    heads = units * like(m.num_attention_heads // full_units, max(3, 8 // units))
     width = _head_width(config)
     hidden = heads * width
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream

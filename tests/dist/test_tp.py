@@ -41,13 +41,15 @@ CASES: dict[str, ModelConfig] = {
     "llama-squared-relu-partial-rotary": make_model(
         **SIZES, squared_relu=True, rotary_percent=0.5, pad_vocab_size_to=120
     ),
+    "llama-one-key-head": make_model(**{**SIZES, "num_query_groups": 1}, add_qkv_bias=True),
+    "llama-two-key-heads-selective": make_model(**{**SIZES, "num_query_groups": 2}),
     "gpt": make_model(**GPT),
     "gpt-untied": make_model(**{**GPT, "vocab_size": 96}, untie_embeddings_and_output_weights=True),
     "bloom": make_model(**BLOOM),
     "bloom-tiny-vocabulary": make_model(**{**BLOOM, "vocab_size": 5, "make_vocab_size_divisible_by": 128}),
 }
 RECOMPUTE = {"llama-tied-selective": "selective", "llama-full-recompute": "full"}
-RECOMPUTE["llama-squared-relu-partial-rotary"] = "full"
+RECOMPUTE |= {"llama-squared-relu-partial-rotary": "full", "llama-two-key-heads-selective": "selective"}
 
 
 def context(sequence_parallel: bool) -> TensorParallel:
@@ -72,8 +74,18 @@ def perturb(decoder: Decoder) -> None:
                 p.mul_(4)
 
 
+def sum_over_holders(gradient: torch.Tensor, tp: TensorParallel, span: int) -> None:
+    """As the engine does: over the ranks that hold the same."""
+    every = [torch.empty_like(gradient) for _ in range(tp.size)]
+    dist.all_gather(every, gradient, group=tp.group)
+    span = span or tp.size
+    first = tp.rank // span * span
+    gradient.copy_(sum(every[first : first + span]))
+
+
 def run(name: str, tp: TensorParallel):
-    """Loss, logits and stored-layout gradients of this rank's slices (partial ones summed)."""
+    """Loss, logits and stored-layout gradients of this rank's slices (partial ones summed); of what several ranks
+    hold, the first of them and its gradients."""
     config = CASES[name]
     decoder = Decoder(config, tp, recompute=RECOMPUTE.get(name, "none"), dtype=torch.float64)
     decoder.initialize(3)
@@ -84,16 +96,19 @@ def run(name: str, tp: TensorParallel):
     with torch.no_grad():
         for (name, p), out in zip(decoder.named_parameters(), gradients.parameters(), strict=True):
             if name in decoder.partial_gradients():
-                dist.all_reduce(p.grad, group=tp.group)
+                sum_over_holders(p.grad, tp, decoder.replica_span(name))
             out.copy_(p.grad)
     placements, padding = decoder.placements(), 0.0
     for name, out in gradients.named_parameters():
         valid = sum(s.length for s in placements[name].segments)
         padding += out[valid:].abs().sum().item()
     whole = {placements[n].name: g for n, g in gradients.named_parameters()}
-    replicated = {placements[n].name for n in decoder.replicated_parameters()}
+    replicated = {placements[n].name: decoder.replica_span(n) for n in decoder.replicated_parameters()}
     logits = decoder.full_logits(batch(config)[0]).detach()
-    kept = {name: whole[name].detach().clone() for name in replicated}
+    kept = {
+        name: (tp.rank // (span or tp.size) * (span or tp.size), whole[name].detach().clone())
+        for name, span in replicated.items()
+    }
     return loss.detach(), logits, to_hf_state_dict(gradients), kept, padding
 
 
@@ -121,10 +136,11 @@ def test_decoder_equals_one_rank(size, sequence_parallel, reference):
             assert torch.allclose(got_logits, logits, rtol=0, atol=1e-12), name
             assert torch.equal(got_loss, results[0][name][0])
             assert padding == 0
-            for key, value in kept.items():  # replicas agree to the bit
-                assert torch.equal(value, results[0][name][3][key]), (name, key)
+            for key, (first, value) in kept.items():  # replicas agree to the bit
+                assert torch.equal(value, results[first][name][3][key][1]), (name, key)
             for key, value in slices.items():
-                merged[key] = value if key in kept else merged.get(key, 0) + value
+                if kept.get(key, (rank, None))[0] == rank:
+                    merged[key] = merged.get(key, 0) + value
         for key, gradient in expected.items():
             difference = ((merged[key] - gradient).norm() / gradient.norm().clamp(floor)).item()
             assert difference < 1e-10, (name, key, difference)

@@ -153,6 +153,11 @@ def test_names_units_and_sets(family, tied):
     assert all(p.local_shape == tuple(parameters[name].shape) for name, p in placements.items())
     assert decoder.partial_gradients() == decoder.replicated_parameters()
     assert not Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
+    shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
+    heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
+    assert shared.partial_gradients() == heads < shared.replicated_parameters()
+    assert {shared.replica_span(name) for name in heads} == {2}
+    assert all(shared.placements()[name].segments[0].stored == 12 for name in heads)  # the second head's rows
     biases_and_norms = {name for name in parameters if "norm" in name or name.endswith("bias")}
     assert decoder.no_weight_decay() == biases_and_norms
     assert {name for name, p in placements.items() if p.local_shape == p.shape} <= (
@@ -309,6 +314,9 @@ def test_all_configuration_errors_are_reported_at_once():
         make("gpt", pad_vocab_size_to=352)
     )
     assert "--rotary-percent 0.5 has no effect without" in refusal(make("gpt", rotary_percent=0.5))
+    groups = refusal(make("llama", num_attention_heads=12, num_query_groups=3), tp=4)
+    assert "--num-query-groups 3 cannot be shared evenly by --tensor-model-parallel-size 4" in groups
+    assert "nearest size that fits all: 1 or 3" not in groups and "nearest size that fits all: 1" in groups
     assert "recompute = 'some' is none of none, selective, full" in refusal(make("llama"), recompute="some")
 
 
