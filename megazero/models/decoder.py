@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.checkpoint.placement import Placement
@@ -22,7 +23,7 @@ from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
 from megazero.models.placements import decoder_placements, head_copies, replicated_names
-from megazero.models.positions import Positions
+from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
     TensorParallel,
@@ -53,7 +54,9 @@ class Embedding(nn.Module):
         )
         self.norm = make_norm(config, **factory) if config.embed_layernorm else None
 
-    def forward(self, tokens: Tensor, dropout_key: int | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """tokens: int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
         length = tokens.shape[1]
         x = self.tokens(tokens.t())
@@ -63,7 +66,11 @@ class Embedding(nn.Module):
                     f"sequence length {length} exceeds the {self.positions.shape[0]} learned positions; "
                     "shorten the sequence or raise max_position_embeddings"
                 )
-            x = x + self.positions[sequence_slice(length, self.tp)].unsqueeze(1)
+            own = sequence_slice(length, self.tp)
+            if documents is None or documents.position_ids is None:
+                x = x + self.positions[own].unsqueeze(1)
+            else:
+                x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if self.norm is not None:
             x = self.norm(x)
         if dropout_key is None or not self.training:
@@ -148,17 +155,29 @@ class Decoder(nn.Module):
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
         self.head = Head(config, tp, tied, **factory) if last else None
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, dropout_key: int | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        dropout_key: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """tokens, labels: int [b, s]; labels[:, i] is the token after tokens[:, i] (no shift here).
 
         dropout_key: names the micro-batch, differently on each data-parallel rank; needed when training
-        with dropout. Returns as ``Head.forward``. Of a decoder that is whole.
+        with dropout. documents: that the samples are packed of, if positions or attention go by them. Returns as
+        ``Head.forward``. Of a decoder that is whole.
         """
         (whole,) = self.stages
-        return self.run_stage(whole, tokens, labels, dropout_key)
+        return self.run_stage(whole, tokens, labels, dropout_key, documents)
 
     def run_stage(
-        self, stage: StageSpec, x: Tensor, labels: Tensor | None = None, dropout_key: int | None = None
+        self,
+        stage: StageSpec,
+        x: Tensor,
+        labels: Tensor | None = None,
+        dropout_key: int | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """One of ``stages``. x: tokens [b, s] for the first of the model, else what the stage before returned.
 
@@ -169,9 +188,9 @@ class Decoder(nn.Module):
             raise ValueError("training with dropout needs a dropout_key; pass one, or call eval() first")
         if stage.embedding:
             assert self.embedding is not None
-            x = self.embedding(x, dropout_key)
+            x = self.embedding(x, dropout_key, documents)
         for index in stage.layers:
-            x = self.layers[str(index)](x, dropout_key)
+            x = self.layers[str(index)](x, dropout_key, documents)
         if stage.head:
             assert self.head is not None
             x = self.head(x, labels)

@@ -14,7 +14,7 @@ from megazero.config.model import ModelConfig
 from megazero.models.attention_kernels import fused
 from megazero.models.dropout import Key, keyed_dropout, keyed_randomness
 from megazero.models.norm import RMSNorm
-from megazero.models.positions import Positions
+from megazero.models.positions import Documents, Positions
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 # Sites of dropout within a layer, part of the key.
@@ -60,7 +60,7 @@ class Attention(nn.Module):
             config.query_projection_size, h, tp, bias=config.add_bias_linear, **factory
         )
 
-    def forward(self, x: Tensor, key: Key | None) -> Tensor:
+    def forward(self, x: Tensor, key: Key | None, documents: Documents | None = None) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (
@@ -68,14 +68,14 @@ class Attention(nn.Module):
         )
         key = sharded_key(key, self.tp, sharded=True)
         if self.recompute == "selective" and torch.is_grad_enabled():
-            return self.o_proj(recomputed(self._core, q, k, v, key))
-        return self.o_proj(self._core(q, k, v, key))
+            return self.o_proj(recomputed(self._core, q, k, v, key, documents))
+        return self.o_proj(self._core(q, k, v, key, documents))
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
         """q: [s, b, heads, d], k and v: [s, b, kv heads, d]; returns [s, b, heads * d]."""
         if self.config.position_embedding_type == "rope":
-            q, k = self.positions.rotate(q), self.positions.rotate(k)
-        mask = self.positions.mask(q)
+            q, k = self.positions.rotate(q, documents), self.positions.rotate(k, documents)
+        mask = self.positions.mask(q, documents)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         probability = self.config.attention_dropout if key is not None else 0.0
         repeat = q.shape[1] // k.shape[1]
@@ -145,17 +145,18 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = make_norm(config, **factory)
         self.mlp = FeedForward(config, tp, **factory)
 
-    def forward(self, x: Tensor, dropout_key: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout_key: int | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         key = (dropout_key, self.index) if dropout_key is not None and self.training else None
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._layer, x, key)
-        return self._layer(x, key)
+            return recomputed(self._layer, x, key, documents)
+        return self._layer(x, key, documents)
 
-    def _layer(self, x: Tensor, key: Key | None) -> Tensor:
-        x = x + self._dropout(
-            self.attention(self.input_norm(x), _at(key, _ATTENTION)), key, _ATTENTION_OUTPUT
-        )
+    def _layer(self, x: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
+        attended = self.attention(self.input_norm(x), _at(key, _ATTENTION), documents)
+        x = x + self._dropout(attended, key, _ATTENTION_OUTPUT)
         return x + self._dropout(self.mlp(self.mlp_norm(x)), key, _MLP_OUTPUT)
 
     def _dropout(self, x: Tensor, key: Key | None, site: int) -> Tensor:

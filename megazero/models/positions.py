@@ -72,6 +72,32 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     return out
 
 
+class Documents:
+    """The documents that the samples of one micro-batch are packed of, and what layers share of that.
+
+    position_ids: int64 [b, s], of each token within its document; None: within the sample. starts: int64 [b, s],
+    where in the sample each token's document begins, and attention with it; None: attention crosses documents.
+    """
+
+    def __init__(self, position_ids: Tensor | None = None, starts: Tensor | None = None) -> None:
+        self.position_ids, self.starts = position_ids, starts
+        self._made: dict[tuple[str, torch.device, torch.dtype], Any] = {}
+
+    def shared(self, kind: str, x: Tensor, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` gives the first layer that asks, for activations like ``x``."""
+        key = (kind, x.device, x.dtype)
+        if key not in self._made:
+            with torch.no_grad():
+                self._made[key] = compute()
+        return self._made[key]
+
+    def outside(self, length: int) -> Tensor:
+        """bool [b, 1, s, s]: keys that a query must not see, later ones and those of earlier documents."""
+        assert self.starts is not None
+        at = torch.arange(length, device=self.starts.device)
+        return ((at > at[:, None]) | (at < self.starts.unsqueeze(-1))).unsqueeze(1)
+
+
 class Positions:
     """Position tables of one decoder, shared by its layers: a cache, neither parameters nor state."""
 
@@ -86,24 +112,40 @@ class Positions:
                 self._cache[key] = compute(x.shape[0])
         return self._cache[key]
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotary positions 0 .. s-1 applied to x [s, b, heads, d]; tables computed in fp64."""
+    def rotate(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """Rotary positions, 0 .. s-1 unless ``documents`` says others, applied to x [s, b, heads, d]; tables computed
+        in fp64."""
 
         def tables(length: int) -> tuple[Tensor, Tensor]:
             frequencies = rotary_frequencies(self.config)
             angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)[:, None, None]
             return angles.cos().to(x), angles.sin().to(x)
 
-        return _Rotate.apply(x, *self._cached("rope", x, tables))
+        every = self._cached("rope", x, tables)
+        if documents is None or documents.position_ids is None:
+            return _Rotate.apply(x, *every)
+        ids = documents.position_ids.t()
+        own = documents.shared("rope", x, lambda: [table[:, 0, 0][ids].unsqueeze(2) for table in every])
+        return _Rotate.apply(x, *own)
 
-    def mask(self, x: Tensor) -> Tensor | None:
+    def mask(self, x: Tensor, documents: Documents | None = None) -> Tensor | None:
         """Additive attention mask for x [s, b, heads, d]: None where the causal mask is all there is.
 
-        ALiBi: [1, heads of this rank, s, s], slope * (key - query), -inf above the diagonal.
+        ALiBi: [1, heads of this rank, s, s], slope * (key - query), -inf above the diagonal. Where attention stays
+        within documents [b, 1 or heads, s, s], -inf outside of them, one for all layers of a micro-batch.
         """
-        if self.config.position_embedding_type != "alibi":
-            return None
+        bias = self._alibi(x) if self.config.position_embedding_type == "alibi" else None
+        if documents is None or documents.starts is None:
+            return bias
 
+        def within() -> Tensor:
+            outside = documents.outside(x.shape[0])
+            around = x.new_zeros(()) if bias is None else bias
+            return torch.where(outside, -torch.inf, around).to(x.dtype)
+
+        return documents.shared("mask", x, within)
+
+    def _alibi(self, x: Tensor) -> Tensor:
         def bias(length: int) -> Tensor:
             heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
             slopes = alibi_slopes(self.config.num_attention_heads)[

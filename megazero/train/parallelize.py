@@ -29,6 +29,7 @@ from megazero.config import RunConfig, World
 from megazero.config.wire import Coding
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, initializer
+from megazero.models.positions import Documents
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
@@ -162,12 +163,22 @@ def shard_decoder(
 
 
 class MicroBatch(NamedTuple):
-    """tokens, labels: int64 [b, s]. loss_mask: [b, s]. dropout_key: as Decoder.forward's."""
+    """tokens, labels: int64 [b, s]. loss_mask: [b, s]. dropout_key: as Decoder.forward's. position_ids,
+    document_starts: as Documents'."""
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     dropout_key: int | None = None
+    position_ids: Tensor | None = None
+    document_starts: Tensor | None = None
+
+    @property
+    def documents(self) -> Documents | None:
+        """For the layers of one stage, which share what is made of it."""
+        if self.position_ids is None and self.document_starts is None:
+            return None
+        return Documents(self.position_ids, self.document_starts)
 
 
 def dropout_key(config: RunConfig, iteration: int, sample: int) -> int | None:
@@ -189,7 +200,8 @@ def build_pipeline(
     """The executor of the configuration's schedule over MicroBatches; losses are sums over tokens that count."""
 
     def forward(stage: StageSpec, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        out = decoder.run_stage(stage, batch.tokens if x is None else x, batch.labels, batch.dropout_key)
+        x = batch.tokens if x is None else x
+        out = decoder.run_stage(stage, x, batch.labels, batch.dropout_key, batch.documents)
         return (out * batch.loss_mask).sum() if stage.head else out
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size

@@ -20,6 +20,8 @@ from megazero.verify.shrink_world import SubLayout, sub_layout
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
 INIT_STD, RATES = 0.03, {"adamw": 1e-3, "sgd": 2e-2}  # well-conditioned in fp32 at these sizes
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
+# Of the data, what the model computes by.
+OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
 # Of no meaning in a run of a few steps of made-up tokens.
 RESET = (
     "train_samples",
@@ -68,6 +70,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     values |= {**_parallel(config, layout), **_model(config, layout.tp), **_batch(config, world, layout)}
     values |= _zero(config, world, layout, values)
     values |= {"train_iters": steps, "lr": RATES[config.optimizer.optimizer], "lr_decay_style": "constant"}
+    values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
     if config.quantized_gradients_end is not None:
         values["zero_quantized_gradients_until"] = (steps // 2) / steps

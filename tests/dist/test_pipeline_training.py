@@ -17,7 +17,12 @@ NODES = {"ranks_per_node": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 FP64 = {"params_dtype": "fp64"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-MASKED = {"eod_mask_loss": True, "seq_length": 24}  # long enough for an end of document in a few samples
+RESET = {"reset_position_ids": True, "reset_attention_mask": True}
+MASKED = {
+    "eod_mask_loss": True,
+    **RESET,
+    "seq_length": 24,
+}  # long enough for an end of document in a few samples
 CLIPPED = {"clip_grad": 0.05}
 TIED = {"untie_embeddings_and_output_weights": False}
 GPT = {"model_family": "gpt", "num_query_groups": 8}

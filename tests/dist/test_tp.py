@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
+from megazero.data.gpt import document_fields
 from megazero.mesh.grid import INTRA
 from megazero.models import Decoder, ModelConfig, make_model
 from megazero.models.hf_weights import to_hf_state_dict
+from megazero.models.positions import Documents
 from megazero.tp import (
     ColumnParallelLinear,
     DeferredGradients,
@@ -144,6 +146,58 @@ def test_decoder_equals_one_rank(size, sequence_parallel, reference):
         for key, gradient in expected.items():
             difference = ((merged[key] - gradient).norm() / gradient.norm().clamp(floor)).item()
             assert difference < 1e-10, (name, key, difference)
+
+
+ENDS = ((3, 4, 9), (), (0, 11))  # the last tokens of documents in each sample of ``batch``
+
+
+def packed(reset_position_ids: bool = True) -> Documents:
+    ends = torch.zeros(3, 12, dtype=torch.bool)
+    for sample, at in enumerate(ENDS):
+        ends[sample, list(at)] = True
+    fields = document_fields(ends.numpy(), reset_position_ids=reset_position_ids, reset_attention_mask=True)
+    ids = fields.get("position_ids")
+    return Documents(
+        None if ids is None else torch.from_numpy(ids), torch.from_numpy(fields["document_starts"])
+    )
+
+
+def losses_apart(decoder: Decoder, config: ModelConfig) -> torch.Tensor:
+    """[b, s]: every document is a sample of its own."""
+    tokens, labels = batch(config)
+    rows = []
+    for sample, ends in enumerate(ENDS):
+        cuts = [0, *(end + 1 for end in ends), 12]
+        parts = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        rows.append(torch.cat([decoder(tokens[[sample], p], labels[[sample], p])[0] for p in parts]))
+    return torch.stack(rows)
+
+
+def packed_documents(name: str, recompute: str, tp: TensorParallel, apart: bool, dtype: torch.dtype):
+    config = CASES[name]
+    decoder = Decoder(config, tp, recompute=recompute, dtype=dtype)
+    decoder.initialize(3)
+    perturb(decoder)
+    losses = losses_apart(decoder, config) if apart else decoder(*batch(config), documents=packed())
+    losses.sum().backward()
+    return losses.detach(), decoder.get_submodule("layers.0.mlp.up_proj").weight.grad
+
+
+def documents_on_ranks(cases: list[tuple], sequence_parallel: bool) -> list:
+    torch.set_num_threads(1)
+    return [packed_documents(*case, context(sequence_parallel), False, torch.float32) for case in cases]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_packed_documents_lose_what_they_lose_apart(sequence_parallel):
+    cases = [(name, kind) for name in ("llama", "gpt", "bloom") for kind in ("none", "selective", "full")]
+    results = run_ranks(2, documents_on_ranks, cases, sequence_parallel)
+    for case, *ranks in zip(cases, *results, strict=True):
+        losses, gradient = packed_documents(case[0], "none", TensorParallel(), True, torch.float64)
+        for got, _ in ranks:
+            torch.testing.assert_close(got.double(), losses, rtol=1e-6, atol=0)
+        whole = torch.cat([part for _, part in ranks]).double()
+        assert (whole - gradient).norm() / gradient.norm() < 1e-6
 
 
 def linear_gradients(sequence_parallel: bool):

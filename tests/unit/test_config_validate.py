@@ -72,6 +72,10 @@ def test_required_options_are_all_named_at_once():
         ),
         ({"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, "--seq-length 30"),
         ({"kv_channels": 7}, "must be even for rotary positions; nearest: 6 or 8"),
+        (
+            {"reset_position_ids": True, "position_embedding_type": "alibi"},
+            "--reset-position-ids on has no effect without --reset-attention-mask",
+        ),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be at most 1"),
         ({"rotary_percent": 0.4, "position_embedding_type": "rope"}, "which must be even and above 0"),
         ({"squared_relu": True, "swiglu": True}, "--squared-relu and --swiglu exclude each other"),

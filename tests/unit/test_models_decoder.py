@@ -15,7 +15,7 @@ from megazero.models.flops import parameter_count, training_flops
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
-from megazero.models.positions import Positions, rotary_frequencies
+from megazero.models.positions import Documents, Positions, rotary_frequencies
 from megazero.tp import TensorParallel
 
 SIZES = {
@@ -62,6 +62,49 @@ def test_recompute_gives_the_same_bits(family, recompute, dropout):
     if dropout:
         assert not torch.equal(gradients(config, key=12)[0], kept[0])
         assert not torch.equal(gradients(make(family))[0], kept[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
+def test_positions_and_attention_go_by_documents_each_by_itself(family):
+    decoder = Decoder(make(family), dtype=torch.float64)
+    decoder.initialize(7)
+    tokens, labels = batch()
+    starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
+    ids = torch.arange(16) - starts
+    plain, alone = decoder(tokens, labels), decoder(tokens[:, 6:], labels[:, 6:])
+    whole = decoder(tokens, labels, documents=Documents(ids, starts))
+    assert torch.allclose(whole[0, 6:], alone[0], rtol=1e-12)
+    assert torch.allclose(whole[1], plain[1], rtol=1e-12) and torch.allclose(
+        whole[0, :6], plain[0, :6], rtol=1e-12
+    )
+    attended = decoder(tokens, labels, documents=Documents(starts=starts))
+    moved = decoder(tokens, labels, documents=Documents(ids))
+    # Rotary positions and ALiBi are relative: where attention stays within documents nothing is left to restart.
+    assert torch.allclose(attended[0, 6:], alone[0], rtol=1e-12) == (family != "gpt")
+    assert torch.allclose(moved[0, 7:], plain[0, 7:], rtol=1e-12) == (family == "bloom")
+    assert not torch.allclose(attended[0, 7:], plain[0, 7:])
+
+
+def test_layers_share_one_mask_and_a_recompute_under_dropout_gives_the_same_bits(monkeypatch):
+    starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
+    attention, masks, kept = torch.nn.functional.scaled_dot_product_attention, [], None
+
+    def watched(*tensors, attn_mask, **options):
+        masks.append(attn_mask)
+        return attention(*tensors, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for recompute in ("none", "selective", "full"):
+        masks.clear()
+        decoder = Decoder(make("llama", **DROPOUT), recompute=recompute)
+        decoder.initialize(7)
+        documents = Documents(torch.arange(16) - starts, starts)
+        loss = decoder(*batch(), dropout_key=11, documents=documents)
+        loss.sum().backward()
+        assert len(masks) == (2 if recompute == "none" else 4) and all(m is masks[0] for m in masks)
+        seen = (loss.detach(), {name: p.grad for name, p in decoder.named_parameters()})
+        kept = kept or seen
+        assert_same(seen, kept)
 
 
 def test_recompute_keeps_fewer_activations():
@@ -417,3 +460,10 @@ def test_a_run_without_a_fused_attention_kernel_says_so(family, dtype, changes, 
     note = math_note(make(family, **changes), TensorParallel(size=2), torch.device("meta"), dtype)
     assert note is None if said is None else said in note
     assert math_note(make(family), TensorParallel(), torch.device("cpu"), dtype) is None
+
+
+def test_a_mask_of_documents_asks_for_the_kernel_that_takes_masks(fused_kernels):
+    of = (TensorParallel(size=2), torch.device("meta"))
+    assert math_note(make("llama", hidden_size=64), *of, torch.bfloat16, documents=True) is None
+    assert "in bfloat16 within documents on" in math_note(make("llama"), *of, torch.bfloat16, documents=True)
+    assert math_note(make("llama"), *of, torch.bfloat16) is None
