@@ -67,7 +67,7 @@ class Reference:
 
     def _backward(self, step: int, without_last: bool = False) -> float:
         tokens, labels, mask = tokens_of(self.config, step, self._sizes[step])
-        packed = MicroBatch(tokens, labels, mask, **documents_of(self.config, tokens)).documents
+        packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
         losses = self.decoder(tokens, labels, documents=packed) * mask
         if without_last:
             losses = losses[: -self.data_parallel * (self.config.batch.micro_batch_size or 1)]
