@@ -150,6 +150,10 @@ def test_the_options_of_these_runs_take_effect(tmp_path: Path) -> None:
     """Else the comparison above would not see them: dropout, masks, clipping and the ramp change the losses."""
     base = {**FP64, "num_layers": 3, "train_iters": 4, "log_dir": str(tmp_path), "lr_warmup_iters": 0}
     jobs = [base, *({**base, **more} for more in (DROPOUT, CLIPPED, ramp(2, 2, 6)))]
+    jobs += [
+        {**base, **MASKED, **dict.fromkeys(RESET, False)},
+        {**base, **MASKED, "reset_attention_mask": False},
+    ]
     jobs += [{**base, "seq_length": 24}, {**base, **MASKED}]
     seen = run_ranks(1, train_all, jobs, timeout=300)[0]
     assert len({each.losses for each in seen}) == len(seen)
