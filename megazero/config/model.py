@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,9 @@ class ModelConfig:
         None, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
     )
     rotary_base: float = option(10000.0, "base of rotary frequencies", above=0)
+    rotary_percent: float = option(
+        1.0, "share of each head's channels, the first ones, that rotary positions turn", above=0, high=1
+    )
     rotary_scaling: str = option(
         "none",
         "scaling of rotary frequencies for long contexts",
@@ -52,7 +56,8 @@ class ModelConfig:
     rotary_original_max_position: int = option(8192, "llama3: context length before scaling", low=1)
     normalization: str = option(None, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
-    swiglu: bool = option(None, "SwiGLU in the MLP, else GELU (by family)")
+    swiglu: bool = option(None, "SwiGLU in the MLP, else GELU (by family; off with --squared-relu)")
+    squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
     add_bias_linear: bool = option(
         None, "biases in linear layers (by family)", negative="disable-bias-linear"
     )
@@ -70,6 +75,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = option(
         128, "the padded vocabulary is a multiple of this and of the tensor-parallel size", low=1
     )
+    pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
 
     @property
     def qkv_bias(self) -> bool:
@@ -87,10 +93,23 @@ class ModelConfig:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def rotary_channels(self) -> int:
+        """The first channels of a head, which rotary positions turn."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """pad_vocab_size_to, else the smallest multiple of make_vocab_size_divisible_by and ``tp`` that holds the
+        vocabulary."""
+        if self.pad_vocab_size_to is not None:
+            return self.pad_vocab_size_to
+        unit = math.lcm(self.make_vocab_size_divisible_by, tp)
+        return -(-self.vocab_size // unit) * unit
+
+    @property
     def layer_matrix_numel(self) -> int:
         """Elements of a layer's matrices, which are the multiply-adds of one token:
 
-        h ffn m + h (q + 2 kv) + q h, with m = 3 matrices for SwiGLU and 2 for GELU, q and kv the widths of the query
+        h ffn m + h (q + 2 kv) + q h, with m = 3 matrices for SwiGLU and else 2, q and kv the widths of the query
         and key linears.
         """
         h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
@@ -108,6 +127,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(values.get("model_family", ModelConfig.model_family))
     said = {name: value for name, value in values.items() if value is not None}
     done = {**(family.defaults if family else {}), **said}
+    if said.get("squared_relu") and "swiglu" not in said:  # one MLP: what is said decides, not the family
+        done["swiglu"] = False
     hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
     derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
     if hidden:

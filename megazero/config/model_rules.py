@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ from megazero.config.fields import fault, section_options, without_effect
 from megazero.config.model import ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
 
-_ROTARY = ("rotary_base", "rotary_scaling")
+_ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
+_OPTIONAL = ("seq_length", "pad_vocab_size_to")  # what a decoder does without
 _LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position")
 
 
@@ -36,10 +38,46 @@ def rotary(model: ModelConfig) -> Iterator[str]:
             f"--kv-channels {model.kv_channels} must be even for rotary positions; nearest: "
             f"{model.kv_channels - 1 or 2} or {model.kv_channels + 1}"
         )
+    elif model.position_embedding_type == "rope" and (model.rotary_channels % 2 or not model.rotary_channels):
+        width = model.kv_channels
+        near = multiples_around(model.rotary_channels, 2)
+        channels = dict.fromkeys(min(max(int(word), 2), width) for word in near.split(" or "))
+        yield (
+            f"--rotary-percent {model.rotary_percent:g} of --kv-channels {width} is {model.rotary_channels} "
+            "channels, which must be even and above 0; nearest: "
+            f"{' or '.join(f'{math.ceil(1e4 * c / width) / 1e4:g}' for c in channels)}"
+        )
     if model.rotary_scaling == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
         yield (
             f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
             f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
+        )
+
+
+def mlp(model: ModelConfig) -> Iterator[str]:
+    """Two activations for one MLP."""
+    if model.squared_relu and model.swiglu:
+        yield "--squared-relu and --swiglu exclude each other; leave one out"
+
+
+def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
+    """A padded size that the vocabulary does not fit in, that ``tp`` ranks cannot share evenly, or that is not the
+    multiple that is asked for as well (the default is not asked for)."""
+    padded, size, divisor = model.pad_vocab_size_to, model.vocab_size, model.make_vocab_size_divisible_by
+    if padded is None:
+        return
+    least = -(-(size or 1) // tp) * tp
+    if size is not None and padded < size:
+        yield f"--pad-vocab-size-to {padded} is below the vocabulary's {size}; nearest: {least}"
+    elif padded % tp:
+        yield (
+            f"--pad-vocab-size-to {padded} does not divide by --tensor-model-parallel-size {tp}; nearest: "
+            f"{multiples_around(max(padded, least), tp)}"
+        )
+    elif divisor != ModelConfig.make_vocab_size_divisible_by and padded % divisor:
+        yield (
+            f"--pad-vocab-size-to {padded} is not a multiple of --make-vocab-size-divisible-by {divisor}; leave "
+            "that out"
         )
 
 
@@ -51,17 +89,25 @@ def sequence(model: ModelConfig) -> Iterator[str]:
 
 
 def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> Iterator[str]:
-    """Sizes that ``tp`` ranks cannot share evenly."""
+    """Sizes that ``tp`` ranks cannot share evenly. Of key/value heads there may be fewer than ranks, which then share
+    them evenly."""
+    groups = model.num_query_groups
     sizes = {
         "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": model.num_query_groups,
+        "--num-query-groups": groups,
         "--ffn-hidden-size": model.ffn_hidden_size,
     }
-    if model.num_query_groups == model.num_attention_heads:  # one line, not two
+    if groups == model.num_attention_heads or groups < tp:  # one line, not two
         del sizes["--num-query-groups"]
     if sequence_parallel:
         sizes["--seq-length"] = model.seq_length
     legal = common_divisors(*sizes.values())
+    if tp % min(groups, tp) and groups != model.num_attention_heads:
+        legal = [size for size in legal if size % groups == 0 or groups % size == 0]
+        yield (
+            f"--num-query-groups {groups} cannot be shared evenly by --tensor-model-parallel-size {tp}; nearest size "
+            f"that fits all: {around(legal, tp)}"
+        )
     for flag, size in sizes.items():
         if size % tp:
             yield (
@@ -84,11 +130,12 @@ def check_model(model: ModelConfig, tp: int = 1) -> None:
     seq_length may be None: a decoder is called with any length.
     """
     options = {
-        o.name: replace(o, required=o.name != "seq_length") for o in section_options("model", ModelConfig)
+        o.name: replace(o, required=o.name not in _OPTIONAL) for o in section_options("model", ModelConfig)
     }
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:
-        errors = [*heads(model), *rotary(model), *tensor_parallel(model, tp)]
+        errors = [*heads(model), *rotary(model), *mlp(model), *tensor_parallel(model, tp)]
+        errors += padded_vocabulary(model, tp)
         errors += without_effect(conditions(model), options, vars(model))
     if errors:
         raise ConfigError(errors)

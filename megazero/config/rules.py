@@ -147,7 +147,12 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
         ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
         lambda c: model_rules.heads(c.model),
     ),
-    (("kv_channels", "position_embedding_type"), lambda c: model_rules.rotary(c.model)),
+    (("kv_channels", "position_embedding_type", "rotary_percent"), lambda c: model_rules.rotary(c.model)),
+    ((), lambda c: model_rules.mlp(c.model)),
+    (
+        ("pad_vocab_size_to", "make_vocab_size_divisible_by", "tensor_model_parallel_size"),
+        lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
+    ),
     (("seq_length", "max_position_embeddings"), lambda c: model_rules.sequence(c.model)),
     (
         (

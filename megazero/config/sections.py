@@ -229,6 +229,10 @@ class DataConfig:
     )
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
     eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
+    reset_position_ids: bool = option(False, "positions begin at 0 after every end-of-document token")
+    reset_attention_mask: bool = option(
+        False, "attention stays within documents, which end-of-document tokens end"
+    )
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             opt.lr_decay_style != "constant",
             "a --lr-decay-style that decays",
         ),
+        (
+            [
+                "reset_position_ids"
+            ],  # ALiBi's distances are those within a document wherever attention stays in it
+            config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask,
+            "--reset-attention-mask, or positions other than ALiBi",
+        ),
         (["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"),
         (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
         (["save_retain_interval"], config.checkpoint.save_keep_last is not None, "--save-keep-last"),

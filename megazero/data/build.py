@@ -19,7 +19,8 @@ SPLITS = ("train", "valid", "test")
 
 
 class Dataset(Protocol):
-    """Samples by position: dict of tokens int64 [s], labels int64 [s], loss_mask float32 [s] (numpy).
+    """Samples by position: dict of tokens int64 [s], labels int64 [s], loss_mask float32 [s] (numpy), and
+    position_ids and document_starts int64 [s] where they are asked for.
 
     ordered_for: the number of samples that their order was made for; 0 where it is the same for any number.
     """
@@ -45,6 +46,8 @@ def build_datasets(
     tokenizer: TokenizerInfo,
     cache_dir: str | Path | None = None,
     eod_mask_loss: bool = False,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
     ordered_for: tuple[int, int, int] = (0, 0, 0),
 ) -> Datasets:
     """Train, valid and test datasets; None where 0 samples are asked for. Every rank may call it at once.
@@ -56,7 +59,7 @@ def build_datasets(
     A blend without weights is one epoch of everything, so it may have fewer samples than asked for.
     Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.
     """
-    spec = SampleSpec(seq_length, seed, tokenizer, eod_mask_loss)
+    spec = SampleSpec(seq_length, seed, tokenizer, eod_mask_loss, reset_position_ids, reset_attention_mask)
     if data_path is None:
         mocks = [MockDataset(count, which, spec) if count else None for which, count in enumerate(samples)]
         return mocks[0], mocks[1], mocks[2]

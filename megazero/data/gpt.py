@@ -25,16 +25,21 @@ Sample = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """How samples are cut and masked. seq_length: tokens per sample; seed: of both shuffles."""
+    """How samples are cut and masked. seq_length: tokens per sample; seed: of both shuffles.
+
+    reset_position_ids, reset_attention_mask: samples say where documents begin (``document_fields``).
+    """
 
     seq_length: int
     seed: int
     tokenizer: TokenizerInfo
     eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
 
 def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
-    """text int64 [s + 1] -> tokens int64 [s], labels int64 [s], loss_mask float32 [s].
+    """text int64 [s + 1] -> tokens int64 [s], labels int64 [s], loss_mask float32 [s], and ``document_fields``.
 
     With eod_mask_loss a position whose *token* (not label) is the end of document has weight 0: it would
     have to predict the first token of an unrelated document.
@@ -43,7 +48,32 @@ def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
     mask = np.ones(len(tokens), np.float32)
     if spec.eod_mask_loss:
         mask[tokens == spec.tokenizer.eod] = 0.0
-    return {"tokens": tokens, "labels": text[1:], "loss_mask": mask}
+    fields = document_fields(
+        tokens == spec.tokenizer.eod,
+        reset_position_ids=spec.reset_position_ids,
+        reset_attention_mask=spec.reset_attention_mask,
+    )
+    return {"tokens": tokens, "labels": text[1:], "loss_mask": mask, **fields}
+
+
+def document_fields(
+    ends: NDArray[np.bool_], *, reset_position_ids: bool, reset_attention_mask: bool
+) -> Sample:
+    """Where documents begin, of what is asked for: int64 [..., s] each.
+
+    ends: bool [..., s], True at the last token of a document, its end-of-document token; the next begins after it.
+    position_ids count from 0 within each document; document_starts is where the document of each token begins.
+    """
+    at = np.arange(ends.shape[-1])
+    begins = np.zeros(ends.shape, np.int64)
+    begins[..., 1:] = np.where(ends[..., :-1], at[1:], 0)
+    starts = np.maximum.accumulate(begins, axis=-1)
+    fields = {}
+    if reset_position_ids:
+        fields["position_ids"] = at - starts
+    if reset_attention_mask:
+        fields["document_starts"] = starts
+    return fields
 
 
 def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:

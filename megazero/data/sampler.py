@@ -61,7 +61,8 @@ class Batches:
         return [list(self._ids(i)) for i in range(micro_batches)]
 
     def next_step(self, micro_batches: int) -> list[Batch]:
-        """The step's batches: tokens and labels int64 [b, s], loss_mask float32 [b, s].
+        """The step's batches: tokens and labels int64 [b, s], loss_mask float32 [b, s], and what else the
+        samples say.
 
         Raises ValueError when fewer samples are left than the step takes; the position then stays.
         """

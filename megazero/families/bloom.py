@@ -31,7 +31,7 @@ NAMES = TensorNames(
         "mlp.down_proj": "mlp.dense_4h_to_h",
     },
     fused="heads",
-    needs=CHOICES,
+    needs={**CHOICES, "squared_relu": False},
     equal=PLAIN_ATTENTION,
 )
 BLOOM = Family(

@@ -31,7 +31,7 @@ NAMES = TensorNames(
     },
     transposed=True,
     fused="sides",
-    needs={**CHOICES, "embed_layernorm": False},
+    needs={**CHOICES, "embed_layernorm": False, "squared_relu": False},
     equal=PLAIN_ATTENTION,
 )
 GPT = Family(

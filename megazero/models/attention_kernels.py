@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.backends import cuda
 
 from megazero.config.model import ModelConfig
-from megazero.models.positions import Positions
+from megazero.models.positions import Documents, Positions
 from megazero.tp import TensorParallel
 
 
@@ -26,18 +26,23 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
 
 
 def math_note(
-    config: ModelConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype, documents: bool = False
 ) -> str | None:
-    """What to say at the start of a run whose attention gets no fused kernel on a GPU; None where it gets one."""
+    """What to say at the start of a run whose attention gets no fused kernel on a GPU; None where it gets one.
+
+    documents: attention stays within them.
+    """
     if device.type == "cpu":
         return None
     heads = tp.share(config.num_attention_heads, "num_attention_heads")
     q = torch.zeros(64, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
-    mask = Positions(config, tp).mask(q)
+    packed = Documents(starts=torch.zeros(1, 64, dtype=torch.int64, device=device)) if documents else None
+    mask = Positions(config, tp).mask(q, packed)
     q = q.permute(1, 2, 0, 3)
     if fused(q, q, q, mask, config.attention_dropout):
         return None
-    biased = " with ALiBi" if mask is not None else ""
+    biased = " with ALiBi" if config.position_embedding_type == "alibi" else ""
+    biased += " within documents" if documents else ""
     return (
         "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused one takes "
         f"{heads} heads of {config.kv_channels} in {str(dtype).removeprefix('torch.')}{biased} on this GPU; bf16 and "

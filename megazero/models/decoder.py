@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.checkpoint.placement import Placement
@@ -21,8 +22,8 @@ from megazero.config.sections import RECOMPUTE
 from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
-from megazero.models.placements import decoder_placements, replicated_names
-from megazero.models.positions import Positions
+from megazero.models.placements import decoder_placements, head_copies, replicated_names
+from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
     TensorParallel,
@@ -44,7 +45,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
         self.config, self.tp = config, tp
-        shard = VocabShard.of(config.vocab_size, config.make_vocab_size_divisible_by, tp)
+        shard = VocabShard.of(config.vocab_size, config.padded_vocab_size(tp.size), tp)
         self.tokens = VocabParallelEmbedding(shard, config.hidden_size, tp, **factory)
         self.positions = (
             nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size, **factory))
@@ -53,7 +54,9 @@ class Embedding(nn.Module):
         )
         self.norm = make_norm(config, **factory) if config.embed_layernorm else None
 
-    def forward(self, tokens: Tensor, dropout_key: int | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """tokens: int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
         length = tokens.shape[1]
         x = self.tokens(tokens.t())
@@ -63,7 +66,11 @@ class Embedding(nn.Module):
                     f"sequence length {length} exceeds the {self.positions.shape[0]} learned positions; "
                     "shorten the sequence or raise max_position_embeddings"
                 )
-            x = x + self.positions[sequence_slice(length, self.tp)].unsqueeze(1)
+            own = sequence_slice(length, self.tp)
+            if documents is None or documents.position_ids is None:
+                x = x + self.positions[own].unsqueeze(1)
+            else:
+                x = x + F.embedding(documents.position_ids.t()[own], self.positions)
         if self.norm is not None:
             x = self.norm(x)
         if dropout_key is None or not self.training:
@@ -83,7 +90,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.shard = VocabShard.of(config.vocab_size, config.make_vocab_size_divisible_by, tp)
+        self.shard = VocabShard.of(config.vocab_size, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
             tied = nn.Parameter(torch.empty(self.shard.rows, config.hidden_size, **factory))
@@ -148,17 +155,29 @@ class Decoder(nn.Module):
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
         self.head = Head(config, tp, tied, **factory) if last else None
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, dropout_key: int | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        dropout_key: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """tokens, labels: int [b, s]; labels[:, i] is the token after tokens[:, i] (no shift here).
 
         dropout_key: names the micro-batch, differently on each data-parallel rank; needed when training
-        with dropout. Returns as ``Head.forward``. Of a decoder that is whole.
+        with dropout. documents: that the samples are packed of, if positions or attention go by them. Returns as
+        ``Head.forward``. Of a decoder that is whole.
         """
         (whole,) = self.stages
-        return self.run_stage(whole, tokens, labels, dropout_key)
+        return self.run_stage(whole, tokens, labels, dropout_key, documents)
 
     def run_stage(
-        self, stage: StageSpec, x: Tensor, labels: Tensor | None = None, dropout_key: int | None = None
+        self,
+        stage: StageSpec,
+        x: Tensor,
+        labels: Tensor | None = None,
+        dropout_key: int | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """One of ``stages``. x: tokens [b, s] for the first of the model, else what the stage before returned.
 
@@ -169,9 +188,9 @@ class Decoder(nn.Module):
             raise ValueError("training with dropout needs a dropout_key; pass one, or call eval() first")
         if stage.embedding:
             assert self.embedding is not None
-            x = self.embedding(x, dropout_key)
+            x = self.embedding(x, dropout_key, documents)
         for index in stage.layers:
-            x = self.layers[str(index)](x, dropout_key)
+            x = self.layers[str(index)](x, dropout_key, documents)
         if stage.head:
             assert self.head is not None
             x = self.head(x, labels)
@@ -221,15 +240,22 @@ class Decoder(nn.Module):
         return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
 
     def replicated_parameters(self) -> set[str]:
-        """Parameters every rank of the tp axis holds whole (they count once in a norm)."""
-        return replicated_names(self.config)
+        """Parameters that several ranks of the tp axis hold (they count once in a norm)."""
+        return replicated_names(self.config, self.tp.size)
+
+    def replica_span(self, name: str) -> int:
+        """How many ranks in a row hold the same of a replicated parameter; 0: all of the tp axis."""
+        copies = head_copies(self.config, name, self.tp.size)
+        return copies if copies > 1 else 0
 
     def partial_gradients(self) -> set[str]:
         """Parameters whose gradient on this rank is one term of a sum over the tp axis.
 
-        Under sequence parallel a replicated parameter sees this rank's positions only.
+        Under sequence parallel a replicated parameter sees this rank's positions only. Key/value heads that several
+        ranks hold see this rank's query heads only.
         """
-        return self.replicated_parameters() if self.tp.sharded_sequence else set()
+        names = self.replicated_parameters()
+        return {name for name in names if self.tp.sharded_sequence or self.replica_span(name)}
 
     def no_weight_decay(self) -> set[str]:
         """Norms and biases."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from megazero.config.model import ModelConfig
 from megazero.models.placements import parameter_roles
-from megazero.tp import padded_vocab_size
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -27,6 +26,5 @@ def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size
     """
     lengths = list(sequence_lengths)
     h, q, layers = config.hidden_size, config.query_projection_size, config.num_layers
-    vocabulary = padded_vocab_size(config.vocab_size, config.make_vocab_size_divisible_by, tp_size)
-    dense = 6 * sum(lengths) * (layers * config.layer_matrix_numel + h * vocabulary)
+    dense = 6 * sum(lengths) * (layers * config.layer_matrix_numel + h * config.padded_vocab_size(tp_size))
     return dense + 6 * q * layers * sum(length * length for length in lengths)

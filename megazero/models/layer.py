@@ -14,7 +14,7 @@ from megazero.config.model import ModelConfig
 from megazero.models.attention_kernels import fused
 from megazero.models.dropout import Key, keyed_dropout, keyed_randomness
 from megazero.models.norm import RMSNorm
-from megazero.models.positions import Positions
+from megazero.models.positions import Documents, Positions
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 # Sites of dropout within a layer, part of the key.
@@ -41,7 +41,10 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, heads split over the tp axis, grouped key/value heads."""
+    """Causal self-attention, heads split over the tp axis, grouped key/value heads.
+
+    With fewer of these than ranks, neighbouring ranks hold the one that their query heads share.
+    """
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, positions: Positions, recompute: str, **factory: Any
@@ -50,13 +53,14 @@ class Attention(nn.Module):
         self.config, self.tp, self.positions, self.recompute = config, tp, positions, recompute
         h, bias = config.hidden_size, config.qkv_bias
         self.q_proj = ColumnParallelLinear(h, config.query_projection_size, tp, bias=bias, **factory)
-        self.k_proj = ColumnParallelLinear(h, config.kv_projection_size, tp, bias=bias, **factory)
-        self.v_proj = ColumnParallelLinear(h, config.kv_projection_size, tp, bias=bias, **factory)
+        keys = max(config.num_query_groups, tp.size) * config.kv_channels  # of all ranks, copies counted
+        self.k_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
+        self.v_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
         self.o_proj = RowParallelLinear(
             config.query_projection_size, h, tp, bias=config.add_bias_linear, **factory
         )
 
-    def forward(self, x: Tensor, key: Key | None) -> Tensor:
+    def forward(self, x: Tensor, key: Key | None, documents: Documents | None = None) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (
@@ -64,14 +68,14 @@ class Attention(nn.Module):
         )
         key = sharded_key(key, self.tp, sharded=True)
         if self.recompute == "selective" and torch.is_grad_enabled():
-            return self.o_proj(recomputed(self._core, q, k, v, key))
-        return self.o_proj(self._core(q, k, v, key))
+            return self.o_proj(recomputed(self._core, q, k, v, key, documents))
+        return self.o_proj(self._core(q, k, v, key, documents))
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
         """q: [s, b, heads, d], k and v: [s, b, kv heads, d]; returns [s, b, heads * d]."""
         if self.config.position_embedding_type == "rope":
-            q, k = self.positions.rotate(q), self.positions.rotate(k)
-        mask = self.positions.mask(q)
+            q, k = self.positions.rotate(q, documents), self.positions.rotate(k, documents)
+        mask = self.positions.mask(q, documents)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         probability = self.config.attention_dropout if key is not None else 0.0
         repeat = q.shape[1] // k.shape[1]
@@ -96,11 +100,12 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)); or GELU: down(gelu(up(x)))."""
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)); or down(f(up(x))), with f GELU or relu(x)^2 (So et al.
+    2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.squared_relu = tp, config.squared_relu
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         self.gate_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.swiglu else None
         self.up_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory)
@@ -109,7 +114,10 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         if self.gate_proj is None:
-            return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+            up = self.up_proj(x)
+            return self.down_proj(
+                F.relu(up).square() if self.squared_relu else F.gelu(up, approximate="tanh")
+            )
         linears = [(m.weight, m.bias) for m in (self.gate_proj, self.up_proj)]
         gate, up = column_parallel(x, linears, self.tp)
         return self.down_proj(F.silu(gate) * up)
@@ -137,17 +145,18 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = make_norm(config, **factory)
         self.mlp = FeedForward(config, tp, **factory)
 
-    def forward(self, x: Tensor, dropout_key: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout_key: int | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
         key = (dropout_key, self.index) if dropout_key is not None and self.training else None
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._layer, x, key)
-        return self._layer(x, key)
+            return recomputed(self._layer, x, key, documents)
+        return self._layer(x, key, documents)
 
-    def _layer(self, x: Tensor, key: Key | None) -> Tensor:
-        x = x + self._dropout(
-            self.attention(self.input_norm(x), _at(key, _ATTENTION)), key, _ATTENTION_OUTPUT
-        )
+    def _layer(self, x: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
+        attended = self.attention(self.input_norm(x), _at(key, _ATTENTION), documents)
+        x = x + self._dropout(attended, key, _ATTENTION_OUTPUT)
         return x + self._dropout(self.mlp(self.mlp_norm(x)), key, _MLP_OUTPUT)
 
     def _dropout(self, x: Tensor, key: Key | None, site: int) -> Tensor:

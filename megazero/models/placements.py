@@ -69,9 +69,17 @@ def _embedding_roles(c: ModelConfig) -> Iterator[ParameterRole]:
         yield from _norm_roles(c, "embedding.norm")
 
 
-def replicated_names(c: ModelConfig) -> set[str]:
-    """Parameters that tensor parallelism does not cut."""
-    return {role.name for role in parameter_roles(c) if role.split is None}
+def replicated_names(c: ModelConfig, tp_size: int) -> set[str]:
+    """Parameters that several of ``tp_size`` ranks hold: those that are not cut, and shared key/value heads."""
+    return {r.name for r in parameter_roles(c) if r.split is None or head_copies(c, r.name, tp_size) > 1}
+
+
+def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
+    """How many tensor-parallel ranks in a row hold the same rows of a parameter that is cut.
+
+    With fewer key/value heads than ranks each rank holds the one that its query heads use.
+    """
+    return max(1, tp_size // c.num_query_groups) if ".k_proj." in name or ".v_proj." in name else 1
 
 
 def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placement]:
@@ -96,13 +104,13 @@ def _stored_name(names: TensorNames, name: str) -> tuple[str, int | None]:
 def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: ParameterRole) -> Placement:
     name, part = _stored_name(names, role.name)
     if role.name in ("embedding.tokens.weight", "head.weight"):
-        shard = VocabShard.of(c.vocab_size, c.make_vocab_size_divisible_by, tp)
+        shard = VocabShard.of(c.vocab_size, c.padded_vocab_size(tp.size), tp)
         return Placement.plain(name, role.shape, (shard.rows, c.hidden_size), shard.start)
-    local = list(role.shape)
+    local, copies = list(role.shape), head_copies(c, role.name, tp.size)
     if role.split is not None:
-        local[role.split] = tp.share(role.shape[role.split], role.name)
+        local[role.split] = tp.share(copies * role.shape[role.split], role.name)
     rows = local[0]
-    first = tp.rank * rows if role.split == 0 else 0
+    first = tp.rank // copies * rows if role.split == 0 else 0
     offset1 = tp.rank * local[1] if role.split == 1 else 0
     segments: tuple[Segment, ...] = (Segment(0, rows, first),)
     shape = role.shape

@@ -5,7 +5,7 @@ from megazero.tp.context import TensorParallel
 from megazero.tp.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megazero.tp.deferred import DeferredGradients
 from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from megazero.tp.vocabulary import VocabParallelEmbedding, VocabShard, padded_vocab_size
+from megazero.tp.vocabulary import VocabParallelEmbedding, VocabShard
 
 __all__ = [
     "IGNORED_LABEL",
@@ -16,7 +16,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabShard",
     "column_parallel",
-    "padded_vocab_size",
     "reduce_output",
     "sequence_slice",
     "start_all_gather",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,6 @@ from torch.autograd.function import once_differentiable
 from megazero.tp.collectives import reduce_output
 from megazero.tp.context import TensorParallel
 from megazero.tp.deferred import DeferredGradients
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """The smallest multiple of lcm(divisible_by, tp_size) that holds the vocabulary."""
-    unit = math.lcm(divisible_by, tp_size)
-    return -(-vocab_size // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -36,9 +29,9 @@ class VocabShard:
     valid: int
 
     @staticmethod
-    def of(vocab_size: int, divisible_by: int, tp: TensorParallel) -> VocabShard:
-        """The shard of rank ``tp.rank``."""
-        rows = padded_vocab_size(vocab_size, divisible_by, tp.size) // tp.size
+    def of(vocab_size: int, padded: int, tp: TensorParallel) -> VocabShard:
+        """The shard of rank ``tp.rank``. padded: rows of all ranks."""
+        rows = tp.share(padded, "padded vocabulary")
         start = tp.rank * rows
         return VocabShard(start, rows, min(max(vocab_size - start, 0), rows))
 

@@ -59,6 +59,8 @@ def make_datasets(
         tokenizer=tokenizer,
         cache_dir=data.data_cache_path,
         eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
     )
     made = {"train": train, "valid": valid}
     for name, data_set in made.items():

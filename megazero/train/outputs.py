@@ -91,7 +91,8 @@ def report_start(
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
     }
     console.header(f"megazero on {world.world_size} ranks", facts)
-    math = math_note(decoder.config, decoder.tp, mesh.device, DTYPES[config.precision.params_dtype])
+    dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
+    math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
     described = config.describe(world)
     for line in (*progress.notes, *described, *([f"note: {math}"] if math else [])):
         console.note(line)

@@ -30,6 +30,7 @@ from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.wire import Coding
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
+from megazero.models.positions import Documents
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
@@ -128,7 +129,8 @@ def shard_decoder(
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
         options = (("weight_decay", 0.0),) if name in plain else ()
-        return zero.Traits(options, replicated=name in replicated, partial=name in partial_names)
+        span = decoder.replica_span(name)
+        return zero.Traits(options, name in replicated, name in partial_names, span=span)
 
     return zero.shard(
         decoder,
@@ -150,13 +152,22 @@ class MicroBatch(NamedTuple):
     """The samples of one forward pass on one rank.
 
     tokens, labels: int64 [b, s]. loss_mask: float [b, s], 1 where a token counts in the loss. dropout_key: the key
-    that Decoder.forward takes; None without dropout.
+    that Decoder.forward takes; None without dropout. position_ids, document_starts: as Documents'.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     dropout_key: int | None = None
+    position_ids: Tensor | None = None
+    document_starts: Tensor | None = None
+
+    @property
+    def documents(self) -> Documents | None:
+        """For the layers of one stage, which share what is made of it."""
+        if self.position_ids is None and self.document_starts is None:
+            return None
+        return Documents(self.position_ids, self.document_starts)
 
 
 def dropout_key(config: RunConfig, iteration: int, sample: int) -> int | None:
@@ -183,7 +194,8 @@ def build_pipeline(
     """
 
     def forward(stage: StageSpec, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        out = decoder.run_stage(stage, batch.tokens if x is None else x, batch.labels, batch.dropout_key)
+        x = batch.tokens if x is None else x
+        out = decoder.run_stage(stage, x, batch.labels, batch.dropout_key, batch.documents)
         return (out * batch.loss_mask).sum() if stage.head else out
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size

@@ -132,7 +132,12 @@ class ExpectedBytes:
             quantises, exact = False, set()
         # Parameters of like traits lie together: padding between them goes with the one before it.
         traits = {
-            n: Traits((("weight_decay", 0.0),) if n in plain else (), n in replicated, n in partial)
+            n: Traits(
+                (("weight_decay", 0.0),) if n in plain else (),
+                n in replicated,
+                n in partial,
+                span=decoder.replica_span(n),
+            )
             for n in params
         }
         ordered = sorted(params, key=lambda n: repr(traits[n]))

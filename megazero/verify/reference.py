@@ -12,8 +12,8 @@ import torch
 from megazero.config import RunConfig
 from megazero.models import Decoder
 from megazero.train.batch_size import BatchSizeRampup
-from megazero.train.parallelize import optimizer_factory
-from megazero.verify.training_run import tokens_of
+from megazero.train.parallelize import MicroBatch, optimizer_factory
+from megazero.verify.training_run import documents_of, tokens_of
 
 Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by name, fp64
 
@@ -67,7 +67,8 @@ class Reference:
 
     def _backward(self, step: int, without_last: bool = False) -> float:
         tokens, labels, mask = tokens_of(self.config, step, self._sizes[step])
-        losses = self.decoder(tokens, labels) * mask
+        packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
+        losses = self.decoder(tokens, labels, documents=packed) * mask
         if without_last:
             losses = losses[: -self.data_parallel * (self.config.batch.micro_batch_size or 1)]
         total = losses.sum() / mask.sum()

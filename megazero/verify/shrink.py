@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from math import lcm
 from typing import Any
 
@@ -23,6 +24,8 @@ LOSS_SCALE = 1024.0
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
 INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
+# Of the data, what the model computes by.
+OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
 # Of no meaning in a run of a few steps of made-up tokens.
 RESET = (
     "train_samples",
@@ -72,6 +75,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     values |= _zero(config, world, layout, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
+    values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:
         values["loss_scale"] = LOSS_SCALE
@@ -129,9 +133,14 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
     full_tp = config.parallel.tensor_model_parallel_size
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
     groups = tp * like(m.num_query_groups // full_tp, max(2, most // tp))
-    heads = groups * like(m.num_attention_heads // m.num_query_groups, max(3, 8 // groups))
-    # Rotary positions turn pairs; elsewhere a head may be odd.
-    width = HEAD + (m.kv_channels % 2)
+    if m.num_query_groups < full_tp:  # ranks share them
+        groups = max(1, m.num_query_groups * tp // full_tp)
+    units, full_units = (
+        max(groups, tp),
+        max(m.num_query_groups, full_tp),
+    )  # ranks share query heads evenly, too
+    heads = units * like(m.num_attention_heads // full_units, max(3, 8 // units))
+    width = _head_width(config)
     hidden = heads * width
     if m.kv_channels * m.num_attention_heads != m.hidden_size:  # heads that do not fill the residual stream
         hidden = 2 * heads * width if m.hidden_size > m.kv_channels * m.num_attention_heads else hidden // 2
@@ -150,15 +159,29 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
     }
 
 
+def _head_width(config: RunConfig) -> int:
+    """Odd or even as it is; with rotary positions, which turn pairs, one whose turned part is whole pairs."""
+    m = config.model
+    widths = count(HEAD + m.kv_channels % 2, 2)
+    if m.position_embedding_type != "rope":
+        return next(widths)
+    turned = ((width, int(width * m.rotary_percent)) for width in widths)
+    return next(width for width, channels in turned if channels and channels % 2 == 0)
+
+
 def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
     """About 60 words; padding where the vocabulary has it. One that only the tokenizer knows is taken to have it."""
     m = config.model
-    divisible = min(m.make_vocab_size_divisible_by, 8)
+    divisible, exactly = min(m.make_vocab_size_divisible_by, 8), m.pad_vocab_size_to
     unit = lcm(divisible, tp)
     full = lcm(m.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
-    padded = m.vocab_size is None or m.vocab_size % full != 0
+    padded = m.vocab_size is None or (
+        m.vocab_size % full != 0 if exactly is None else m.vocab_size != exactly
+    )
     whole = unit * max(2, 64 // unit)
     return {
+        # More than the multiple, so that it is seen to count.
+        "pad_vocab_size_to": None if exactly is None else whole + unit * padded,
         "vocab_size": whole - unit + 1 if padded else whole,
         "make_vocab_size_divisible_by": divisible,
     }

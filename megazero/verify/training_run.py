@@ -11,6 +11,7 @@ import torch
 from megazero import zero
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
+from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
@@ -96,6 +97,15 @@ def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, t
     return ids[:, :-1], ids[:, 1:], mask
 
 
+def documents_of(config: RunConfig, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Fields of a MicroBatch of these tokens, of which every fourth in the vocabulary ends a document."""
+    data, ends = config.data, (tokens % 4 == 0).numpy()
+    fields = document_fields(
+        ends, reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask
+    )
+    return {name: torch.from_numpy(values) for name, values in fields.items()}
+
+
 def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     config = run.config
     decoder = build_decoder(config, mesh, Traffic())
@@ -143,5 +153,6 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
     for begin in range(0, size, micro * mesh.dp_size):
         ids = micro_batch_ids(begin, micro, mesh.dp_rank, mesh.dp_size)
         rows, key = slice(ids.start, ids.stop), dropout_key(config, step, ids.start)
-        batches.append(MicroBatch(tokens[rows], labels[rows], mask[rows].to(dtype), key))
+        documents = documents_of(config, tokens[rows])
+        batches.append(MicroBatch(tokens[rows], labels[rows], mask[rows].to(dtype), key, **documents))
     return batches, float(mask.sum())

@@ -20,7 +20,7 @@ from megazero.verify.diagnosis import diagnose
 from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
 from megazero.verify.options import Request
-from megazero.verify.shrink import Shrunk, shrink
+from megazero.verify.shrink import OF_DOCUMENTS, Shrunk, shrink
 from megazero.verify.training_run import (
     Around,
     RankRecord,
@@ -198,6 +198,7 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         "train_iters": config.training.train_iters,
         "eval_iters": 0,
         "seed": config.training.seed,
+        **{name: config.get(name) for name in OF_DOCUMENTS},
         "mock_data": True,
         "device": "cpu",
     }

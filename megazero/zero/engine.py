@@ -290,9 +290,8 @@ class Engine:
         """Norm over unique slices, and the sampled rounding errors; ranks compare the hash of what they issued."""
         sum_partial(self.optimizer.runs, self.mesh.tp, self.traffic)
         second_end = self.mesh.ends is not None and self.mesh.ends.index > 0
-        square = self.optimizer.squared_norm(
-            count_replicated=self.mesh.tp.index == 0, count_tied=not second_end
-        )
+        tp = self.mesh.tp
+        square = self.optimizer.squared_norm(tp.index, tp.size, count_tied=not second_end)
         norm, errors = exchange_scalars(
             self.mesh, square, self.issued.take(), self.rounding.take(), self.traffic
         )

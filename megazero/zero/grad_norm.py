@@ -16,15 +16,24 @@ from megazero.zero.rounding import relative_errors
 
 
 def sum_partial(runs: Sequence[Run], tp: Axis, traffic: Traffic) -> None:
-    """Sum over tp, in rank order, of gradients that are partial there (norms under sequence parallel)."""
+    """Sum over the tp ranks that hold them, in rank order, of gradients that are partial there.
+
+    They are norms' under sequence parallel, and those of key/value heads that several ranks hold.
+    """
     partial = [r for r in runs if r.traits.partial]
-    if tp.size == 1 or not partial:
-        return
+    for span in sorted({r.traits.span for r in partial} if tp.size > 1 else ()):
+        _sum_over_holders([r for r in partial if r.traits.span == span], tp, traffic)
+
+
+def _sum_over_holders(partial: Sequence[Run], tp: Axis, traffic: Traffic) -> None:
+    """partial: with the same holders. All ranks' are gathered: the bytes stay inside a node, once per step, and fewer
+    would take process groups of their own."""
     own = torch.cat([r.grad for r in partial])
     every = own.new_empty(tp.size * own.numel())
     traffic.add("tp", tp.link, (tp.size - 1) * own.nbytes)
     all_gather_flat(every, own, group=tp.gather_group)
-    rows = every.view(tp.size, -1).unbind(0)
+    holders = partial[0].traits.holders(tp.index, tp.size)
+    rows = every.view(tp.size, -1)[holders.start : holders.stop].unbind(0)
     total = rows[0].clone()
     for row in rows[1:]:
         total.add_(row)

@@ -22,15 +22,22 @@ from megazero.zero.unit import Unit
 class Traits:
     """What decides a parameter's run.
 
-    options: optimizer options of its group, sorted items (for example weight_decay 0). replicated: every
-    tensor-parallel rank holds it, the norm counts it once. partial: its gradient is a partial sum over the
-    tensor-parallel ranks. frozen: no gradient, no update.
+    options: optimizer options of its group, sorted items (for example weight_decay 0). replicated: several
+    tensor-parallel ranks hold it, the norm counts it once. partial: its gradient is a partial sum over these ranks.
+    frozen: no gradient, no update. span: how many tensor-parallel ranks in a row hold the same; 0: all of them.
     """
 
     options: tuple[tuple[str, Any], ...] = ()
     replicated: bool = False
     partial: bool = False
     frozen: bool = False
+    span: int = 0
+
+    def holders(self, rank: int, size: int) -> range:
+        """The tensor-parallel ranks of ``size`` that hold what ``rank`` holds; the first one counts and saves it."""
+        span = (self.span or size) if self.replicated else 1
+        first = rank // span * span
+        return range(first, first + span)
 
 
 @dataclass(frozen=True)
@@ -97,10 +104,10 @@ class SliceOptimizer:
             next(iter(groups.values()))["params"].append(nn.Parameter(torch.zeros(0)))
         self.torch = factory(list(groups.values()))
 
-    def squared_norm(self, count_replicated: bool, count_tied: bool = True) -> torch.Tensor:
-        """Sum of squares of this rank's gradient slices, fp64 scalar; those that tensor-parallel ranks replicate, or
-        that the pipeline's two ends share, if this rank counts them."""
-        runs = [r for r in self.runs if count_replicated or not r.traits.replicated]
+    def squared_norm(self, tp_rank: int, tp_size: int, count_tied: bool = True) -> torch.Tensor:
+        """Sum of squares of this rank's gradient slices, fp64 scalar; what tensor-parallel ranks replicate on the
+        first of them, those that the pipeline's two ends share if ``count_tied``."""
+        runs = [r for r in self.runs if r.traits.holders(tp_rank, tp_size).start == tp_rank]
         runs = [r for r in runs if count_tied or not r.unit.tied]
         if not runs:
             return torch.zeros((), dtype=torch.float64)

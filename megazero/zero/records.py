@@ -193,7 +193,10 @@ def _record(
     tensors: dict[str, torch.Tensor],
 ) -> SliceRecord:
     placement = (placements or {}).get(slot.name) or _own_placement(slot)
-    twin = engine.traits[slot.name].replicated and engine.mesh.tp.index > 0 or is_second_end(engine, unit)
+    tp = engine.mesh.tp
+    twin = engine.traits[slot.name].holders(tp.index, tp.size).start != tp.index or is_second_end(
+        engine, unit
+    )
     owner = not (engine.mesh.is_replica or twin)
     return SliceRecord(placement, *bounds, tensors, owner, stored={WEIGHTS: unit.dtype})
 

@@ -34,6 +34,7 @@ VOCABULARIES = {
 # 20 steps of 3e-3 the keys' gradients in 9 layers are 1e-5 of the global norm, and one rank's are 1.2e-5 from the
 # truth; after steps of 5e-4 7e-7.
 LR_OF_DEEP = 5e-4
+MULTI_QUERY = "multi-query"  # Llama with one key/value head, which tensor-parallel ranks share
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -66,8 +67,8 @@ class Model:
             **SIZES,
             "num_layers": self.layers,
             "lr": SIZES["lr"] if self.layers == 2 else LR_OF_DEEP,
-            "model_family": self.family,
-            "num_query_groups": 4 if self.family in ("llama", "qwen2") else None,
+            "model_family": "llama" if self.family == MULTI_QUERY else self.family,
+            "num_query_groups": {"llama": 4, "qwen2": 4, MULTI_QUERY: 1}.get(self.family),
             "untie_embeddings_and_output_weights": not self.tied,
             "vocab_size": size,
             "make_vocab_size_divisible_by": divisor,

@@ -12,6 +12,7 @@ import pytest
 from tests.dist.parity import Outcome, faults, run_cases
 from tests.dist.parity_cases import (
     FEW_STEPS,
+    MULTI_QUERY,
     STEPS,
     Case,
     eight_ranks,
@@ -116,3 +117,15 @@ def test_a_wrong_loss_or_replica_is_seen(outcomes):
 def test_full_product(chunk):
     cases = everything()
     check(cases[len(cases) * chunk // CHUNKS : len(cases) * (chunk + 1) // CHUNKS], STEPS)
+
+
+def test_ranks_that_share_a_key_head_equal_one_rank():
+    """The norm counts the head once, its gradients are summed over the ranks that hold it, put off or not."""
+    shared = [
+        Case(4, 1, 4, "zero1", None, False, 2, False, "odd", "none", "fp32", MULTI_QUERY),
+        Case(2, 2, 4, "zero3", None, True, 2, True, "odd", "selective", "fp32", MULTI_QUERY),
+        Case(
+            2, 1, 4, "zero1", None, True, 3, False, "odd", "full", "fp32", MULTI_QUERY, pp=2, schedule="zb-h1"
+        ),
+    ]
+    check(shared, {case.world: 3 for case in shared})

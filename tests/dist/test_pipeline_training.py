@@ -17,7 +17,12 @@ NODES = {"ranks_per_node": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 FP64 = {"params_dtype": "fp64"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-MASKED = {"eod_mask_loss": True, "seq_length": 24}  # long enough for an end of document in a few samples
+RESET = {"reset_position_ids": True, "reset_attention_mask": True}
+MASKED = {
+    "eod_mask_loss": True,
+    **RESET,
+    "seq_length": 24,
+}  # long enough for an end of document in a few samples
 CLIPPED = {"clip_grad": 0.05}
 TIED = {"untie_embeddings_and_output_weights": False}
 GPT = {"model_family": "gpt", "num_query_groups": 8}
@@ -145,6 +150,10 @@ def test_the_options_of_these_runs_take_effect(tmp_path: Path) -> None:
     """Else the comparison above would not see them: dropout, masks, clipping and the ramp change the losses."""
     base = {**FP64, "num_layers": 3, "train_iters": 4, "log_dir": str(tmp_path), "lr_warmup_iters": 0}
     jobs = [base, *({**base, **more} for more in (DROPOUT, CLIPPED, ramp(2, 2, 6)))]
+    jobs += [
+        {**base, **MASKED, **dict.fromkeys(RESET, False)},
+        {**base, **MASKED, "reset_attention_mask": False},
+    ]
     jobs += [{**base, "seq_length": 24}, {**base, **MASKED}]
     seen = run_ranks(1, train_all, jobs, timeout=300)[0]
     assert len({each.losses for each in seen}) == len(seen)

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
+from megazero.data.gpt import document_fields
 from megazero.mesh.grid import INTRA
 from megazero.models import Decoder, ModelConfig, make_model
 from megazero.models.hf_weights import to_hf_state_dict
+from megazero.models.positions import Documents
 from megazero.tp import (
     ColumnParallelLinear,
     DeferredGradients,
@@ -38,12 +40,18 @@ CASES: dict[str, ModelConfig] = {
     "llama-tied-selective": make_model(**SIZES, untie_embeddings_and_output_weights=False),
     "llama-full-recompute": make_model(**{**SIZES, "make_vocab_size_divisible_by": 128}),
     "llama-biases": make_model(**SIZES, add_bias_linear=True, normalization="LayerNorm"),
+    "llama-squared-relu-partial-rotary": make_model(
+        **SIZES, squared_relu=True, rotary_percent=0.5, pad_vocab_size_to=120
+    ),
+    "llama-one-key-head": make_model(**{**SIZES, "num_query_groups": 1}, add_qkv_bias=True),
+    "llama-two-key-heads-selective": make_model(**{**SIZES, "num_query_groups": 2}),
     "gpt": make_model(**GPT),
     "gpt-untied": make_model(**{**GPT, "vocab_size": 96}, untie_embeddings_and_output_weights=True),
     "bloom": make_model(**BLOOM),
     "bloom-tiny-vocabulary": make_model(**{**BLOOM, "vocab_size": 5, "make_vocab_size_divisible_by": 128}),
 }
 RECOMPUTE = {"llama-tied-selective": "selective", "llama-full-recompute": "full"}
+RECOMPUTE |= {"llama-squared-relu-partial-rotary": "full", "llama-two-key-heads-selective": "selective"}
 
 
 def context(sequence_parallel: bool) -> TensorParallel:
@@ -68,8 +76,18 @@ def perturb(decoder: Decoder) -> None:
                 p.mul_(4)
 
 
+def sum_over_holders(gradient: torch.Tensor, tp: TensorParallel, span: int) -> None:
+    """As the engine does: over the ranks that hold the same."""
+    every = [torch.empty_like(gradient) for _ in range(tp.size)]
+    dist.all_gather(every, gradient, group=tp.group)
+    span = span or tp.size
+    first = tp.rank // span * span
+    gradient.copy_(sum(every[first : first + span]))
+
+
 def run(name: str, tp: TensorParallel):
-    """Loss, logits and stored-layout gradients of this rank's slices (partial ones summed)."""
+    """Loss, logits and stored-layout gradients of this rank's slices (partial ones summed); of what several ranks
+    hold, the first of them and its gradients."""
     config = CASES[name]
     decoder = Decoder(config, tp, recompute=RECOMPUTE.get(name, "none"), dtype=torch.float64)
     decoder.initialize(3)
@@ -80,16 +98,19 @@ def run(name: str, tp: TensorParallel):
     with torch.no_grad():
         for (name, p), out in zip(decoder.named_parameters(), gradients.parameters(), strict=True):
             if name in decoder.partial_gradients():
-                dist.all_reduce(p.grad, group=tp.group)
+                sum_over_holders(p.grad, tp, decoder.replica_span(name))
             out.copy_(p.grad)
     placements, padding = decoder.placements(), 0.0
     for name, out in gradients.named_parameters():
         valid = sum(s.length for s in placements[name].segments)
         padding += out[valid:].abs().sum().item()
     whole = {placements[n].name: g for n, g in gradients.named_parameters()}
-    replicated = {placements[n].name for n in decoder.replicated_parameters()}
+    replicated = {placements[n].name: decoder.replica_span(n) for n in decoder.replicated_parameters()}
     logits = decoder.full_logits(batch(config)[0]).detach()
-    kept = {name: whole[name].detach().clone() for name in replicated}
+    kept = {
+        name: (tp.rank // (span or tp.size) * (span or tp.size), whole[name].detach().clone())
+        for name, span in replicated.items()
+    }
     return loss.detach(), logits, to_hf_state_dict(gradients), kept, padding
 
 
@@ -117,13 +138,66 @@ def test_decoder_equals_one_rank(size, sequence_parallel, reference):
             assert torch.allclose(got_logits, logits, rtol=0, atol=1e-12), name
             assert torch.equal(got_loss, results[0][name][0])
             assert padding == 0
-            for key, value in kept.items():  # replicas agree to the bit
-                assert torch.equal(value, results[0][name][3][key]), (name, key)
+            for key, (first, value) in kept.items():  # replicas agree to the bit
+                assert torch.equal(value, results[first][name][3][key][1]), (name, key)
             for key, value in slices.items():
-                merged[key] = value if key in kept else merged.get(key, 0) + value
+                if kept.get(key, (rank, None))[0] == rank:
+                    merged[key] = merged.get(key, 0) + value
         for key, gradient in expected.items():
             difference = ((merged[key] - gradient).norm() / gradient.norm().clamp(floor)).item()
             assert difference < 1e-10, (name, key, difference)
+
+
+ENDS = ((3, 4, 9), (), (0, 11))  # the last tokens of documents in each sample of ``batch``
+
+
+def packed(reset_position_ids: bool = True) -> Documents:
+    ends = torch.zeros(3, 12, dtype=torch.bool)
+    for sample, at in enumerate(ENDS):
+        ends[sample, list(at)] = True
+    fields = document_fields(ends.numpy(), reset_position_ids=reset_position_ids, reset_attention_mask=True)
+    ids = fields.get("position_ids")
+    return Documents(
+        None if ids is None else torch.from_numpy(ids), torch.from_numpy(fields["document_starts"])
+    )
+
+
+def losses_apart(decoder: Decoder, config: ModelConfig) -> torch.Tensor:
+    """[b, s]: every document is a sample of its own."""
+    tokens, labels = batch(config)
+    rows = []
+    for sample, ends in enumerate(ENDS):
+        cuts = [0, *(end + 1 for end in ends), 12]
+        parts = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        rows.append(torch.cat([decoder(tokens[[sample], p], labels[[sample], p])[0] for p in parts]))
+    return torch.stack(rows)
+
+
+def packed_documents(name: str, recompute: str, tp: TensorParallel, apart: bool, dtype: torch.dtype):
+    config = CASES[name]
+    decoder = Decoder(config, tp, recompute=recompute, dtype=dtype)
+    decoder.initialize(3)
+    perturb(decoder)
+    losses = losses_apart(decoder, config) if apart else decoder(*batch(config), documents=packed())
+    losses.sum().backward()
+    return losses.detach(), decoder.get_submodule("layers.0.mlp.up_proj").weight.grad
+
+
+def documents_on_ranks(cases: list[tuple], sequence_parallel: bool) -> list:
+    torch.set_num_threads(1)
+    return [packed_documents(*case, context(sequence_parallel), False, torch.float32) for case in cases]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_packed_documents_lose_what_they_lose_apart(sequence_parallel):
+    cases = [(name, kind) for name in ("llama", "gpt", "bloom") for kind in ("none", "selective", "full")]
+    results = run_ranks(2, documents_on_ranks, cases, sequence_parallel)
+    for case, *ranks in zip(cases, *results, strict=True):
+        losses, gradient = packed_documents(case[0], "none", TensorParallel(), True, torch.float64)
+        for got, _ in ranks:
+            torch.testing.assert_close(got.double(), losses, rtol=1e-6, atol=0)
+        whole = torch.cat([part for _, part in ranks]).double()
+        assert (whole - gradient).norm() / gradient.norm() < 1e-6
 
 
 def linear_gradients(sequence_parallel: bool):
@@ -217,7 +291,7 @@ def test_gradients_put_off_equal_the_direct_backward(sequence_parallel, dtype):
 
 def cross_entropy_of_a_shard(dtype: torch.dtype):
     tp = context(False)
-    shard = VocabShard.of(10, 4, tp)  # 12 rows over 2 or 4 ranks, 2 of padding
+    shard = VocabShard.of(10, 12, tp)  # 12 rows over 2 or 4 ranks, 2 of padding
     full = 5 * torch.randn(7, 2, 12, generator=torch.Generator().manual_seed(0))
     logits = full[..., shard.start : shard.start + shard.rows].to(dtype).contiguous().requires_grad_()
     labels = torch.randint(0, 10, (7, 2), generator=torch.Generator().manual_seed(1))

@@ -74,6 +74,15 @@ def test_required_options_are_all_named_at_once():
         ({"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, "--seq-length 30"),
         ({"kv_channels": 7}, "must be even for rotary positions; nearest: 6 or 8"),
         (
+            {"reset_position_ids": True, "position_embedding_type": "alibi"},
+            "--reset-position-ids on has no effect without --reset-attention-mask",
+        ),
+        ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be at most 1"),
+        ({"rotary_percent": 0.4, "position_embedding_type": "rope"}, "which must be even and above 0"),
+        ({"squared_relu": True, "swiglu": True}, "--squared-relu and --swiglu exclude each other"),
+        ({"pad_vocab_size_to": 16}, "--pad-vocab-size-to 16 is below the vocabulary's"),
+        ({"pad_vocab_size_to": 1001, "tensor_model_parallel_size": 4}, "size 4; nearest: 1000 or 1004"),
+        (
             {"seq_length": 64, "max_position_embeddings": 32},
             "exceeds --max-position-embeddings 32; nearest: 32",
         ),

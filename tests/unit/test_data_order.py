@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megazero.config.data_inputs import parse_data_path
 from megazero.data import build_datasets
@@ -18,6 +19,7 @@ from megazero.data.build import split_bounds
 from megazero.data.gpt import sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.tokenizer import TokenizerInfo, write_meta
+from megazero.models.positions import Documents
 
 VOCAB, EOD = 997, 7
 TOKENIZER = TokenizerInfo("f" * 64, VOCAB, EOD)
@@ -280,6 +282,31 @@ def test_an_order_is_kept_while_its_epochs_reach(data: list[str], tmp_path: Path
             assert stream(two, 100) != stream(before, 100)
         shorter = make(100, 100)
         assert any(stream(a, 100) != stream(b, 100) for a, b in zip(first, shorter, strict=True))
+
+
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("attention", [True, False])
+def test_documents_are_megatrons(positions: bool, attention: bool) -> None:
+    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    reset = {"reset_position_ids": positions, "reset_attention_mask": attention}
+    spec = gpt_module.SampleSpec(40, 1, TOKENIZER, True, **reset)
+    random = np.random.default_rng(0)
+    for ends in ([], [0], [39], [0, 1, 2], [5, 6, 20, 38, 39], random.integers(0, 40, 9)):
+        text = random.integers(EOD + 1, VOCAB, 41)
+        text[ends] = EOD
+        mine = gpt_module.finish_sample(text, spec)
+        mask, loss_mask, ids = gpt._get_ltor_masks_and_position_ids(
+            torch.from_numpy(text[:-1]), EOD, **reset, eod_mask_loss=True, create_attention_mask=True
+        )
+        assert np.array_equal(mine["loss_mask"], loss_mask.numpy())
+        assert ("position_ids" in mine, "document_starts" in mine) == (positions, attention)
+        if positions:
+            assert mine["position_ids"].dtype == np.int64 and np.array_equal(
+                mine["position_ids"], ids.numpy()
+            )
+        if attention:
+            starts = torch.from_numpy(mine["document_starts"])[None]
+            assert torch.equal(Documents(starts=starts).outside(40)[0], mask)
 
 
 def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.attention_kernels import math_note
 from megazero.models.flops import parameter_count, training_flops
 from megazero.models.hf_weights import to_hf_state_dict
+from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
-from megazero.models.positions import Positions, rotary_frequencies
-from megazero.tp import TensorParallel, padded_vocab_size
+from megazero.models.positions import Documents, Positions, rotary_frequencies
+from megazero.tp import TensorParallel
 
 SIZES = {
     "num_layers": 2,
@@ -61,6 +62,49 @@ def test_recompute_gives_the_same_bits(family, recompute, dropout):
     if dropout:
         assert not torch.equal(gradients(config, key=12)[0], kept[0])
         assert not torch.equal(gradients(make(family))[0], kept[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
+def test_positions_and_attention_go_by_documents_each_by_itself(family):
+    decoder = Decoder(make(family), dtype=torch.float64)
+    decoder.initialize(7)
+    tokens, labels = batch()
+    starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
+    ids = torch.arange(16) - starts
+    plain, alone = decoder(tokens, labels), decoder(tokens[:, 6:], labels[:, 6:])
+    whole = decoder(tokens, labels, documents=Documents(ids, starts))
+    assert torch.allclose(whole[0, 6:], alone[0], rtol=1e-12)
+    assert torch.allclose(whole[1], plain[1], rtol=1e-12) and torch.allclose(
+        whole[0, :6], plain[0, :6], rtol=1e-12
+    )
+    attended = decoder(tokens, labels, documents=Documents(starts=starts))
+    moved = decoder(tokens, labels, documents=Documents(ids))
+    # Rotary positions and ALiBi are relative: where attention stays within documents nothing is left to restart.
+    assert torch.allclose(attended[0, 6:], alone[0], rtol=1e-12) == (family != "gpt")
+    assert torch.allclose(moved[0, 7:], plain[0, 7:], rtol=1e-12) == (family == "bloom")
+    assert not torch.allclose(attended[0, 7:], plain[0, 7:])
+
+
+def test_layers_share_one_mask_and_a_recompute_under_dropout_gives_the_same_bits(monkeypatch):
+    starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
+    attention, masks, kept = torch.nn.functional.scaled_dot_product_attention, [], None
+
+    def watched(*tensors, attn_mask, **options):
+        masks.append(attn_mask)
+        return attention(*tensors, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for recompute in ("none", "selective", "full"):
+        masks.clear()
+        decoder = Decoder(make("llama", **DROPOUT), recompute=recompute)
+        decoder.initialize(7)
+        documents = Documents(torch.arange(16) - starts, starts)
+        loss = decoder(*batch(), dropout_key=11, documents=documents)
+        loss.sum().backward()
+        assert len(masks) == (2 if recompute == "none" else 4) and all(m is masks[0] for m in masks)
+        seen = (loss.detach(), {name: p.grad for name, p in decoder.named_parameters()})
+        kept = kept or seen
+        assert_same(seen, kept)
 
 
 def test_recompute_keeps_fewer_activations():
@@ -152,6 +196,11 @@ def test_names_units_and_sets(family, tied):
     assert all(p.local_shape == tuple(parameters[name].shape) for name, p in placements.items())
     assert decoder.partial_gradients() == decoder.replicated_parameters()
     assert not Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
+    shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
+    heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
+    assert shared.partial_gradients() == heads < shared.replicated_parameters()
+    assert {shared.replica_span(name) for name in heads} == {2}
+    assert all(shared.placements()[name].segments[0].stored == 12 for name in heads)  # the second head's rows
     biases_and_norms = {name for name in parameters if "norm" in name or name.endswith("bias")}
     assert decoder.no_weight_decay() == biases_and_norms
     assert {name for name, p in placements.items() if p.local_shape == p.shape} <= (
@@ -181,8 +230,11 @@ def test_parameter_count_and_flops(family):
     formula = training_flops(config, [16, 16])
     half_attention = 6 * config.query_projection_size * config.num_layers * 2 * 16 * 16
     assert sum(counted.values()) - attention == formula - half_attention
-    assert padded_vocab_size(301, 64, 1) == 320
+    assert config.padded_vocab_size(1) == 320
     assert training_flops(config, [32]) > formula
+    padded = dataclasses.replace(config, pad_vocab_size_to=400)
+    assert parameter_count(padded) == parameter_count(config)
+    assert training_flops(padded, [16, 16]) - formula == 6 * 32 * 48 * 80
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -223,6 +275,27 @@ def test_rotary_tables_are_fp64_and_scaled():
     y.pow(2).sum().backward()
     assert torch.allclose(x.grad, 2 * x, rtol=1e-14)  # a rotation keeps lengths to fp64
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
+
+
+def test_rotary_share_of_a_head_and_squared_relu_are_megatrons():
+    ropes = pytest.importorskip("megatron.core.models.common.embeddings")
+    config = make("llama", kv_channels=20, rotary_percent=0.41)  # 8.2 channels are 8
+    x = torch.randn(9, 2, 4, 20, generator=torch.Generator().manual_seed(0))
+    theirs = ropes.rotary_pos_embedding.RotaryEmbedding(20, 0.41, use_cpu_initialization=True)
+    angles = theirs.get_freqs_non_repeated(9)
+    angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+    expected = ropes.rope_utils._apply_rotary_pos_emb_bshd(x, angles)
+    rotated = Positions(config, TensorParallel()).rotate(x)
+    torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(rotated[..., 8:], x[..., 8:]) and not torch.equal(rotated[1:, ..., :8], x[1:, ..., :8])
+
+    activations = pytest.importorskip("megatron.core.activations")
+    mlp = FeedForward(make("gpt", squared_relu=True), TensorParallel(), dtype=torch.float64)
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(p.ndim))
+    x = torch.randn(3, 2, 48, dtype=torch.float64)
+    assert torch.equal(mlp(x), mlp.down_proj(activations.squared_relu(mlp.up_proj(x))))
 
 
 def test_llama3_original_length_is_respected():
@@ -269,6 +342,24 @@ def test_all_configuration_errors_are_reported_at_once():
         "--rotary-scaling-factor 4 has no effect without --rotary-scaling",
     ):
         assert part in text
+    choices = {"squared_relu": True, "swiglu": True, "rotary_percent": 0.3}
+    text = refusal(make("llama", **choices, pad_vocab_size_to=300), tp=2)
+    for part in (
+        "--squared-relu and --swiglu exclude each other",
+        "--rotary-percent 0.3 of --kv-channels 12 is 3 channels, which must be even and above 0; nearest: 0.1667 or",
+        "--pad-vocab-size-to 300 is below the vocabulary's 301; nearest: 302",
+    ):
+        assert part in text
+    assert "does not divide by --tensor-model-parallel-size 2" in refusal(
+        make("gpt", pad_vocab_size_to=303), 2
+    )
+    assert "not a multiple of --make-vocab-size-divisible-by 64" in refusal(
+        make("gpt", pad_vocab_size_to=352)
+    )
+    assert "--rotary-percent 0.5 has no effect without" in refusal(make("gpt", rotary_percent=0.5))
+    groups = refusal(make("llama", num_attention_heads=12, num_query_groups=3), tp=4)
+    assert "--num-query-groups 3 cannot be shared evenly by --tensor-model-parallel-size 4" in groups
+    assert "nearest size that fits all: 1 or 3" not in groups and "nearest size that fits all: 1" in groups
     assert "recompute = 'some' is none of none, selective, full" in refusal(make("llama"), recompute="some")
 
 
@@ -277,6 +368,7 @@ def test_all_configuration_errors_are_reported_at_once():
     [
         ("gpt", {}, True),
         ("gpt", {"untie_embeddings_and_output_weights": True, "ffn_hidden_size": 63}, True),
+        ("gpt", {"squared_relu": True}, False),
         ("gpt", {"normalization": "RMSNorm"}, False),
         ("gpt", {"swiglu": True}, False),
         ("gpt", {"num_query_groups": 2}, False),
@@ -368,3 +460,10 @@ def test_a_run_without_a_fused_attention_kernel_says_so(family, dtype, changes, 
     note = math_note(make(family, **changes), TensorParallel(size=2), torch.device("meta"), dtype)
     assert note is None if said is None else said in note
     assert math_note(make(family), TensorParallel(), torch.device("cpu"), dtype) is None
+
+
+def test_a_mask_of_documents_asks_for_the_kernel_that_takes_masks(fused_kernels):
+    of = (TensorParallel(size=2), torch.device("meta"))
+    assert math_note(make("llama", hidden_size=64), *of, torch.bfloat16, documents=True) is None
+    assert "in bfloat16 within documents on" in math_note(make("llama"), *of, torch.bfloat16, documents=True)
+    assert math_note(make("llama"), *of, torch.bfloat16) is None

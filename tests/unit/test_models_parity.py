@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.models import Decoder, from_hf_config
+from megazero.models import Decoder, from_hf_config, make_model
 from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
 from tests.oracle import in_fp64
 
@@ -76,12 +76,46 @@ def perturb(model):
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1)
 
 
-def compare(model, dtype):
-    """Relative differences of logits and of each parameter's gradient."""
+def nemotron():
+    """Squared ReLU, rotary positions on half of each head, LayerNorms whose weights are stored less 1."""
+    sizes = {name: LLAMA[name] for name in LLAMA if name != "tie_word_embeddings"}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return transformers.NemotronForCausalLM(transformers.NemotronConfig(**sizes, rope_parameters=rope))
+
+
+NEMOTRON = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "ffn_hidden_size": 80,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "normalization": "LayerNorm",
+    "squared_relu": True,
+    "rotary_percent": 0.5,
+    "pad_vocab_size_to": 110,
+}
+
+
+def test_equals_transformers_nemotron():
+    with in_fp64():
+        differences = compare(nemotron(), torch.double, make_model(**NEMOTRON), norms_from=1)
+    assert max(differences.values()) < 1e-10, differences
+    differences = compare(nemotron(), torch.float32, make_model(**NEMOTRON), norms_from=1)
+    assert max(differences.values()) < 2e-5, differences
+
+
+def compare(model, dtype, config=None, norms_from=0):
+    """Relative differences of logits and of each parameter's gradient.
+
+    config: instead of what its config.json says. norms_from: added to the stored weights of norms.
+    """
     model = model.to(dtype).eval()
     perturb(model)
-    decoder = Decoder(from_hf_config(model.config.to_dict()), dtype=dtype)
-    load_hf_state_dict(decoder, model.state_dict())
+    decoder = Decoder(config or from_hf_config(model.config.to_dict()), dtype=dtype)
+    state = model.state_dict()
+    load_hf_state_dict(decoder, {n: t + norms_from if "norm.weight" in n else t for n, t in state.items()})
     tokens = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(-1, 1)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megazero.config.model import ModelConfig
 from megazero.tp import (
     IGNORED_LABEL,
     ColumnParallelLinear,
     TensorParallel,
     VocabShard,
     cross_entropy,
-    padded_vocab_size,
     vocab_parallel_cross_entropy,
 )
 
@@ -61,12 +61,19 @@ def test_cross_entropy_backward_runs_once_and_keeps_non_finite_values():
 
 
 def test_vocabulary_padding_and_shards():
-    assert padded_vocab_size(50257, 128, 1) == 50304
-    assert padded_vocab_size(50257, 128, 8) == 50304
-    assert padded_vocab_size(50257, 100, 8) == 50400
-    assert padded_vocab_size(256, 128, 2) == 256
-    for vocab, divisor, size in ((5, 128, 4), (101, 1, 4), (256, 128, 2), (130, 128, 4)):
-        shards = [VocabShard.of(vocab, divisor, TensorParallel(None, r, size)) for r in range(size)]
+    def padded(vocab: int, divisor: int, size: int, exactly: int | None = None) -> int:
+        config = ModelConfig(
+            vocab_size=vocab, make_vocab_size_divisible_by=divisor, pad_vocab_size_to=exactly
+        )
+        return config.padded_vocab_size(size)
+
+    assert padded(50257, 128, 1) == 50304
+    assert padded(50257, 128, 8) == 50304
+    assert padded(50257, 100, 8) == 50400
+    assert padded(256, 128, 2) == 256
+    assert padded(250680, 128, 4, 250880) == 250880
+    for vocab, rows, size in ((5, 128, 4), (101, 104, 4), (256, 256, 2), (130, 256, 4)):
+        shards = [VocabShard.of(vocab, rows, TensorParallel(None, r, size)) for r in range(size)]
         assert sum(s.valid for s in shards) == vocab
         tokens = torch.arange(vocab)
         owned = torch.stack([~s.localise(tokens)[1] for s in shards])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,26 @@ def test_structure_is_kept_and_sizes_are_not() -> None:
 def test_a_vocabulary_that_divides_still_does_and_one_group_stays_one() -> None:
     model = shrunk("--world-size 2 --num-query-groups 1 --vocab-size 32000").config.model
     assert model.vocab_size % model.make_vocab_size_divisible_by == 0 and model.num_query_groups == 1
+
+
+def test_key_heads_that_ranks_share_stay_shared() -> None:
+    words = "--world-size 4 --tensor-model-parallel-size 4 --vocab-size 32000 --num-query-groups"
+    for groups in (1, 2):
+        model = shrunk(f"{words} {groups}").config.model
+        assert model.num_query_groups == groups and model.num_attention_heads == 8
+    assert (
+        shrunk(f"{words} {2} --num-attention-heads 12 --kv-channels 64").config.model.num_attention_heads
+        == 12
+    )
+
+
+def test_an_exact_padded_size_and_partial_rotary_positions_stay() -> None:
+    words = "--world-size 2 --tensor-model-parallel-size 2 --pad-vocab-size-to 32100 --rotary-percent 0.25"
+    model = shrunk(f"{words} --vocab-size 32000 --squared-relu").config.model
+    assert model.pad_vocab_size_to > replace(model, pad_vocab_size_to=None).padded_vocab_size(2)
+    assert model.rotary_percent == 0.25 and model.kv_channels == 8 and model.squared_relu
+    model = shrunk(f"{words} --vocab-size 32100").config.model
+    assert model.pad_vocab_size_to == model.vocab_size
 
 
 @pytest.mark.parametrize(
