@@ -7,7 +7,7 @@ where no allocator counts, the buffers that the engine holds after the backward 
 from __future__ import annotations
 
 import torch
-from megazero.zero.state import held_bytes
+from megazero.zero.records import held_bytes
 
 from megazero.config import resolve_shards
 from megazero.models.flops import parameter_count
