@@ -245,8 +245,8 @@ class Encoder:
             except ValueError as error:
                 if not self.job.skip_bad_lines:
                     raise ValueError(
-                        f"{file}, line {line_number(file, at)}: {error}; mend the line, or leave bad "
-                        f"lines out"
+                        f"{file}, line {line_number(file, at)}: {error}; mend the line, or leave such lines "
+                        "out with skip_bad_lines"
                     ) from None
                 yield None
 

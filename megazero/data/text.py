@@ -81,7 +81,7 @@ def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
     for key in keys:
         if key not in record:
             raise ValueError(
-                f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (these are the keys to choose from)"
+                f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (json_keys chooses)"
             )
         texts[key] = text = record[key]
         for piece in text if isinstance(text, list) else [text]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megazero.config.data_inputs import TOKENIZERS
+from megazero.config.nearest import did_you_mean
 from megazero.data.files import replacing
 
 KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -123,8 +124,12 @@ class NullTokenizer:
 def load_tokenizer(kind: str, model: str | Path | None = None, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a kind in config.data_inputs.TOKENIZERS, from its model or (NullTokenizer) a vocabulary size.
 
-    Raises ValueError where that is missing or cannot be read.
+    Raises ValueError for another kind, and where that is missing or cannot be read.
     """
+    if kind not in TOKENIZERS:
+        raise ValueError(
+            f"tokenizer {kind!r} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}"
+        )
     if kind == "NullTokenizer" and vocab_size is not None:
         return NullTokenizer(vocab_size)
     if kind == "NullTokenizer" or not model:

@@ -30,7 +30,7 @@ from megazero.verify.training_run import (
     slice_block,
 )
 
-TIMEOUT_S = 900.0  # of all passes on the configured layout; a rank that hangs would otherwise hold everything
+TIMEOUT_S = 900.0  # of all runs on the configured layout; a rank that hangs would otherwise hold everything
 
 
 def verify(request: Request, ranks: LocalRanks, around: Around = nothing_around) -> Certificate:
@@ -41,8 +41,8 @@ def verify(request: Request, ranks: LocalRanks, around: Around = nothing_around)
     began, steps = time.monotonic(), request.options.verify_steps
     small = shrink(request.config, request.world, request.options.verify_ranks, steps)
     with tempfile.TemporaryDirectory(prefix="megazero-certificate-") as folder:
-        passes = _Passes(small, steps, around, folder, ranks)
-        sections = passes.run()
+        runs = _Runs(small, steps, around, folder, ranks)
+        sections = runs.run()
     made = {
         "megazero": _version(),
         "torch": torch.__version__,
@@ -60,7 +60,7 @@ def verify(request: Request, ranks: LocalRanks, around: Around = nothing_around)
         changes=small.changes,
         notes=small.notes,
         sections=tuple(sections),
-        diagnosis=tuple(passes.diagnosis),
+        diagnosis=tuple(runs.diagnosis),
         facts=made,
         configuration=small.config.to_dict(),
     )
@@ -81,7 +81,7 @@ def _layout_start(lines: Sequence[str]) -> int:
     return next(i for i, line in enumerate(lines) if line.startswith("layout"))
 
 
-class _Passes:
+class _Runs:
     """The runs of one verification, and what they show."""
 
     def __init__(self, small: Shrunk, steps: int, around: Around, folder: str, ranks: LocalRanks) -> None:

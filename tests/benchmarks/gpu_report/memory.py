@@ -7,11 +7,11 @@ where no allocator counts, the buffers that the engine holds after the backward 
 from __future__ import annotations
 
 import torch
-from megazero.zero.records import held_bytes
 
 from megazero.config import resolve_shards
 from megazero.models.flops import parameter_count
 from megazero.zero import Engine, Policy
+from megazero.zero.records import held_bytes
 from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.lone_rank import lone_rank
 from tests.benchmarks.gpu_report.loops import Size
