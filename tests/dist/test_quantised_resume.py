@@ -161,6 +161,18 @@ def test_a_resume_keeps_residuals_and_what_receivers_hold(letters, tmp_path):
         run_ranks(world, several, elsewhere, cases, path, held, sums, tmp_path, timeout=300)
 
 
+def test_residuals_are_summed_where_replicas_share_a_node(tmp_path):
+    """The OS slice is the whole unit, and each of the node's replicas owes for another part of it."""
+    codecs = zero.Codecs(gradients_intra=Blockwise(8, 16, True), gradients_inter=Q4, feedback=True)
+    case, steps = Case("111", 2, codecs, dtype=BF16), 4
+    every = run_ranks(4, straight, case, tmp_path, steps, timeout=300)
+    again = run_ranks(4, resumed, case, every[0][0], steps, timeout=300)
+    for (_, _, _, *want), got in zip(every, again, strict=True):
+        assert got[:2] == tuple(want[:2])
+    path, held, sums = every[0][:3]
+    run_ranks(2, several, elsewhere, [case.but(letters="11d", per_node=1)], path, held, sums, tmp_path)
+
+
 # -- pipelines through the trainer ---------------------------------------------------------------------
 
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 4, "zero_exact_numel": 40}
