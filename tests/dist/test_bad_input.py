@@ -47,7 +47,6 @@ FLAGS = {
             "--num-attention-heads 3 do not divide into --num-query-groups 2",
             "--hidden-size 32 does not divide by --num-attention-heads 3",
             "--num-attention-heads 3 does not divide by --tensor-model-parallel-size 4",
-            "--num-query-groups 2 does not divide by --tensor-model-parallel-size 4",
             "--ffn-hidden-size 50 does not divide by --tensor-model-parallel-size 4",
             "--seq-length 9 does not divide by --tensor-model-parallel-size 4",
             "--global-batch-size 7 is not a multiple of micro-batch size 2",
