@@ -38,6 +38,10 @@ class Tree:
         return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, **options)
 
 
+# Programs of both trees' processes.
+STARTED = ("commit_trees.py", "compare_commits_rank.py", "step_time_rank.py")
+
+
 @contextmanager
 def two_trees(ref: str) -> Iterator[tuple[Tree, Tree]]:
     """The commit ``ref`` of git and this working tree. Raises ValueError where git has no such commit."""
@@ -71,14 +75,22 @@ def git(*words: str) -> str:
 
 
 def link_imports(tree: Path, folder: Path) -> Path:
-    """``folder``, made with links to a checkout's megazero, laid out as its setup.cfg says, and to our tests."""
-    package = folder / "megazero"
-    package.mkdir(parents=True)
-    for entry in (tree / "megazero").iterdir():
-        (package / entry.name).symlink_to(entry)
+    """``folder``, made with links to a checkout's megazero, laid out as its setup.cfg says, and to its tests, which
+    call it by the names that it has. What is started in both trees is ours."""
+    package, benchmarks = folder / "megazero", folder / "tests" / "benchmarks"
+    for made, entries in (
+        (package, (tree / "megazero").iterdir()),
+        (benchmarks, (tree / "tests" / "benchmarks").iterdir()),
+        (benchmarks.parent, (e for e in (tree / "tests").iterdir() if e.name != "benchmarks")),
+    ):
+        made.mkdir(parents=True, exist_ok=True)
+        for entry in entries:
+            if entry.name not in STARTED:
+                (made / entry.name).symlink_to(entry)
+    for name in STARTED:
+        (benchmarks / name).symlink_to(ROOT / "tests" / "benchmarks" / name)
     for module, where in package_folders((tree / "setup.cfg").read_text()).items():
         (folder / module.replace(".", "/")).symlink_to(tree / where)
-    (folder / "tests").symlink_to(ROOT / "tests")
     return folder
 
 
