@@ -86,13 +86,22 @@ def test_modules_of_another_tree_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_trees_folder_is_laid_out_as_setup_cfg_says(tmp_path: Path) -> None:
-    folder = commit_trees.link_imports(commit_trees.ROOT, tmp_path / "imports")
+    tree = tmp_path / "tree"
+    for made in ("megazero/zero", "kernels", "tests/benchmarks", "tests/unit"):
+        (tree / made).mkdir(parents=True)
+    (tree / "setup.cfg").write_text("[options]\npackage_dir =\n    megazero.kernels = kernels\n")
+    for name in ("contestants.py", commit_trees.STARTED[0]):
+        (tree / "tests/benchmarks" / name).touch()
+    folder = commit_trees.link_imports(tree, tmp_path / "imports")
+    started = [f"tests/benchmarks/{name}" for name in commit_trees.STARTED]
     for module, where in (
-        ("megazero/kernels", "kernels"),
-        ("megazero/zero", "megazero/zero"),
-        ("tests", "tests"),
+        ("megazero/kernels", tree / "kernels"),
+        ("megazero/zero", tree / "megazero/zero"),
+        ("tests/unit", tree / "tests/unit"),
+        ("tests/benchmarks/contestants.py", tree / "tests/benchmarks/contestants.py"),
+        *((name, commit_trees.ROOT / name) for name in started),
     ):
-        assert (folder / module).resolve() == commit_trees.ROOT / where
+        assert (folder / module).resolve() == where
 
 
 def test_step_times_are_compared_within_rounds() -> None:
