@@ -1,12 +1,14 @@
 """Wire formats of the hops.
 
 A codec turns slices of n elements into messages and back. A message is a 1-D tensor of ``wire_dtype`` with
-``message_numel(n)`` elements: everything of the slice that crosses the link, and after it, if asked for, the
-exact region: elements that are sent as they are (small sensitive parameters). Messages of nested slices
-concatenate in layout order, so a gather over any axes needs no knowledge of the format; only the two ends encode
-and decode. Reduction is all-to-all, decode, sum in at least fp32 by source index.
+``message_numel(n)`` elements. It holds everything of the slice that crosses the link. If asked for, it also
+holds the exact region behind that: elements that are sent as they are (small sensitive parameters). Messages
+of nested slices concatenate in layout order, so a gather over any axes needs no knowledge of the format: only
+the two ends encode and decode. A reduction is an all-to-all, then a decode, then a sum in at least fp32 by
+source index.
 
-Shapes: k slices (rows), n elements each, e exact elements each, m = message_numel(n, e).
+Shapes: k is the number of slices (rows), n the elements of each, e the exact elements of each, and m is
+message_numel(n, e).
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
 
 class Codec(Protocol):
-    """One small interface for every wire format."""
+    """The one small interface that every wire format has."""
 
     @property
     def wire_dtype(self) -> torch.dtype: ...
 
     def message_numel(self, n: int, exact: int = 0) -> int:
-        """Elements of wire_dtype for a slice of n elements and as many exact ones as said."""
+        """Return how many elements of wire_dtype a slice of n elements and ``exact`` exact elements takes."""
         ...
 
     def encode(
@@ -49,14 +51,16 @@ class Codec(Protocol):
         noise: Noise | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [k, n] and exact [k, e] -> messages [k, m], in ``out`` if given, else new or x itself.
+        """Encode x [k, n] and exact [k, e], of any float dtype, into messages [k, m] of wire_dtype.
 
-        noise: where a stochastic codec draws; its start is the global index of x[0, 0], rows follow.
+        The messages are written to ``out`` if it is given; else they are a new tensor, or x itself.
+        noise: what a stochastic codec draws from. Its start is the global index of x[0, 0]; the rows follow
+            each other.
         """
         ...
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None) -> None:
-        """messages [k, m] -> out [k, n] and exact [k, e], any float dtype."""
+        """Decode messages [k, m] of wire_dtype into out [k, n] and exact [k, e], of any float dtype."""
         ...
 
     def decode_sum(
@@ -66,14 +70,17 @@ class Codec(Protocol):
         accumulate: bool,
         exact: torch.Tensor | None = None,
     ) -> None:
-        """out [n] (at least fp32) = (out if accumulate) + messages[0] + messages[1] + ... in this order;
-        exact [e] likewise."""
+        """Add up the decoded messages [k, m] in the order messages[0], messages[1], ...
+
+        The sum goes to out [n] (at least fp32) and exact [e]. With ``accumulate`` it starts from what they
+        hold.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Elements as they are, in ``wire_dtype``: exact if the source has no more precision than the wire."""
+    """Sends elements as they are, in ``wire_dtype``: exact if the source has no more precision than that."""
 
     wire_dtype: torch.dtype
 
@@ -88,8 +95,10 @@ class Identity:
         noise: Noise | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Nothing is rounded at random, so noise has no effect. Without exact and out, and x in the wire's
-        dtype, x itself."""
+        """Encode as the protocol says. Nothing is rounded at random, so noise has no effect.
+
+        Returns x itself if neither exact nor out is given and x already has the wire's dtype.
+        """
         if exact is None and out is None:
             return x.to(self.wire_dtype)
         n = x.shape[1]
@@ -123,16 +132,18 @@ class Identity:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """INT8, INT4 or 2 bits, symmetric, one bf16 scale per block (kernels/format.py); uint8 messages.
+    """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8
+    messages.
 
-    block: elements that share a scale; None is the default for the bits. Slices are whole blocks.
+    block: how many elements share a scale. None takes the default for the bits. Slices must be whole blocks.
     stochastic: round at random, without bias; encode then needs ``noise``.
-    clip: scales tried per block (0: absmax decides); biased where it clips, so not with stochastic rounding.
-    exact_dtype: of the exact region.
+    clip: how many scales are tried per block; with 0, absmax decides. Clipping is biased, so it is refused
+        together with stochastic rounding (ValueError).
+    exact_dtype: the dtype of the exact region.
 
-    Bytes: n * bits / 8 + 2 n / block, the exact region, each filled up to a multiple of 16. With the default
-    blocks 1.016 per element at 8 bits, 0.531 at 4, 0.281 at 2. A block with NaN or Inf decodes to NaN.
-    fp64 values are rounded to fp32 first.
+    Bytes: the codes and scales take n * bits / 8 + 2 n / block bytes. They and the exact region are each
+    filled up to a multiple of 16. With the default blocks one element takes 1.016 bytes at 8 bits, 0.531 at
+    4, 0.281 at 2. A block with NaN or Inf decodes to NaN. fp64 values are rounded to fp32 first.
     """
 
     bits: int
@@ -162,7 +173,7 @@ class Blockwise:
         return self._exact_start(n) + _aligned(exact * self.exact_dtype.itemsize)
 
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 [k, n / block]: most by which an element of x [k, n] and its decoded fp32 value differ."""
+        """Return fp32 [k, n / block]: the most by which elements of x [k, n] and their decoded fp32 values differ."""
         return error_bound(x, self.form, self.stochastic)
 
     def encode(
@@ -173,7 +184,10 @@ class Blockwise:
         noise: Noise | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As the protocol says; ``out`` uint8, contiguous. A stochastic codec needs ``noise`` (ValueError)."""
+        """Encode as the protocol says. ``out`` must be uint8 and contiguous.
+
+        A stochastic codec raises ValueError without ``noise``.
+        """
         e = 0 if exact is None else exact.shape[1]
         out = self._message(len(x), x.shape[1], e, x.device, out)
         quantize(x.contiguous(), out, self.form, self._drawn(noise))
@@ -187,8 +201,11 @@ class Blockwise:
     def decode_add(
         self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None = None
     ) -> None:
-        """For messages of differences: out [k, n], any float dtype, += their values, in fp32 (fp64 out: in fp64)
-        and rounded once to out's dtype; exact [k, e] is replaced. out may be columns of a wider tensor."""
+        """Add the differences that messages [k, m] hold to out [k, n], which has any float dtype.
+
+        The sum is taken in fp32 (in fp64 for an fp64 out) and rounded once to out's dtype. exact [k, e] is
+        replaced, not added to. out may be columns of a wider tensor.
+        """
         self._decode(messages, out, exact, add=True)
 
     def _decode(
@@ -221,9 +238,13 @@ class Blockwise:
         exact: int = 0,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        """The middle of two hops: messages [k, m] of n elements and ``exact`` exact ones, summed by source and
-        encoded with next_codec as ``rows`` slices of n / rows (and exact / rows). noise: next_codec's, its
-        start the global index of the sum's first element."""
+        """Do the middle of two hops: sum messages by source, and encode the sum for the next hop.
+
+        messages [k, m] (uint8) hold n coded and ``exact`` exact elements. The sum is encoded with next_codec
+        as ``rows`` slices of n / rows elements (and exact / rows). Returns uint8 [rows, next m]. Raises
+        ValueError if n or exact does not cut into equal rows.
+        noise: next_codec's; its start is the global index of the sum's first element.
+        """
         if n % rows or exact % rows:
             raise ValueError(f"{n} coded and {exact} exact elements do not cut into {rows} equal slices")
         out = next_codec._message(rows, n // rows, exact // rows, messages.device, None)
@@ -235,7 +256,7 @@ class Blockwise:
         return out
 
     def exact(self, messages: torch.Tensor, n: int, e: int) -> torch.Tensor:
-        """View [k, e], exact_dtype, of the exact region of messages [k, m]."""
+        """Return the exact region of messages [k, m] as a view [k, e] of exact_dtype."""
         if not e:  # an empty message's strides do not allow a view
             return messages.new_empty(len(messages), 0, dtype=self.exact_dtype)
         start = self._exact_start(n)
@@ -258,7 +279,7 @@ class Blockwise:
     def _message(
         self, k: int, n: int, e: int, device: torch.device, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """out or a new buffer [k, m], filling bytes zero: equal slices give equal messages."""
+        """Return ``out`` or a new buffer [k, m], its filling bytes zero, so that equal slices give equal messages."""
         m = self.message_numel(n, e)
         if out is None:
             out = torch.empty(k, m, dtype=torch.uint8, device=device)
@@ -272,8 +293,10 @@ class Blockwise:
 def decoded(
     codec: Codec, messages: torch.Tensor, like: Sequence[torch.Tensor], dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """What messages [k, m] say, in new tensors of the shapes (and the dtype, unless one is given) of ``like``: [k, n]
-    per region."""
+    """Decode messages [k, m] into new tensors, one [k, n] per region.
+
+    They have the shapes of ``like``, and its dtype unless ``dtype`` is given.
+    """
     out = [torch.empty_like(x, dtype=dtype) for x in like]
     codec.decode(messages, *out)
     return out
@@ -288,7 +311,7 @@ def _aligned(size: int) -> int:
 
 
 def _sum_rows(messages: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """out [n] = (out if accumulate) + messages[0] + messages[1] + ... [k, n], in this order."""
+    """Add messages [k, n] row by row, in order, into out [n], which keeps what it holds if ``accumulate``."""
     # Chain of adds: on a CPU as fast as torch.sum(dim=0) in fp32 and 1.6x faster in bf16
     # (5.0 ms against 8.0 ms for 4 x 1M), and the order of the sum is the source order by construction.
     sources = messages.unbind(0)

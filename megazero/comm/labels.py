@@ -1,4 +1,4 @@
-"""Names for a profiler's trace, given by what runs and switched on by the profiler alone."""
+"""Names for a profiler's trace. The code that runs gives them; the profiler alone switches them on."""
 
 from __future__ import annotations
 
@@ -11,5 +11,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def no_label(what: str, of: str) -> AbstractContextManager[object]:
-    """Name nothing: the label where no profiler records. Always one object, because chains of hops advance often."""
+    """Give no name: this is the label where no profiler records.
+
+    It returns always the same object, because chains of hops advance often.
+    """
     return _NOTHING

@@ -1,15 +1,20 @@
 """The one executor of asynchronous chains of hops.
 
-A chain is a generator that issues collectives one after another and yields each one's Work; what stands
-between two yields (encode, decode, sum) runs when the collective before it has finished. A lane holds the
-chains in flight, first in first out. On gloo a chain moves on when it is polled (at every module hook) or
-waited for; on CUDA it runs through at once on one of the lane's streams, where waiting is an event, not a host
-wait. There it comes after what the compute stream had been given when ``follow`` was last called. Successive
-chains take turns on the streams, so that one's hop inside the node runs beside another's across nodes; chains
-of one unit follow each other.
+A chain is a generator that issues collectives one after another and yields each one's Work. The code between
+two yields (encode, decode, sum) runs when the collective before it has finished. A lane holds the chains in
+flight, first in first out.
 
-Every rank must issue the collectives of one communicator in the same order, whatever its timing. So a chain
-states beforehand which axes it will use (``plan``), and may use an axis only when no older chain still has to.
+On gloo a chain moves on when it is polled (at every module hook) or waited for. No thread stands behind it: a
+chain that nobody polls stands still.
+
+On CUDA a chain runs through at once on one of the lane's streams, where waiting is an event, not a host wait.
+There it comes after what the compute stream had been given when ``follow`` was last called. Successive chains
+take turns on the streams, so that one's hop inside the node runs beside another's across nodes. Chains of one
+unit follow each other.
+
+Every rank must issue the collectives of one communicator in the same order, whatever its timing; else
+collectives of different chains would meet, or the ranks would hang. So a chain states beforehand which axes
+it will use (``plan``), and it may use an axis only when no older chain still has to.
 """
 
 from __future__ import annotations
@@ -31,19 +36,22 @@ STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
 
 class Leg(NamedTuple):
-    """One collective of a chain: the mesh axis it uses, and the name of its hop ('refresh_inter', say) in bills."""
+    """One collective of a chain.
+
+    axis: the mesh axis that it uses. hop: the name of its hop in bills ('refresh_inter', for example).
+    """
 
     axis: str
     hop: str
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed or timed out; the message names rank, lane, unit and axis."""
+    """A collective failed or timed out. The message names the rank, the lane, the unit and the axis."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A chain in flight. ``keep`` references collective inputs until the chain's event has passed."""
+    """A chain in flight. ``keep`` references the collectives' inputs until the chain's event has passed."""
 
     label: str
     plan: tuple[Leg, ...]
@@ -57,9 +65,10 @@ class Ticket:
 
 
 class Lane:
-    """Chains of one direction ('gather' or 'reduce').
+    """Holds and advances the chains of one direction ('gather' or 'reduce').
 
-    timed: context manager factory for host waits, called with 'exposed_' and the name of the hop waited for.
+    timed: a factory of context managers for host waits. It is called with 'exposed_' and the name of the hop
+        that is waited for.
     """
 
     def __init__(self, name: str, device: torch.device, rank: int, timed: Callable[[str], Any]) -> None:
@@ -74,7 +83,7 @@ class Lane:
         self.stood: defaultdict[str, float] = defaultdict(float)  # seconds of older waits
 
     def follow(self) -> None:
-        """CUDA: chains submitted from here on come after all that the compute stream has been given so far."""
+        """On CUDA, let chains submitted from here on come after all that the compute stream has been given."""
         if self.streams:
             event = torch.cuda.current_stream().record_event()
             for stream in self.streams:
@@ -83,7 +92,7 @@ class Lane:
     def submit(
         self, label: str, plan: tuple[Leg, ...], chain: Chain, keep: tuple[torch.Tensor, ...] = ()
     ) -> Ticket:
-        """Start a chain. ``keep``: tensors of the compute stream that the chain reads."""
+        """Start a chain. ``keep`` holds the tensors of the compute stream that the chain reads."""
         ticket = Ticket(label, plan, chain, keep)
         if self.streams:
             self._run_through(ticket)
@@ -94,11 +103,16 @@ class Lane:
 
     @property
     def busy(self) -> bool:
-        """Chains are in flight that move on when polled."""
+        """Whether chains are in flight that move on when they are polled."""
         return bool(self.tickets) and not self.streams
 
     def poll(self) -> None:
-        """Advance every chain as far as finished collectives and the order of axes allow."""
+        """Advance every chain as far as finished collectives and the order of axes allow.
+
+        A chain stops in front of an axis that an older chain still has to use: how fast collectives finish
+        differs from rank to rank, but their order on an axis must not. After its first collective a chain
+        also waits for older chains of its unit, because their sums come first.
+        """
         if not self.tickets:
             return
         reserved: set[str] = set()  # axes that older chains still have to use
@@ -142,7 +156,10 @@ class Lane:
                 self.poll()  # takes finished chains off the front
 
     def take_stalls(self) -> dict[str, float]:
-        """Seconds the compute stream stood waiting since the last call, by hop (CUDA; synchronises)."""
+        """Return for how many seconds the compute stream has stood waiting since the last call, by hop.
+
+        This is for CUDA, and it synchronises.
+        """
         while self.stalls:
             self._add_up(*self.stalls.popleft())
         out = dict(self.stood)
@@ -150,7 +167,7 @@ class Lane:
         return out
 
     def _add_up(self, before: Any, ticket: Ticket) -> None:
-        """Seconds of one wait, by hop."""
+        """Add the seconds of one wait to ``stood``, by hop."""
         stood = 0.0
         before.synchronize()
         for leg, landed in zip(ticket.plan, ticket.landed, strict=True):
@@ -217,5 +234,5 @@ class Lane:
 
 
 def no_timing(_: str) -> Any:
-    """``timed`` for engines that nobody watches."""
+    """Time nothing: this is ``timed`` for engines that nobody watches."""
     return nullcontext()

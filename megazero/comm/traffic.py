@@ -1,4 +1,4 @@
-"""Bytes that this rank sends, per hop kind and link class."""
+"""Counts the bytes that this rank sends, by hop kind and link class."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from megazero.mesh.grid import INTER, INTRA
 
 
 class Traffic:
-    """Counters of bytes sent by this rank, keyed by (hop kind, link class).
+    """Counters of the bytes that this rank sends, keyed by (hop kind, link class).
 
-    Hop kinds: 'refresh', 'gather', 'reduce', 'tp', 'pp', 'scalar'. Link classes: grid.INTRA, grid.INTER.
-    A collective over a axis of size a with a message of m bytes per peer sends (a - 1) * m.
+    The hop kinds are 'refresh', 'gather', 'reduce', 'tp', 'pp' and 'scalar'. The link classes are grid.INTRA
+    and grid.INTER. A collective over an axis of size a with a message of m bytes per peer sends (a - 1) * m
+    bytes.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Traffic:
         return sum(n for (_, at), n in self.bytes.items() if at == link)
 
     def take(self) -> dict[str, int]:
-        """Totals since the last take, by 'kind_link' and by link class; the counters start again at 0."""
+        """Return the totals since the last take, by 'kind_link' and by link class, and start again at 0."""
         out = {f"{kind}_{link}_bytes": n for (kind, link), n in sorted(self.bytes.items())}
         out[f"{INTRA}_bytes"], out[f"{INTER}_bytes"] = self.total(INTRA), self.total(INTER)
         self.bytes.clear()

@@ -1,4 +1,4 @@
-"""ZeRO data parallelism: one verb, ``shard``."""
+"""ZeRO data parallelism. It has one verb, ``shard``."""
 
 from __future__ import annotations
 
@@ -39,25 +39,29 @@ def shard(
 ) -> Engine:
     """Shard a torch module's parameters, gradients and optimizer states over the mesh's data-parallel axes.
 
-    mesh: from ``create_mesh``; its cuts are the shard factors P, G, OS.
-    units: modules (or tuples of modules) whose parameters are gathered together, in forward order; parameters
-        of no listed module form one more unit, gathered around the whole forward.
-    optimizer: from a list of param groups to an elementwise torch optimizer; default AdamW, fused.
-    clip_norm: limit of the global gradient norm. traits: optimizer options and tensor-parallel replication of
-        each parameter; default: no weight decay for 1-D parameters.
-    init: for modules on the meta device: from a parameter's name to its full tensor, called unit by unit.
-    parts: of a module that runs part by part (virtual pipeline stages): the listed modules of each. Every part has a
-        backward for each micro-batch; ``Engine.segment`` says which one runs.
-    tied: parameters that the other end of the pipeline holds, too: name here to a name common to both. The ends sum
-        their gradients once per step; needs ``create_mesh(ends=True)``.
-    timed: context manager factory, called with 'optimizer' and, for waits, 'exposed_' and the hop's name:
-        'exposed_refresh_inter', 'exposed_gather_intra', ... (``train/timebill.py`` lists them).
-    traffic: counters of the bytes this rank sends; default: the engine's own.
+    mesh: what ``create_mesh`` returned; its cuts are the shard factors P, G, OS.
+    units: modules (or tuples of modules) whose parameters are gathered together, in forward order. Parameters
+        of no listed module form one more unit, which is gathered around the whole forward.
+    optimizer: makes an elementwise torch optimizer from a list of param groups. The default is AdamW, fused.
+    clip_norm: the limit of the global gradient norm.
+    traits: gives each parameter's optimizer options and tensor-parallel replication. By default 1-D
+        parameters have no weight decay.
+    init: for modules on the meta device. It returns a parameter's full tensor for its name, and is called
+        unit by unit.
+    parts: for a module that runs part by part (virtual pipeline stages): the listed modules of each part.
+        Every part has a backward for each micro-batch; ``Engine.segment`` says which one runs.
+    tied: parameters that the other end of the pipeline holds, too. It maps the name here to a name common to
+        both. The ends sum their gradients once per step; this needs ``create_mesh(ends=True)``.
+    timed: a factory of context managers. It is called with 'optimizer' and, for waits, with 'exposed_' and
+        the hop's name: 'exposed_refresh_inter', 'exposed_gather_intra', ... (``train/timebill.py`` lists
+        them).
+    traffic: counters of the bytes that this rank sends. By default the engine has its own.
 
-    Returns the engine. Collective; every rank must pass the same. Raises ValueError for units that nest or mix
-    dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised
-    (``foreign.py``), for parameters and modules that training would damage (``admission.py``), and for optimizers
-    that are not elementwise: the factory is tried on a few small tensors.
+    Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units
+    that nest or mix dtypes, for policies that the shard factors do not allow, for modules that another
+    framework parallelised (``foreign.py``), for parameters and modules that training would damage
+    (``admission.py``), and for optimizers that are not elementwise: the factory is tried on a few small
+    tensors.
     """
     refuse_foreign_parallelism(module)
     policy = policy or Policy()

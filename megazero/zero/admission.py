@@ -1,4 +1,4 @@
-"""Which modules the engine takes: what it would damage is refused by name, before anything is changed."""
+"""Which modules the engine takes. What it would damage is refused by name, before anything is changed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ FROZEN = (*SCALED, torch.uint8, torch.int8, torch.bool)
 
 
 def refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: bool = False) -> None:
-    """Raises ValueError for parameters of dtypes, and for modules, that training would damage.
+    """Raise ValueError for modules, and for dtypes of parameters, that training would damage.
 
-    dtype: of ``Policy.dtype``, which floating-point parameters are converted to. loss_scaled: of the policy, too.
+    dtype: ``Policy.dtype``, which floating-point parameters are converted to. loss_scaled:
+        ``Policy.loss_scaled``.
     """
     for name, param in module.named_parameters():
         _refuse_dtype(name, param, dtype, SCALED if loss_scaled else TRAINED)

@@ -11,9 +11,11 @@ from torch import nn
 
 
 class Binding:
-    """One Parameter object, before and after, whose data is ``view`` of the unit's ``full`` from here on.
+    """Binds one Parameter object, the same before and after, whose data is ``view`` of the unit's ``full``
+    from here on.
 
-    The engine writes into ``full``, never through the Parameter: its version counter moves only when the user writes.
+    The engine writes into ``full``, never through the Parameter, so its version counter moves only when the
+    user writes.
     """
 
     def __init__(self, name: str, param: nn.Parameter, view: torch.Tensor) -> None:
@@ -28,14 +30,14 @@ class Binding:
 
     @property
     def written(self) -> bool:
-        """The user wrote into the parameter since ``accept``. Writes into ``param.data`` are not seen."""
+        """Whether the user wrote into the parameter since ``accept``. Writes into ``param.data`` are not seen."""
         return self.param._version != self.version
 
     def accept(self) -> None:
         self.version = self.param._version
 
     def check_place(self) -> None:
-        """Raises RuntimeError if the Parameter's data is not the unit's buffer any more."""
+        """Raise RuntimeError if the Parameter's data is not the unit's buffer any more."""
         param, view = self.param, self.view
         if param.dtype == view.dtype and param.device == view.device and param.is_set_to(view):
             return
@@ -58,10 +60,11 @@ class Binding:
 
 @contextmanager
 def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Around bindings: torch's LSTM, GRU and RNN keep weak references to their weights, and may move them.
+    """Stand around bindings: torch's LSTM, GRU and RNN keep weak references to their weights, and may move
+    them.
 
-    With weak references a Parameter cannot leave the meta device. ``flatten_parameters``, which many forwards call,
-    would on CUDA move the weights out of the unit's buffer: from here on it does nothing.
+    With weak references a Parameter cannot leave the meta device. On CUDA ``flatten_parameters``, which many
+    forwards call, would move the weights out of the unit's buffer; from here on it does nothing.
     """
     recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
     for m in recurrent:
@@ -75,11 +78,14 @@ def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _leave_weights() -> None:
-    """cuDNN then gathers the weights of a call itself."""
+    """Leave the weights where they are; cuDNN then gathers the weights of a call itself."""
 
 
 def _become(name: str, param: nn.Parameter, like: torch.Tensor) -> None:
-    """Let a Parameter of the meta device, which .data does not leave, be of another: same object, same hooks."""
+    """Let a Parameter of the meta device become one of another device: the same object with the same hooks.
+
+    Setting .data cannot do it, because .data does not leave the meta device.
+    """
     hooks = (param._backward_hooks, param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
     fresh = nn.Parameter(like.new_empty(0), requires_grad=param.requires_grad)
     fresh.__dict__.update(param.__dict__)

@@ -1,4 +1,4 @@
-"""From a torch module to units: which parameters are gathered together, in which order they lie."""
+"""From a torch module to units: which parameters are gathered together, and in which order they lie."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UnitSpec = nn.Module | Sequence[nn.Module]
 
 @dataclass(frozen=True)
 class Plan:
-    """Units in forward order; for every hooked module, the units it needs; how many parts the module has."""
+    """Holds the units in forward order, the units that every hooked module needs, and the number of parts."""
 
     units: list[Unit]
     needs: list[tuple[nn.Module, list[Unit]]]
@@ -43,11 +43,12 @@ def build_units(
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
 
     parts: the specs' modules that run together, where the module runs part by part (virtual pipeline stages).
-    tied: parameters of the pipeline's ends, each a unit of its own: name here to name common to both.
+    tied: parameters of the pipeline's ends, each a unit of its own. It maps the name here to a name common to
+        both.
 
-    A parameter shared by several modules belongs to the first spec that holds it; the others' hooks gather
-    that unit too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init, and for
-    what admission.py refuses.
+    A parameter that several modules share belongs to the first spec that holds it; the others' hooks gather
+    that unit, too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init,
+    and for what admission.py refuses.
     """
     refuse_unfit(module, policy.dtype, policy.loss_scaled)
     for name, buffer in module.named_buffers():
@@ -100,8 +101,10 @@ def _make_units(
     init: Init | None,
     tied: Mapping[str, str],
 ) -> list[Unit]:
-    """One unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements; and one per
-    tied parameter."""
+    """Make one unit, or one per chunk where the parameters have more than ``policy.chunk_numel`` elements.
+
+    Each tied parameter gets a unit of its own.
+    """
     dtype = policy.dtype or _one_dtype(label, params)
     values = _initial_values(label, params, init, mesh.device, at_least_fp32(dtype))
     units = []
@@ -120,7 +123,7 @@ def _make_units(
 
 
 def _chunks(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Consecutive names whose sizes add up to at most ``limit``, one name at least."""
+    """Cut the names into consecutive runs whose sizes add up to at most ``limit``, with one name at least."""
     out: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():
@@ -174,7 +177,9 @@ def _make_unit(
 
 
 def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
-    """The policy's, whose exact regions hold weights in the parameters' dtype and gradients in the sums'."""
+    """Return the policy's codecs, with exact regions of weights in the parameters' dtype, of gradients in
+    the sums'.
+    """
 
     def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
         return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec
@@ -194,7 +199,10 @@ def _initial_values(
     device: torch.device,
     sum_dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Full values of a unit's parameters: as they are, or, for meta parameters, from ``init`` in at least fp32."""
+    """Return the full values of a unit's parameters, each in its parameter's shape.
+
+    They are as the module has them or, for meta parameters, what ``init`` gives, in at least fp32.
+    """
     meta = [n for n, p in params.items() if p.is_meta]
     if meta and init is None:
         raise ValueError(
@@ -214,7 +222,10 @@ def _initial_values(
 
 
 def _refuse_different_starts(module: nn.Module, mesh: Mesh) -> None:
-    """Each rank gives its own slices: ranks that start from other values would mix them, or drift apart."""
+    """Refuse ranks that start from different values.
+
+    Each rank gives its own slices, so different values would be mixed, or would drift apart.
+    """
     values = [p.detach() for p in module.parameters() if not p.is_meta]
     if not values or mesh.dp_size == 1:
         return

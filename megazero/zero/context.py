@@ -15,8 +15,10 @@ from megazero.zero.rounding import Rounding
 
 @dataclass(frozen=True)
 class Context:
-    """axes: the data-parallel sub-axes, innermost first. rounding, traffic: of the whole engine. issued: hash of all
-    collectives that this rank has issued in the step.
+    """What the chains of one engine share.
+
+    axes: the data-parallel sub-axes, innermost first. rounding, traffic: those of the whole engine.
+    issued: the hash of all collectives that this rank has issued in the step.
     """
 
     axes: Sequence[Axis]
@@ -26,14 +28,16 @@ class Context:
     issued: IssueHash
 
     def axis(self, level: int) -> Axis:
-        """The sub-axis between level - 1 and ``level``."""
+        """Return the sub-axis between level - 1 and ``level``."""
         return self.axes[level - 1]
 
     def legs(self, kind: str, levels: Sequence[int]) -> tuple[Leg, ...]:
-        """One collective of a kind ('refresh', 'gather', 'reduce') on the axis of each of these levels, in order."""
+        """Return one collective of a kind ('refresh', 'gather', 'reduce') on the axis of each of these
+        levels, in order.
+        """
         return tuple(leg(kind, self.axis(level)) for level in levels)
 
 
 def leg(kind: str, axis: Axis) -> Leg:
-    """A collective's axis, and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
+    """Name a collective's axis and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
     return Leg(axis.name, f"{kind}_{axis.link.removesuffix('_node')}")

@@ -1,4 +1,4 @@
-"""Whether an optimizer is elementwise, found by running it: ZeRO gives it slices, each rank its own."""
+"""Whether an optimizer is elementwise. It is found by running it, because ZeRO gives each rank its own slices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def refuse_unless_elementwise(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raises ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its own.
+    """Raise ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its
+    own.
 
-    options: of each parameter group. dtype, device: of the master weights. A few small tensors are stepped; the
-    random generators stay as they are. Optimizers that draw random numbers are refused, too: ranks that hold the
-    same slice would draw different ones.
+    options: the options of each parameter group. dtype, device: those of the master weights.
+    A few small tensors are stepped; the random generators stay as they are. Optimizers that draw random
+    numbers are
+    refused, too: ranks that hold the same slice would draw different ones.
     """
     groups = list(options)
     if not groups:
@@ -58,8 +60,11 @@ def refuse_unless_elementwise(
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A matrix and its gradients of some steps. The two parts differ in scale, and one gradient in five is large, so
-    that what is scaled or clipped by a norm shows."""
+    """Return a matrix and its gradients of some steps, all in ``dtype``.
+
+    The two parts differ in scale, and one gradient in five is large, so that it shows if something is scaled
+    or clipped by a norm.
+    """
     at = torch.arange(1, SHAPE[0] * SHAPE[1] + 1, dtype=torch.float64).view(SHAPE)
     size = torch.where(at <= CUT, 3.0, 0.05)
     steps = [at.mul(step).sin() * size * (100 if step % 5 == 3 else 1) for step in range(1, STEPS + 1)]
@@ -73,7 +78,7 @@ def _run(
     gradients: Sequence[torch.Tensor],
     seed: int,
 ) -> tuple[torch.Tensor, str]:
-    """[groups, *shape of values] after the steps, and the optimizer's name."""
+    """Return the values after the steps, [groups, *shape of values], and the optimizer's name."""
     params = [nn.Parameter(values.clone()) for _ in groups]
     device = values.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -7,8 +7,8 @@ One step of the user's loop::
     info = engine.step()
 
 State is explicit (begin_step, step, evaluation); hooks (hooks.py) only say "this unit is needed now" and "this
-gradient is there". The order of collectives is fixed: gathers by the recorded order of use, reductions by the reverse
-of the forward's order of first use; both are hashed and compared across ranks at every step.
+gradient is there". The order of collectives is fixed: gathers by the recorded order of use, reductions by the
+reverse of the forward's order of first use; both are hashed and compared across ranks at every step.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ WRITING = "write inside `with engine.gathered(write=True)`, the same values on e
 class StepInfo:
     """grad_norm: global norm of the divided gradients before clipping. skipped: it was not finite.
 
-    sampled: name of the unit whose rounding was measured; errors: ||sent - exact|| / ||exact|| of its 'weights' and
-    'gradients' (those that were sent quantised), over all ranks. fallbacks: a line for each unit whose error
-    exceeded the policy's bound and which sends exactly from the next step on.
+    sampled: the name of the unit whose rounding was measured. errors: ||sent - exact|| / ||exact|| over all ranks
+        of its 'weights' and 'gradients', each only if it was sent quantised. fallbacks: one line for each unit
+        whose error was above the policy's bound. It sends exactly from the next step on.
     """
 
     grad_norm: float
@@ -59,7 +59,7 @@ class StepInfo:
 
 
 class Engine:
-    """Made by ``zero.shard``; owns the module's parameters from then on."""
+    """``zero.shard`` makes an engine. It owns the module's parameters from then on."""
 
     def __init__(
         self,
@@ -95,9 +95,12 @@ class Engine:
     ) -> None:
         """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
 
-        divisor: times the loss scale, where losses are scaled; the norm and error feedback see divided gradients.
-        program: the (kind, part) that the step will run, in order, kinds F, B, I, W of program.py: gathers run ahead
-            by it. Default: a forward and a backward of the whole module, all parts, for each micro-batch.
+        divisor: includes the loss scale, where losses are scaled; the norm and error feedback see divided
+            gradients.
+        program: the (kind, part) pairs that the step will run, in order; the kinds F, B, I, W are in program.py.
+            Gathers run ahead by it. By default each micro-batch has a forward and a backward of the whole module,
+            all parts.
+        Raises ValueError unless micro_batches >= 1 and divisor > 0, RuntimeError if a step is open.
         """
         if micro_batches < 1 or not divisor > 0:
             raise ValueError(
@@ -117,25 +120,25 @@ class Engine:
         self.gatherer.prefetch()
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Around one of the program's forwards (F), backwards (B) or backwards of the input alone (I)."""
+        """Mark one of the program's forwards (F), backwards (B) or backwards of the input alone (I), run inside."""
         return self.hooks.segment(kind, part, micro_batch)
 
     def weight_gradients(
         self, part: int, micro_batch: int, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]
     ) -> None:
-        """W of the program: what the backward of the input alone put off, as (parameter, its whole gradient)."""
+        """Do a W of the program: take what I put off, as pairs (parameter, its whole gradient in the same shape)."""
         self.hooks.weight_gradients(part, micro_batch, pairs)
 
     def poll(self) -> bool:
-        """Let what is in flight move on, while the caller waits for something else; True if there is more to come."""
+        """Let what is in flight move on while the caller waits for something else. True if more is to come."""
         self.hooks.poll()
         return self.gathers.busy or self.reductions.busy
 
     def step(self) -> StepInfo:
-        """Finish the reductions, take the global norm, clip, update the master weights.
+        """Finish the reductions, take the global norm, clip, and update the master weights.
 
-        A norm that is not finite skips the update on every rank. Raises RuntimeError if the number of
-        backwards is not what begin_step was told.
+        A norm that is not finite skips the update on every rank. Raises RuntimeError if the number of backwards is
+        not what begin_step was told.
         """
         self.hooks.check_done()
         if self.mesh.ends is not None:
@@ -158,7 +161,7 @@ class Engine:
         return StepInfo(norm, skipped, sampled, errors, tuple(self._fall_back(sampled, errors)))
 
     def abort_step(self) -> None:
-        """Give the open step up, on every rank alike (after an exception): no update, gradients are forgotten."""
+        """Give up the open step on every rank alike (after an exception). Gradients are forgotten, not used."""
         self.reducer.abort()
         self.gatherer.drop_all()
         self.hooks.abort()
@@ -168,7 +171,7 @@ class Engine:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Forwards without gradient, between steps; training goes on bit for bit as if it had not been."""
+        """Run forwards without gradient between steps. Training then goes on bit for bit as without them."""
         self._between_steps("evaluation()")
         program = self.gatherer.program
         program.open(())
@@ -182,12 +185,13 @@ class Engine:
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None, write: bool = False) -> Iterator[None]:
-        """Full parameters (of ``module``'s units; default all) to read, or with ``write`` to change, between steps.
+        """Gather full parameters (of ``module``'s units; by default all) between steps, to read or, with ``write``,
+        to write.
 
-        Collective. Each rank must write the same values: its slices of them become the master weights; of a
-        parameter that was written in part, the rest, too, where the weights are rounded. Clone what is to outlive
-        the block; a numpy view of a parameter would pin its storage, which is then freed. Raises RuntimeError for a
-        write without ``write``.
+        This is collective. Each rank must write the same values: its slices of them become the master weights.
+        Where the weights are rounded, the rest of a parameter that was written in part becomes master weights, too.
+        Clone what is to outlive the block: a numpy view of a parameter would pin its storage, which is then freed.
+        Raises RuntimeError for a write without ``write``.
         """
         self._between_steps("gathered()")
         wanted = {id(p) for p in (module or self.module).parameters()}
@@ -211,7 +215,7 @@ class Engine:
             self.gatherer.drop_all()
 
     def invalidate(self) -> None:
-        """The master weights were changed from outside (a checkpoint was loaded): every copy is stale.
+        """Make every copy stale: the master weights were changed from outside (a checkpoint was loaded).
 
         Under the delta refresh R was loaded with them (``records.load_records``) and goes on from there.
         """
@@ -221,7 +225,7 @@ class Engine:
                 unit.copy_version = unit.master_version
 
     def refresh(self) -> None:
-        """Bring every P copy up to date now, not at the next use. Collective, between steps.
+        """Bring every P copy up to date now, not at the next use. This is collective, between steps.
 
         Under the delta refresh this comes before a save: R is what a checkpoint holds as the weights.
         """
@@ -232,11 +236,11 @@ class Engine:
                 self.gatherer.drop_all()  # one unit's full parameters at a time
 
     def state(self) -> dict[str, Any]:
-        """What else a checkpoint keeps: counters that noise depends on, units that fell back. JSON types."""
+        """Return what else a checkpoint keeps, in JSON types: counters for noise, and the units that fell back."""
         return {"updates": self.rounding.updates, "fallen_back": self.fallen}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, after the weights were loaded. Names of units that are not here are passed over."""
+        """Go on from ``state``, after the weights were loaded. Names of units that are not here are ignored."""
         self.rounding.updates = int(state["updates"])
         for name, kinds in state["fallen_back"].items():
             for kind in kinds:
@@ -252,7 +256,7 @@ class Engine:
         return once * micro_batches
 
     def _between_steps(self, call: str) -> None:
-        """Raises RuntimeError inside a step. What was done to weights since the last one comes before gathers."""
+        """Raise RuntimeError inside a step. Gathers come after what was done to weights since the last step."""
         if self.hooks.micro_batches:
             raise RuntimeError(f"{call} inside a step: call step() first")
         self.gathers.follow()
@@ -270,7 +274,7 @@ class Engine:
                 )
 
     def _take_written(self, unit: Unit, seen: torch.Tensor | None) -> None:
-        """seen: ``full`` before the writes, where it is not what the master rounds to."""
+        """Take writes into the master. seen: ``full`` [n] before them, where it is not what the master rounds to."""
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):
             whole = slice(slot.start, slot.start + slot.numel)
             if seen is not None and torch.equal(unit.full[whole], seen[whole]):
@@ -287,7 +291,7 @@ class Engine:
             binding.accept()
 
     def _exchange(self) -> tuple[float, dict[str, float]]:
-        """Norm over unique slices, and the sampled rounding errors; ranks compare the hash of what they issued."""
+        """Return norm over unique slices and sampled rounding errors; ranks compare hashes of what they issued."""
         sum_partial(self.optimizer.runs, self.mesh.tp, self.traffic)
         second_end = self.mesh.ends is not None and self.mesh.ends.index > 0
         tp = self.mesh.tp
@@ -306,7 +310,7 @@ class Engine:
                 unit.send_exactly(kind)
 
     def _fall_back(self, name: str, errors: Mapping[str, float]) -> Iterator[str]:
-        """All ranks have the same errors, so all decide alike."""
+        """Switch units above their bound to exact messages. All ranks have the same errors, so all decide alike."""
         bounds = {WEIGHTS: self.policy.weight_error_bound, GRADIENTS: self.policy.gradient_error_bound}
         for kind, error in errors.items():
             bound = bounds[kind]
@@ -329,7 +333,7 @@ class Engine:
 
 
 def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
-    """Of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
+    """Return the names of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
     names: list[list[str]] = [[u.name for u in units]]
     if mesh.pp.size > 1:
         names = [[] for _ in range(mesh.pp.size)]

@@ -1,9 +1,9 @@
 """Error feedback (Seide et al. 2014): what rounding a gradient lost is added to the next step's gradient.
 
-A sender keeps what its messages across nodes lost (``Unit.residual``) and adds it before it encodes the next step's.
-The loss of a step becomes the residual only when the update is made: until then it waits in rows of ``grad`` whose
-sums are not needed here (or, with replicas, in ``Unit.lost``), so that a skipped step leaves residuals as they were
-without a second buffer. Residuals are kept in units of the divided gradient.
+A sender keeps what its messages across nodes lost (``Unit.residual``) and adds it before it encodes the next
+step's. The loss of a step becomes the residual only when the update is made. Until then it waits in rows of
+``grad`` whose sums are not needed here (or, with replicas, in ``Unit.lost``). So a skipped step leaves
+residuals as they were, without a second buffer. Residuals are kept in units of the divided gradient.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ def add_residual(unit: Unit, source: Slice, divisor: float) -> None:
 
 
 def lost_slice(unit: Unit) -> Slice:
-    """Where a step's errors wait for its end: other ranks' rows of ``grad``, whose sums are not needed here; with
-    replicas, whose way back fills those rows, ``unit.lost``."""
+    """Return where a step's errors wait for its end: at least fp32, compact.
+
+    These are other ranks' rows of ``grad``, whose sums are not needed here. With replicas the way back fills
+    those rows, so it is ``unit.lost``.
+    """
     assert unit.grad is not None and unit.crossing is not None
     if unit.levels.all == unit.levels.os:
         return Slice(unit.layout, unit.grad, unit.levels.g)
@@ -38,10 +41,10 @@ def lost_slice(unit: Unit) -> Slice:
 
 
 def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: bool) -> None:
-    """After an update: what the step's messages lost, divided as the gradients were, is the new residual.
+    """After an update, make what the step's messages lost, divided as the gradients were, the new residual.
 
-    exact: codecs were off in this step. Then, and after a fallback, what was owed is paid: nothing is kept, and raw
-    gradients may go in their own dtype again.
+    exact: codecs were off in this step. Then, and after a fallback, what was owed has been paid: nothing is
+        kept, and raw gradients may go in their own dtype again.
     """
     unit.carry = None
     if exact or unit.codecs.gradients_inter is None:

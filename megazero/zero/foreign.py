@@ -1,4 +1,4 @@
-"""Modules of other frameworks that ZeRO must not take as they are, by the signs they carry."""
+"""Finds modules of other frameworks that ZeRO must not take as they are, by the signs they carry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRAPPERS = frozenset(
 
 
 def refuse_foreign_parallelism(module: nn.Module) -> None:
-    """Raises ValueError for another framework's data parallelism or DTensors, and for expert-parallel parameters."""
+    """Raise ValueError for another framework's data parallelism or DTensors, and for expert-parallel parameters."""
     for name, inner in module.named_modules():
         wrapper = next((c for c in _class_names(inner) if c in _WRAPPERS), None)
         if wrapper is not None:

@@ -1,20 +1,24 @@
 """The way of weights: when units are gathered and dropped, and what a gather sends, hop by hop.
 
-``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what moves
-for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has finished. It takes the
-sub-axes outermost first, one collective and one message per sub-axis: first, once per update, the refresh of the P
-copy over the axes between P and OS (qwZ, ZeRO++ section 4.1), then the gather over P.
+``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what
+moves for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has
+finished. It takes the sub-axes outermost first, one collective and one message per sub-axis: first, once per
+update, the refresh of the P copy over the axes between P and OS (qwZ, ZeRO++ section 4.1), then the gather
+over P.
 
-What a gather must come after on CUDA. Its chain runs on a stream of the lane, behind what the compute stream had been
-given at the lane's last ``follow`` and not behind what it was given since: a gather may run beside all compute that
-was enqueued before it. ``follow`` is called at every drop, and when gathers begin outside of a step (``begin_step``,
-evaluation, ``gathered``, ``refresh``, a forward between steps). That is enough:
+What a gather must come after on CUDA. Its chain runs on a stream of the lane, behind what the compute stream
+had been given at the lane's last ``follow`` and not behind what it was given since: a gather may run beside
+all compute that was enqueued before it. ``follow`` is called at every drop, and when gathers begin outside of
+a step (``begin_step``, evaluation, ``gathered``, ``refresh``, a forward between steps). That is enough:
 
-- Memory. Buffers that come and go (full, copy, passing messages) are allocated inside chains, so the allocator takes
-  them from blocks that were allocated on the same stream before. Such a block came free in a chain of that stream
-  (then the order of the stream is enough) or by a drop. Before a drop the compute stream has waited for every chain
-  that wrote or read the buffer, and all that reads it has been enqueued: what follows the drop follows those.
-- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step and the
+- Memory. Buffers that come and go (full, copy, passing messages) are allocated inside chains, so the
+allocator takes
+  them from blocks that were allocated on the same stream before. Such a block came free in a chain of that
+  stream (then the order of the stream is enough) or by a drop. Before a drop the compute stream has waited
+  for every chain that wrote or read the buffer, and all that reads it has been enqueued: what follows the
+  drop follows those.
+- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step
+and the
   next time that gathers begin, with nothing in flight (``drop_all``). Chains of one unit follow each other.
 """
 
@@ -40,7 +44,7 @@ from megazero.zero.unit import Unit
 
 
 class Gatherer:
-    """Keeps the units gathered that are in use, and what comes next on its way."""
+    """Keeps the units gathered that are in use, and starts the gathers of what comes next."""
 
     def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
         self.units, self.context, self.lane = units, context, lane
@@ -53,7 +57,7 @@ class Gatherer:
         return self.program.current == Segment(EVALUATION)
 
     def use(self, units: Sequence[Unit]) -> None:
-        """A module needs these units now: note it, start what comes next, return when they are gathered."""
+        """Note that a module needs these units now, start what comes next, and return when they are gathered."""
         self.program.use(tuple(self.index[u] for u in units))
         self.ahead.difference_update(units)
         for unit in units:
@@ -64,7 +68,7 @@ class Gatherer:
             self.ensure(unit)
 
     def ensure(self, unit: Unit) -> None:
-        """Gathered, without a word in the order (recompute, reading from outside)."""
+        """Gather the unit without a note in the order of use (for recompute, or reading from outside)."""
         if not unit.ready:
             if unit.ticket is None:
                 self._launch(unit)
@@ -75,9 +79,10 @@ class Gatherer:
         show(unit)
 
     def prefetch(self) -> None:
-        """Start gathers of what comes next: all that the next module needs, beyond it within the policy's bytes.
+        """Start gathers of what comes next: all that the next module needs, and more within the policy's
+        bytes.
 
-        The next module is the first one that needs what is not here, or was started ahead of it.
+        The next module is the first one that needs what is not here, or what was started ahead of it.
         """
         # Bounded in uses, too: a long evaluation is one segment of many forwards.
         modules = islice(self.program.upcoming(), 2 * len(self.units))
@@ -119,7 +124,7 @@ class Gatherer:
                 unit.drop_full()
 
     def _awaited(self, unit: Unit) -> bool:
-        """It has to be gathered for a later module, or is on its way to one."""
+        """Whether the unit has to be gathered for a later module, or is on its way to one."""
         return unit in self.ahead or not unit.ready and unit.ticket is None
 
     def _start(self, units: Sequence[Unit]) -> None:
@@ -141,9 +146,11 @@ class Gatherer:
 
 
 def gather_chain(unit: Unit, context: Context) -> Chain:
-    """Make the full parameters present: refresh the P copy if it is stale, then all-gather it over the P axes.
+    """Make the full parameters present: refresh the P copy if it is stale, then all-gather it over the P
+    axes.
 
-    Every rank, the owner too, decodes what was received into ``full``, so all forwards read the same bits.
+    Every rank, the owner too, decodes what was received into ``full`` ([n], parameter dtype), so all forwards
+    read the same bits.
     """
     if unit.stale:
         yield from _refresh(unit, context)
@@ -160,8 +167,11 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
 
 
 def _refresh(unit: Unit, context: Context) -> Chain:
-    """The P copy of the current master: each OS slice (or its difference to R) is encoded once per update, and the
-    messages are all-gathered over the axes between P and OS."""
+    """Bring the P copy up to the current master.
+
+    Each OS slice (or its difference to R) is encoded once per update, and the messages are all-gathered over
+    the axes between P and OS.
+    """
     messages = unit.open_refresh()
     _encode(unit, messages, context)
     for hop in unit.refresh_hops:
@@ -180,7 +190,7 @@ def _refresh(unit: Unit, context: Context) -> Chain:
 
 
 def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
-    """The refresh's message of this rank's OS slice into its place in ``messages``, those of the P slice."""
+    """Write the message of this rank's OS slice into its place in ``messages``, those of the P slice."""
     levels = unit.levels
     (own,) = unit.refresh_wire.within(levels.os, levels.p)
     message = messages[own.span].view(1, -1)
@@ -198,7 +208,9 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
 
 
 def used_weights(unit: Unit) -> torch.Tensor:
-    """Compact [n/OS], the master's dtype: what forwards see of this rank's OS slice, once the P copy is current."""
+    """Return what forwards see of this rank's OS slice, once the P copy is current: compact [n/OS],
+    master's dtype.
+    """
     levels = unit.levels
     if unit.delta or not levels.p:
         rows = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)

@@ -16,9 +16,9 @@ from megazero.zero.rounding import relative_errors
 
 
 def sum_partial(runs: Sequence[Run], tp: Axis, traffic: Traffic) -> None:
-    """Sum over the tp ranks that hold them, in rank order, of gradients that are partial there.
+    """Sum the gradients that are partial on tp ranks, over the ranks that hold them, in rank order.
 
-    They are norms' under sequence parallel, and those of key/value heads that several ranks hold.
+    These are the gradients of norms under sequence parallel, and of key/value heads that several ranks hold.
     """
     partial = [r for r in runs if r.traits.partial]
     for span in sorted({r.traits.span for r in partial} if tp.size > 1 else ()):
@@ -26,8 +26,11 @@ def sum_partial(runs: Sequence[Run], tp: Axis, traffic: Traffic) -> None:
 
 
 def _sum_over_holders(partial: Sequence[Run], tp: Axis, traffic: Traffic) -> None:
-    """partial: with the same holders. All ranks' are gathered: the bytes stay inside a node, once per step, and fewer
-    would take process groups of their own."""
+    """Sum the partial runs, which have the same holders.
+
+    All ranks' runs are gathered. The bytes stay inside a node, once per step, and to send fewer would need
+    process groups of their own.
+    """
     own = torch.cat([r.grad for r in partial])
     every = own.new_empty(tp.size * own.numel())
     traffic.add("tp", tp.link, (tp.size - 1) * own.nbytes)
@@ -44,11 +47,12 @@ def _sum_over_holders(partial: Sequence[Run], tp: Axis, traffic: Traffic) -> Non
 def exchange_scalars(
     mesh: Mesh, square: torch.Tensor, order: int, rounding: torch.Tensor, traffic: Traffic
 ) -> tuple[float, dict[str, float]]:
-    """Global norm of the gradients, nan if one is not finite, and relative rounding errors by kind.
+    """Return the global norm of the gradients (nan if one is not finite) and relative rounding errors by
+    kind.
 
-    square: fp64 scalar, sum of squares of this rank's gradient slices; replicas' do not count. order: hash of what
-    this rank issued. rounding: fp64 [2 x KINDS], ``Rounding.take``. Raises RuntimeError if ranks of one stage issued
-    other collectives.
+    square: fp64 scalar, the sum of squares of this rank's gradient slices; replicas' slices do not count.
+    order: the hash of what this rank issued. rounding: fp64 [2 x KINDS] from ``Rounding.take``.
+    Raises RuntimeError if ranks of one stage issued other collectives.
     """
     square = torch.zeros((), dtype=torch.float64) if mesh.is_replica else square.cpu()
     hashed = torch.tensor(float(order), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What autograd is doing, asked from inside a hook of the graph that it runs."""
+"""Finds out what autograd is doing, from inside a hook of the graph that it runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 
 def brings_gradients(params: Container[int]) -> bool:
-    """Whether autograd runs a backward, from the graph behind the hook.
+    """Whether autograd runs a backward, judged from the graph behind the hook.
 
-    params: ids of Parameters. ``torch.autograd.grad`` passes by all of them that are in the graph; a graph without
+    params: the ids of Parameters. ``torch.autograd.grad`` passes by all of them that are in the graph; a
+        graph without
     any is taken for a backward's.
     """
     passed = False
@@ -25,7 +26,7 @@ def brings_gradients(params: Container[int]) -> bool:
 
 
 def _leaves(root: Any) -> Iterator[Any]:
-    """The graph's accumulators of gradients, nearest first."""
+    """Yield the graph's accumulators of gradients, nearest first."""
     seen, queue = {root}, deque([root])
     while queue:
         node = queue.popleft()

@@ -1,8 +1,8 @@
 """Hooks on the module: they say "this unit is needed now" and "this gradient is there", and nothing else.
 
-One Hooks per engine. A pass is one segment of the step's program (program.py). A pipeline enters and leaves its
-segments; in a loop of plain forwards and backwards the hooks begin them, of the part that their unit is in.
-Nothing is inferred from the hooks' order but the order of use.
+There is one Hooks per engine. A pass is one segment of the step's program (program.py). A pipeline enters and
+leaves its segments itself. In a loop of plain forwards and backwards the hooks begin the segment of the part that
+their unit is in. Nothing is inferred from the hooks' order but the order of use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megazero.zero.unit import Unit
 class Hooks:
     """Counts a step's backwards and tells gatherer and reducer what the module's hooks see.
 
-    micro_batches: of the step that is open; 0: none is. backwards: of them that are done, by part.
+    micro_batches: how many the open step has; 0 if none is open. backwards: how many of them are done, by part.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, gatherer: Gatherer, reducer: Reducer) -> None:
@@ -60,12 +60,12 @@ class Hooks:
         self.program.open(segments)
 
     def close_step(self) -> None:
-        """The step has ended. A forward after its last backward has left its segment open."""
+        """End the step. A forward after its last backward has left its segment open; it is closed here."""
         self.micro_batches = 0
         self.program.leave()
 
     def check_done(self) -> None:
-        """Raises RuntimeError unless the open step has had its backwards."""
+        """Raise RuntimeError unless the open step has had its backwards."""
         if not self.micro_batches:
             raise RuntimeError("step() without begin_step()")
         if min(self.backwards) != self.micro_batches:
@@ -84,7 +84,7 @@ class Hooks:
             unit.active = 0
 
     def _forget_backward(self) -> None:
-        """A graph task that raised, or whose gradients' graph was never used, has not said that it ended."""
+        """Forget a graph task that raised, or whose gradients' graph was never used: it did not say that it ended."""
         self._running = False
         self._counted.clear()
         self._done.clear()
@@ -93,7 +93,7 @@ class Hooks:
 
     @contextmanager
     def segment(self, kind: str, part: int, micro_batch: int) -> Iterator[None]:
-        """A forward, a backward, or a backward of the input alone of one part for one micro-batch."""
+        """Run a forward, a backward, or a backward of the input alone of one part for one micro-batch."""
         self._enter(kind, part, micro_batch)
         self._declared = True
         try:
@@ -106,7 +106,7 @@ class Hooks:
     def weight_gradients(
         self, part: int, micro_batch: int, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]
     ) -> None:
-        """Take the gradients that a backward of the input alone put off; with them go those it did not."""
+        """Take the gradients that a backward of the input alone put off, together with those it did not put off."""
         self._enter(WEIGHT, part, micro_batch)
         self._check_announced(part)
         self.reducer.open(self._reduction_order(part))
@@ -124,9 +124,11 @@ class Hooks:
         self.program.leave()
 
     def read(self, unit: Unit, refusal: str, operation: Callable[[], Any]) -> Any:
-        """An operation that reads a released unit, as if it were a module that needs the unit; in a backward, too.
+        """Run an operation that reads a released unit as if it were a module that needs the unit; in a backward,
+        too.
 
-        Raises RuntimeError with ``refusal`` outside of both: there ranks need not be doing the same.
+        Raises RuntimeError with ``refusal`` outside of forward and backward: there ranks need not be doing the
+        same.
         """
         if torch._C._current_graph_task_id() != -1:
             self._pre_backward([unit])
@@ -153,7 +155,7 @@ class Hooks:
             self._forward_uses[part].clear()
 
     def _reduction_order(self, part: int) -> list[Unit]:
-        """The reverse of first use in the forward, then what it did not use."""
+        """Return the units in the reverse of first use in the forward, then those that it did not use."""
         used = self._forward_uses[part]
         return [*reversed(used), *(u for u in self.parts[part] if u not in used)]
 
@@ -167,7 +169,7 @@ class Hooks:
     # -- hooks -----------------------------------------------------------------------------------
 
     def pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
-        """A module that needs these units is about to run."""
+        """Note that a module that needs these units is about to run."""
         if torch._C._current_graph_task_id() != -1:  # a recompute
             for unit in needs:
                 self.gatherer.ensure(unit)
@@ -194,7 +196,7 @@ class Hooks:
             self._enter(FORWARD, part)
 
     def _watch_input(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
-        """In a backward of the input alone no gradient of a weight says that the unit has done its part."""
+        """Watch a backward of the input alone: there no weight's gradient says that the unit has done its part."""
 
         def input_done(_: torch.Tensor) -> None:
             if self.program.current is not None and self.program.current.kind == INPUT:
@@ -206,7 +208,7 @@ class Hooks:
                 tensor.register_hook(input_done)
 
     def post_forward(self, needs: list[Unit], output: Any) -> Any:
-        """Returns what the module returns: its output, of which nothing lies in a buffer that goes now."""
+        """Return what the module returns: its output, of which nothing lies in a buffer that is freed now."""
         if torch._C._current_graph_task_id() != -1:
             return output
         output = outliving(needs, output)
@@ -224,7 +226,7 @@ class Hooks:
         return output
 
     def _watch_backward(self, needs: list[Unit], output: Any) -> None:
-        """The units are needed again when a gradient reaches the module's output."""
+        """Ask for the units again when a gradient reaches the module's output."""
         tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
         for tensor in tensors:
             if tensor.requires_grad:
@@ -251,7 +253,7 @@ class Hooks:
         self.poll()
 
     def grad_ready(self, unit: Unit, name: str, param: nn.Parameter) -> None:
-        """Autograd has accumulated a parameter's gradient."""
+        """Note that autograd has accumulated a parameter's gradient."""
         self._open_backward(unit, counts=True)
         current = self.program.current
         if current is not None and current.kind == INPUT:
@@ -282,7 +284,7 @@ class Hooks:
         return self.program.current is not None and self.program.current.kind in (BACKWARD, INPUT)
 
     def _open_backward(self, unit: Unit, counts: bool) -> None:
-        """A graph task has come to this unit; if it counts, to its part (one part after the other)."""
+        """Note that a graph task has come to this unit and, if it counts, to its part (one part after the other)."""
         if counts and unit.part not in self._counted:
             current = self.program.current
             if self._declared and current is not None and current.part != unit.part:
@@ -303,7 +305,7 @@ class Hooks:
             self._creates_graph = torch.is_grad_enabled()
 
     def _close_backward(self) -> None:
-        """End of one graph task. Of a micro-batch's backward: units that still lack gradients contribute zeros."""
+        """End one graph task. If it was a micro-batch's backward, units that lack gradients contribute zeros."""
         if self._counted:
             assert self.program.current is not None
             if self.program.current.kind == BACKWARD:

@@ -1,19 +1,19 @@
-"""Where everything of a unit lies: pure arithmetic over one flat buffer.
+"""Where everything of a unit lies. This is pure arithmetic over one flat buffer.
 
 Glossary
 --------
 unit buffer
-    n elements; every parameter starts on a block boundary. Two regions, coded and exact (small sensitive
-    parameters), each padded to a multiple of d x block and cut by the same rule.
+    It has n elements, and every parameter starts on a block boundary. It has two regions, coded and exact
+    (small sensitive parameters). Each is padded to a multiple of d x block and cut by the same rule.
 sub-axis j
-    j-th cut of the data-parallel ranks, innermost first, of size a_j; this rank's index on it is i_j.
+    The j-th cut of the data-parallel ranks, innermost first. Its size is a_j; this rank's index on it is i_j.
 level m
-    the slice left after sub-axes 1..m: of a region of n elements it starts at
+    The slice that is left after sub-axes 1..m. In a region of n elements it starts at
     sum over j <= m of i_j * n / (a_1 ... a_j) and has n / (a_1 ... a_m) elements. Level 0 is the whole
-    buffer. The innermost sub-axis is the most significant, so slices of deeper levels are nested and every
+    buffer. The innermost sub-axis is the most significant, so slices of deeper levels are nested, and every
     step between neighbouring levels is one collective on one axis.
 compact
-    a level's slice stored by itself: its coded piece, then its exact piece.
+    A level's slice stored by itself: its coded piece, then its exact piece.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class GatherHop:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters and regions of one unit, and how the data-parallel sub-axes cut it.
+    """Holds the parameters and regions of one unit, and how the data-parallel sub-axes cut it.
 
-    regions: (start, numel) of the coded and, if any, the exact region.
-    sizes, indices: of the sub-axes, innermost first.
+    regions: (start, numel) of the coded region and, if there is one, of the exact region.
+    sizes, indices: the size of each sub-axis and this rank's index on it, innermost first.
     """
 
     slots: tuple[Slot, ...]
@@ -81,11 +81,11 @@ class Layout:
         return self.numel // prod(self.sizes[:level])
 
     def pieces(self, level: int) -> tuple[Piece, ...]:
-        """The level's slice of this rank: one piece per region, in compact order."""
+        """Return this rank's slice of the level: one piece per region, in compact order."""
         return self.pieces_of(self.indices[:level])
 
     def pieces_of(self, indices: Sequence[int]) -> tuple[Piece, ...]:
-        """The slice of the rank with these sub-axis indices (innermost first, as many as the level)."""
+        """Return the slice of the rank with these sub-axis indices (innermost first, as many as the level)."""
         out, compact = [], 0
         for start, n in self.regions:
             for index, size in zip(indices, self.sizes, strict=False):
@@ -96,14 +96,17 @@ class Layout:
         return tuple(out)
 
     def within(self, level: int, outer: int) -> tuple[Piece, ...]:
-        """The level's pieces with ``start`` counted in the compact buffer of an outer (smaller) level."""
+        """Return the level's pieces with ``start`` counted in the compact buffer of an outer (smaller) level."""
         assert outer <= level
         inside = zip(self.pieces(level), self.pieces(outer), strict=True)
         return tuple(Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
 
     def gather_hops(self, deepest: int, outer: int, base: int) -> tuple[GatherHop, ...]:
-        """The all-gathers from this rank's slice of the ``deepest`` level to that of level ``outer``, in their order,
-        inside a compact buffer of level ``base``. Of layouts with one region."""
+        """Return the all-gathers from this rank's slice of the ``deepest`` level to that of ``outer``, in
+        order.
+
+        They lie inside a compact buffer of level ``base``. The layout must have one region.
+        """
         hops = []
         for level in range(deepest, outer, -1):
             (own,), (into,) = self.within(level, base), self.within(level - 1, base)
@@ -111,11 +114,11 @@ class Layout:
         return tuple(hops)
 
     def ranges(self, level: int) -> list[tuple[Slot, int, int, int]]:
-        """Parameters in the level's slice: (slot, first, last + 1 flat element of it, compact start)."""
+        """Return the parameters in the level's slice: (slot, first, last + 1 flat element of it, compact start)."""
         return [found for piece in self.pieces(level) for found in self.ranges_of(piece)]
 
     def ranges_of(self, piece: Piece) -> list[tuple[Slot, int, int, int]]:
-        """``ranges`` of one piece of a level."""
+        """Return ``ranges`` of one piece of a level."""
         out = []
         for slot in self.slots:
             low = max(slot.start, piece.start)
@@ -125,7 +128,7 @@ class Layout:
         return out
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Padding: runs (start, end) of the unit buffer that belong to no parameter."""
+        """Return the padding: runs (start, end) of the unit buffer that belong to no parameter."""
         out, at = [], 0
         for slot in self.slots:
             if slot.start > at:
@@ -146,8 +149,9 @@ def make_layout(
 ) -> Layout:
     """Lay out a unit's parameters in their order, coded ones first.
 
-    block: elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost first; their
-    product is d. exact: names of the parameters of the exact region.
+    block: a number of elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost
+        first;
+    their product is d. exact: the names of the parameters of the exact region.
     """
     quantum = block * prod(sizes)
     slots: list[Slot] = []
@@ -174,6 +178,6 @@ class Slice:
     level: int
 
     def rows(self, level: int, count: int) -> list[torch.Tensor]:
-        """Of this rank's slice of a deeper level, the part of each region as a view [count, -1]."""
+        """Return views [count, -1] of a deeper level's slice of this rank, one per region, in the buffer's dtype."""
         within = self.layout.within(level, self.level)
         return [self.buffer[p.span].view(count, -1) for p in within]

@@ -1,7 +1,7 @@
-"""The optimizer over slices: any elementwise torch optimizer, fp32 (at least) master weights, global norm.
+"""The optimizer over slices: any elementwise torch optimizer, fp32 (at least) master weights, a global norm.
 
 A run is a contiguous stretch of a unit's compact OS slice whose parameters share optimizer options and
-replication: one leaf tensor for the optimizer, a view of the master, with .grad a view of the gradient.
+replication. For the optimizer it is one leaf tensor: a view of the master, with .grad a view of the gradient.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from megazero.zero.unit import Unit
 
 @dataclass(frozen=True)
 class Traits:
-    """What decides a parameter's run.
+    """What decides which run a parameter belongs to.
 
-    options: optimizer options of its group, sorted items (for example weight_decay 0). replicated: several
-    tensor-parallel ranks hold it, the norm counts it once. partial: its gradient is a partial sum over these ranks.
-    frozen: no gradient, no update. span: how many tensor-parallel ranks in a row hold the same; 0: all of them.
+    options: the optimizer options of its group, as sorted items (weight_decay 0, for example).
+    replicated: several tensor-parallel ranks hold it, and the norm counts it once.
+    partial: its gradient is a partial sum over these ranks. frozen: it has no gradient and no update.
+    span: how many tensor-parallel ranks in a row hold the same; 0 means all of them.
     """
 
     options: tuple[tuple[str, Any], ...] = ()
@@ -34,7 +35,9 @@ class Traits:
     span: int = 0
 
     def holders(self, rank: int, size: int) -> range:
-        """The tensor-parallel ranks of ``size`` that hold what ``rank`` holds; the first one counts and saves it."""
+        """Return the tensor-parallel ranks of ``size`` that hold what ``rank`` holds; the first counts and
+        saves it.
+        """
         span = (self.span or size) if self.replicated else 1
         first = rank // span * span
         return range(first, first + span)
@@ -42,7 +45,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Run:
-    """[start, stop) of the unit's compact OS slice; ``leaf`` and ``leaf.grad`` are set by SliceOptimizer."""
+    """Covers [start, stop) of the unit's compact OS slice. SliceOptimizer sets ``leaf`` and ``leaf.grad``."""
 
     unit: Unit
     traits: Traits
@@ -58,7 +61,7 @@ class Run:
 
 
 def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
-    """Cut the OS slice where traits change; padding goes to the run before it (it stays zero)."""
+    """Cut the OS slice where traits change. Padding goes to the run before it (it stays zero)."""
     layout, levels = unit.layout, unit.levels
     runs = []
     for piece, in_grad in zip(layout.pieces(levels.os), layout.within(levels.os, levels.g), strict=True):
@@ -75,7 +78,7 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
 
 
 def default_adamw(**options: Any) -> OptimizerFactory:
-    """AdamW, fused (CPU and CUDA builds of torch >= 2.4 have it)."""
+    """Return a factory of AdamW, fused (CPU and CUDA builds of torch >= 2.4 have it)."""
     return lambda groups: torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -105,8 +108,11 @@ class SliceOptimizer:
         self.torch = factory(list(groups.values()))
 
     def squared_norm(self, tp_rank: int, tp_size: int, count_tied: bool = True) -> torch.Tensor:
-        """Sum of squares of this rank's gradient slices, fp64 scalar; what tensor-parallel ranks replicate on the
-        first of them, those that the pipeline's two ends share if ``count_tied``."""
+        """Return the sum of squares of this rank's gradient slices, an fp64 scalar.
+
+        What tensor-parallel ranks replicate counts on the first of them. What the pipeline's two ends share
+        counts if ``count_tied``.
+        """
         runs = [r for r in self.runs if r.traits.holders(tp_rank, tp_size).start == tp_rank]
         runs = [r for r in runs if count_tied or not r.unit.tied]
         if not runs:
@@ -154,7 +160,7 @@ class SliceOptimizer:
                     self.torch.state[run.leaf][name] = 0
 
     def elementwise_state(self, unit: Unit, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """State tensors of the compact OS range [start, stop), which one run holds, by torch's name for them."""
+        """Return the state tensors of the compact OS range [start, stop), which one run holds, by torch's names."""
         run = next((r for r in self.runs if r.unit is unit and r.start <= start and stop <= r.stop), None)
         if run is None:
             return {}
@@ -165,7 +171,7 @@ class SliceOptimizer:
         }
 
     def scalars(self) -> dict[str, float]:
-        """Scalar state (Adam's step count), equal over all slices."""
+        """Return the scalar state (Adam's step count), which is equal over all slices."""
         out: dict[str, float] = {}
         for run in self.runs:
             for name, value in self.torch.state.get(run.leaf, {}).items():
@@ -185,9 +191,9 @@ class SliceOptimizer:
 
 
 def clip_factor(norm: float, limit: float | None, divisor: float) -> float:
-    """What gradients are multiplied by: 1/divisor, and clip/norm where the norm is above the limit.
+    """Return what gradients are multiplied by: 1/divisor, and clip/norm where the norm is above the limit.
 
-    norm: of the divided gradients. limit: None or 0 for no clipping.
+    norm: the norm of the divided gradients. limit: None or 0 means no clipping.
     """
     clip = min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0
     return clip / divisor

@@ -1,4 +1,6 @@
-"""What reads a module's parameters as a whole between steps: state_dict and deepcopy, inside ``gathered`` alone."""
+"""What reads a module's parameters as a whole between steps (state_dict, deepcopy) works inside
+``gathered`` alone.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ OWN = ("__deepcopy__", "flatten_parameters")  # what the engine sets on modules,
 def guard_reads(units: Sequence[Unit], hooks: Mapping[nn.Module, list[RemovableHandle]]) -> None:
     """Make state_dict, load_state_dict and deepcopy of every module refuse what is not gathered.
 
-    hooks: the engine's own, by module; a copy goes without them, so it is a plain module.
+    hooks: the engine's own hooks, by module. A copy goes without them, so it is a plain module.
     """
     owner = {id(p): unit for unit in units for p in unit.params.values()}
     for module, own in hooks.items():
@@ -43,7 +45,7 @@ def guard_reads(units: Sequence[Unit], hooks: Mapping[nn.Module, list[RemovableH
 def _copy_plain(
     original: weakref.ref[nn.Module], held: list[Unit], hooks: list[int], memo: dict[int, Any]
 ) -> nn.Module:
-    """What copy.deepcopy makes of the module without the engine: own parameters, and none of the engine's hooks."""
+    """Copy the module without the engine, for copy.deepcopy: own parameters, and none of the engine's hooks."""
     _refuse_sharded(held, "gathered()", "copy.deepcopy(module)")
     module = original()
     assert module is not None
@@ -61,7 +63,7 @@ def _copy_plain(
 
 
 def _refuse_sharded(held: list[Unit], inside: str, call: str) -> None:
-    """Outside of ``gathered`` parameters may be absent, stale, or overwritten from the master weights."""
+    """Refuse outside of ``gathered``: parameters may be absent, stale, or overwritten from the master weights."""
     if not all(u.pinned for u in held):
         raise RuntimeError(
             f"the module's parameters are sharded: use `with engine.{inside}: {call}`, or a sharded checkpoint"

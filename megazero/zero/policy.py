@@ -1,4 +1,4 @@
-"""What the engine may choose; the shard factors themselves are the mesh's cuts."""
+"""What the engine may choose. The shard factors themselves are the mesh's cuts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ LIFETIMES = ("use", "step", "resident")
 
 @dataclass(frozen=True)
 class Codecs:
-    """Wire formats; None is exact: identity, in the parameters' dtype or, for sums of gradients, at least fp32.
+    """Wire formats. None is exact: identity, in the parameters' dtype or, for sums of gradients, in at least
+    fp32.
 
-    weights: of the refresh; the gathers inside P send what was received. gradients_intra, gradients_inter: of
-    reductions inside a node and across nodes. Blocks must divide the policy's block.
-    delta: the refresh sends master - R instead of the master, R being the P copy that every receiver holds
-        (R in unit.py); the gathers inside P then send R in the parameters' dtype. Takes
-        effect where P < OS.
-    feedback: what the rounding of a gradient's crossing lost is added to the next step's gradient at the sender
-        (error feedback, Seide et al. 2014). Only of hops across nodes that run once per step.
+    Blocks must divide the policy's block.
+    weights: the format of the refresh; the gathers inside P send what was received.
+    gradients_intra, gradients_inter: the formats of reductions inside a node and across nodes.
+    delta: the refresh sends master - R instead of the master. R is the P copy that every receiver holds (see
+        unit.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
+    feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the
+        sender (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per
+        step.
     """
 
     weights: Codec | None = None
@@ -38,7 +40,7 @@ class Codecs:
 
     @property
     def exact(self) -> bool:
-        """Nothing is rounded."""
+        """Whether nothing is rounded."""
         return self.weights is self.gradients_intra is self.gradients_inter is None
 
 
@@ -46,24 +48,27 @@ class Codecs:
 class Policy:
     """How one unit's copies live and how far communication runs ahead.
 
-    lifetime: of the P copy. 'use': the P copy is the optimizer's own slice, so it needs P = OS; 'step':
-        gathered at the step's first use, dropped after its last backward (hpZ); 'resident': kept across steps.
-        None: 'use' where P = OS, 'resident' where P = 1 or the refresh sends differences, else 'step'.
+    lifetime: how long the P copy lives. With 'use' the P copy is the optimizer's own slice, so this needs P =
+        OS. With 'step' it is gathered at the step's first use and dropped after its last backward (hpZ). With
+        'resident' it is kept across steps. None chooses 'use' where P = OS, 'resident' where P = 1 or the
+        refresh sends differences, else 'step'.
     keep_gathered: full parameters live from their first use in a step to its end (one gather a step).
-    prefetch_bytes: how much may be gathered ahead of use beyond what the next module needs.
+    prefetch_bytes: how many bytes may be gathered ahead of use, beyond what the next module needs.
     pending_reductions: how many units' gradients may be on their way before a backward waits for the oldest.
-    chunk_numel: a unit with more elements is cut, at parameters, into several that are gathered for the same
-        module but move one by one: one's hop inside a node runs beside another's across nodes, and messages
-        take less memory.
-    block: elements; parameters start on block boundaries and slices are whole blocks.
-    exact_numel: parameters with at most this many elements go to the unit's exact region, and so does every
-        parameter that tensor-parallel ranks replicate, if anything is quantised.
-    dtype: the parameters' dtype in forward and backward; None: as the module has them.
-    loss_scaled: the caller multiplies the losses by a scale, has it in ``begin_step``'s divisor, and lowers it when a
-        step is skipped. Parameters in fp16 are trained only so: their gradients would become zero.
-    codecs: wire formats of the hops. seed: of stochastic rounding.
-    weight_error_bound, gradient_error_bound: largest relative rounding error, ||sent - exact|| / ||exact|| of a
-        unit's messages in one step, before that unit falls back to exact messages; None: no limit.
+    chunk_numel: a unit with more elements is cut, at parameters, into several units. They are gathered for
+        the same module but move one by one: one's hop inside a node runs beside another's across nodes, and
+        messages take less memory.
+    block: a number of elements. Parameters start on block boundaries, and slices are whole blocks.
+    exact_numel: parameters with at most this many elements go to the unit's exact region. If anything is
+        quantised, every parameter that tensor-parallel ranks replicate goes there, too.
+    dtype: the parameters' dtype in forward and backward. None keeps the module's.
+    loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and
+        lowers it when a step is skipped. Parameters in fp16 are trained only so: else their gradients would
+        become zero.
+    codecs: the wire formats of the hops. seed: the seed of stochastic rounding.
+    weight_error_bound, gradient_error_bound: the largest relative rounding error, ||sent - exact|| /
+        ||exact|| of a unit's messages in one step, that is allowed. A unit above it falls back to exact
+        messages. None sets no limit.
     """
 
     lifetime: str | None = None
@@ -117,7 +122,10 @@ class Policy:
         return problems
 
     def lifetime_on(self, shards: tuple[int, int, int]) -> str:
-        """The P copy's lifetime under the factors (P, G, OS); raises ValueError for one that is not allowed."""
+        """Return the P copy's lifetime under the factors (P, G, OS).
+
+        Raises ValueError for a lifetime that they do not allow.
+        """
         p, _, os = shards
         if self.codecs.delta and p != os and self.lifetime not in (None, "resident"):
             raise ValueError(
@@ -128,7 +136,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Levels:
-    """How many data-parallel sub-axes, innermost first, cut the parameters, gradients, optimizer states."""
+    """How many data-parallel sub-axes, innermost first, cut the parameters, the gradients and the
+    optimizer states.
+    """
 
     p: int
     g: int
@@ -143,6 +153,6 @@ class Levels:
         return Levels(p, g, g + roles.count("os"), len(roles))
 
     def crossing(self, axes: Sequence[Axis]) -> int | None:
-        """The level above the first hop across nodes that reductions take once per step."""
+        """Return the level above the first hop across nodes that reductions take once per step, or None."""
         above = [n for n in range(self.g + 1, self.all + 1) if axes[n - 1].link == INTER]
         return above[0] - 1 if above else None

@@ -1,9 +1,10 @@
-"""Order of use: recorded once per kind of segment, checked ever after, hashed so that ranks can compare.
+"""The order of use. It is recorded once per kind of segment, checked ever after, and hashed for ranks to
+compare.
 
-A step is a program: a sequence of segments, each the forward (F), the backward (B, or I for the input's gradient
-alone) or the weights' gradients (W) of one part of the module for one micro-batch. The program says which segments
-come, the record of a segment's kind says in which order it uses units: together they predict every gather of a step,
-whatever the number of micro-batches.
+A step is a program: a sequence of segments. Each is the forward (F), the backward (B, or I for the input's
+gradient alone) or the weights' gradients (W) of one part of the module for one micro-batch. The program says
+which segments come; the record of a segment's kind says in which order it uses units. Together they predict
+every gather of a step, whatever the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT, EVALUATION = "F", "B", "I", "W", "E"
 
 
 class Segment(NamedTuple):
-    """kind: F, B, I, W; E: all forwards of an evaluation. part: of the module."""
+    """kind: F, B, I or W, or E, which stands for all forwards of an evaluation. part: the part of the module."""
 
     kind: str
     part: int = 0
@@ -27,7 +28,7 @@ Use = tuple[int, ...]  # indices of the units that one module needs
 
 
 class UseOrder:
-    """What modules need, in order of use within one kind of segment."""
+    """Records what modules need, in order of use, within one kind of segment."""
 
     def __init__(self) -> None:
         self.sequence: list[Use] = []
@@ -50,7 +51,7 @@ class UseOrder:
 
 
 class Program:
-    """The open step's segments, where it is in them, and the recorded orders."""
+    """Holds the open step's segments, the place in them, and the recorded orders."""
 
     def __init__(self) -> None:
         self.orders: defaultdict[Segment, UseOrder] = defaultdict(UseOrder)
@@ -62,7 +63,7 @@ class Program:
         self.segments, self.at, self.current = segments, 0, None
 
     def enter(self, segment: Segment) -> None:
-        """Go to the next such segment; past the end where the program has none (a forward more, say)."""
+        """Go to the next such segment, or past the end where the program has none (for one more forward, say)."""
         self.leave()
         rest = range(self.at, len(self.segments))
         self.at = next((i for i in rest if self.segments[i] == segment), len(self.segments))
@@ -79,7 +80,7 @@ class Program:
         self.orders[self.current].use(needs)
 
     def upcoming(self) -> Iterator[Use]:
-        """What the modules of the rest of the program will need, in their order, as far as it is recorded."""
+        """Yield what the modules of the rest of the program will need, in their order, as far as it is recorded."""
         if self.current is not None:
             order = self.orders[self.current]
             yield from order.sequence[order.position :]
@@ -87,11 +88,11 @@ class Program:
             yield from self.orders[self.segments[i]].sequence
 
     def next_is(self, index: int) -> bool:
-        """The module that comes next needs the unit."""
+        """Whether the module that comes next needs the unit."""
         return index in next(self.upcoming(), ())
 
     def returns_to(self, part: int) -> bool:
-        """A later segment needs the part's parameters."""
+        """Whether a later segment needs the part's parameters."""
         return any(
             self.segments[i].part == part and self.segments[i].kind != WEIGHT for i in self._following()
         )
@@ -101,7 +102,7 @@ class Program:
 
 
 class IssueHash:
-    """Hash of everything issued in a step, 32 bits: exact in a float64 that ranks exchange."""
+    """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange."""
 
     def __init__(self) -> None:
         self.value = 0

@@ -26,11 +26,12 @@ NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL)
 
 
 def save_records(engine: Engine, placements: Mapping[str, Placement] | None = None) -> list[SliceRecord]:
-    """What this rank saves: its OS slice of every parameter. Collective under error feedback.
+    """Return what this rank saves: its OS slice of every parameter. This is collective under error feedback.
 
-    Kinds: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``); 'master' (at
-    least fp32) where that is another dtype; the optimizer's elementwise state by torch's names; under error
-    feedback 'residual', summed over senders. placements default to each parameter's own name and shape.
+    The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``);
+    'master' (at least fp32) where that is another dtype; the optimizer's elementwise state, by torch's names;
+    and under error feedback 'residual', summed over senders. By default a parameter's placement is its own
+    name and shape.
     """
     engine.optimizer.ensure_state()
     records = []
@@ -54,7 +55,7 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
 
 
 def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
-    """``Layout.ranges`` of the OS slice, each with where it starts in R."""
+    """Return ``Layout.ranges`` of the OS slice, each with where it starts in R."""
     layout, os, p = unit.layout, unit.levels.os, unit.levels.p
     return [
         (*found, inside.start + found[3] - piece.compact)
@@ -75,9 +76,9 @@ def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
 
 
 def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
-    """Compact [n/OS]: the residual summed over senders, and what is carried: all that rounding still owes this slice.
+    """Return all that rounding still owes this slice: the residual summed over senders, and what is carried.
 
-    Collective.
+    The result is compact, [n/OS], in at least fp32. This is collective.
     """
     levels, device = unit.levels, unit.device
     owed = torch.zeros(unit.layout.level_numel(levels.os), dtype=unit.sum_dtype, device=device)
@@ -105,7 +106,9 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
 
 
 def is_second_end(engine: Engine, unit: Unit) -> bool:
-    """The first pipeline stage holds the same parameter, saves it and is owed what its rounding lost."""
+    """Whether the first pipeline stage holds the same parameter, so that it saves it and is owed the
+    rounding loss.
+    """
     return unit.tied and engine.mesh.ends is not None and engine.mesh.ends.index > 0
 
 
@@ -115,10 +118,11 @@ def load_records(
     optimizer: bool = True,
     residual: bool = False,
 ) -> list[SliceRecord]:
-    """Where a load writes: kind 'master' for the weights, 'weights' for R, the optimizer's state if asked for, and
-    with ``residual`` what rounding still owed, which the next step's gradient takes up.
+    """Return where a load writes.
 
-    Call ``engine.invalidate()`` after the load.
+    Kind 'master' is for the weights, 'weights' for R; the optimizer's state is there if asked for. With
+    ``residual`` there is also what rounding still owed, which the next step's gradient takes up. Call
+    ``engine.invalidate()`` after the load.
     """
     engine.optimizer.ensure_state()
     records = []
@@ -145,7 +149,7 @@ def load_records(
 def load_kinds(
     engine: Engine, stored: Sequence[str], optimizer: Sequence[str], residual: bool = False
 ) -> dict[str, str]:
-    """Kind in ``load_records`` to kind in the checkpoint: the master falls back to the weights."""
+    """Map each kind of ``load_records`` to a kind in the checkpoint: the master falls back to the weights."""
     kinds = {MASTER: MASTER if MASTER in stored else WEIGHTS}
     if engine.policy.codecs.delta:
         kinds[WEIGHTS] = WEIGHTS
@@ -155,8 +159,11 @@ def load_kinds(
 
 
 def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
-    """What only the same layout can take over as it is: this rank's own residuals and, under the delta refresh,
-    the errors measured as R was brought up to date for the save."""
+    """Return what only the same layout can take over as it is.
+
+    That is this rank's own residuals and, under the delta refresh, the errors that were measured as R was
+    brought up to date for the save.
+    """
     # A sum that was carried here and not yet paid (its step was skipped, say) is in no rank's own residual.
     own = [u for u in engine.units if u.residual is not None and u.carry is None]
     held = {f"{RESIDUAL} {u.name}": u.residual for u in own if u.residual is not None}
@@ -166,7 +173,7 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> None:
-    """After a load on the layout that saved: every sender goes on with its own residual, nothing is carried."""
+    """Let every sender go on with its own residual, after a load on the layout that saved. Nothing is carried."""
     for unit in engine.units:
         held = tensors.get(f"{RESIDUAL} {unit.name}")
         if held is not None and engine.policy.codecs.feedback:
@@ -178,7 +185,7 @@ def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 def optimizer_kinds(engine: Engine) -> list[str]:
-    """Names of this rank's elementwise optimizer state; none on a rank that holds no slice."""
+    """Return the names of this rank's elementwise optimizer state; a rank that holds no slice has none."""
     engine.optimizer.ensure_state()
     runs = engine.optimizer.runs[:1]
     return sorted(name for r in runs for name in engine.optimizer.elementwise_state(r.unit, r.start, r.stop))
@@ -202,14 +209,17 @@ def _record(
 
 
 def _own_placement(slot: Slot) -> Placement:
-    """The parameter as it is; tensors that are not 1-D or 2-D are stored flat."""
+    """Place the parameter as it is; tensors that are not 1-D or 2-D are stored flat."""
     shape = slot.shape if len(slot.shape) in (1, 2) else (slot.numel,)
     return Placement.plain(slot.name, shape)
 
 
 def held_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes this rank holds now: 'parameters' (P copies, gathered buffers), 'gradients', 'optimizer' (master and
-    moments). A master that is a part of the P copy counts as parameters only."""
+    """Return how many bytes this rank holds now, by what they are for.
+
+    'parameters' are the P copies and gathered buffers, 'optimizer' the master and the moments; the third key
+    is 'gradients'. A master that is a part of the P copy counts as parameters only.
+    """
     parameters, gradients, optimizer = set[int](), 0, 0
     total = 0
     for unit in engine.units:

@@ -1,9 +1,10 @@
 """The way of gradients: when a unit's reduction begins, and what it sends, hop by hop.
 
 ``Reducer`` decides when: unit by unit as gradients complete, in one order on every rank, behind the backward.
-``Reduction`` is what moves for one unit and micro-batch, a chain for comm.lane: it yields each collective's Work and
-goes on when that has finished. It takes the sub-axes innermost first: all-to-all, then a sum by source index in at
-least fp32; one collective and one message per sub-axis (qgZ's two hops, ZeRO++ section 4.2, on any mesh).
+``Reduction`` is what moves for one unit and micro-batch. It is a chain for comm.lane: it yields each collective's
+Work and goes on when that has finished. It takes the sub-axes innermost first. On each it does an all-to-all, then
+a sum by source index in at least fp32, with one collective and one message per sub-axis (the two hops of qgZ,
+ZeRO++ section 4.2, on any mesh).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megazero.zero.unit import EXACT, Unit
 
 
 class Reducer:
-    """Submits reductions in the reverse of the forward's order of first use, whichever gradients come first."""
+    """Submits reductions in the reverse of the forward's order of first use, however gradients come."""
 
     def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
         self.units, self.context, self.lane = units, context, lane
@@ -41,21 +42,24 @@ class Reducer:
         self.pending: deque[Ticket] = deque()
 
     def open(self, units: Sequence[Unit]) -> None:
-        """A backward begins whose units are reduced in this order."""
+        """Note that a backward begins, and that its units are reduced in this order."""
         self.queue.extend(u for u in units if u.trainable)
 
     def completed(self, unit: Unit) -> None:
-        """The unit's last gradient of this micro-batch has arrived."""
+        """Note that the unit's last gradient of this micro-batch has arrived."""
         self.complete.add(unit)
         self._submit_complete()
 
     def close(self) -> None:
-        """The backward ends: parameters without gradient contribute zeros."""
+        """Note that the backward ends: parameters without a gradient contribute zeros."""
         self.complete.update(self.queue)
         self._submit_complete()
 
     def join_ends(self, ends: Axis) -> None:
-        """Add up tied parameters' sums of the pipeline's two ends; done last, since the other end may be late."""
+        """Add up the tied parameters' sums of the pipeline's two ends.
+
+        This is done last, because the other end may be late.
+        """
         for unit in self.units:
             if unit.tied and unit.trainable:
                 for ticket in self.pending:  # a chain may begin before older ones of its unit have ended
@@ -103,9 +107,9 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Turn:
-    """Which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
+    """Says which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
 
-    index: of the micro-batch in the step. exact: codecs are off in this step.
+    index: the number of the micro-batch in the step. exact: codecs are off in this step.
     """
 
     index: int
@@ -123,11 +127,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Hop:
-    """One collective of a reduction: over ``axis``, from level - 1 to ``level``, in the codec's format.
+    """One collective of a reduction: it goes over ``axis``, from level - 1 to ``level``, in the codec's format.
 
-    fused: its sum goes straight into the next hop's messages. whole: the own row, too, is a message (of fused hops
-    and those after them, since no buffer has the sum, and of exact rows that can be sent from where they lie); else
-    what stays here is neither copied nor rounded. feedback: its rounding is fed back.
+    fused: the sum goes straight into the next hop's messages. feedback: the rounding is fed back.
+    whole: the own row is a message, too. So it is for fused hops and the one after, since no buffer has the sum,
+        and for exact rows that can be sent from where they lie. Else the own row is neither copied nor rounded.
     """
 
     axis: Axis
@@ -140,11 +144,11 @@ class Hop:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of one unit's gradients of one micro-batch: into ``grad``; after the last over OS/G and replicas.
+    """Reduces one unit's gradients of one micro-batch into ``grad``; after the last also over OS/G and replicas.
 
-    A hop's codec is the unit's for its link, else identity: in the parameters' own dtype for what is still a raw
-    gradient (exact), at least fp32 for sums. Replicas: reduce-scatter down to an equal share each, then gather
-    back, so every replica holds the owner's bits.
+    A hop uses the unit's codec for its link. Where there is none it sends the identity: a raw gradient in the
+    parameters' own dtype (exact), sums in at least fp32. Replicas reduce-scatter down to an equal share each, then
+    gather the shares back, so that every replica holds the owner's bits.
     """
 
     unit: Unit
@@ -152,7 +156,7 @@ class Reduction:
     context: Context
 
     def legs(self) -> tuple[Leg, ...]:
-        """``chain``'s collectives, in order."""
+        """Return the collectives of ``chain``, in their order."""
         levels = self.unit.levels
         order = [*range(1, levels.g + 1)]
         if self.turn.last:
@@ -160,7 +164,9 @@ class Reduction:
         return self.context.legs("reduce", order)
 
     def chain(self, staging: torch.Tensor | None) -> Chain:
-        """staging: [n] the micro-batch's gradients, parameter dtype; None where they were added to ``grad``."""
+        """Yield each collective's Work. staging [n], parameter dtype: the micro-batch's gradients; None: they
+        are in ``grad``.
+        """
         unit, levels = self.unit, self.unit.levels
         assert unit.grad is not None
         sums = Slice(unit.layout, unit.grad, levels.g)
@@ -180,12 +186,12 @@ class Reduction:
                 rows.add_(extra, alpha=self.context.rounding.divisor)
 
     def descend(self, hops: Sequence[Hop], source: Slice, target: Slice) -> Chain:
-        """Reduce-scatter from the source's level down to the last hop's, added to ``target`` unless this is the
-        step's first micro-batch.
+        """Reduce-scatter from the source's level down to the last hop's; the sums go to ``target``.
 
-        Every hop halves (or more) what is left: messages to the others, theirs decoded and summed into the slice of
-        the next level. In place (target is source) the sums of every hop stay where they are, and what later hops
-        do not need of the buffer keeps the errors of feedback.
+        They are added to what it holds, unless this is the step's first micro-batch. Every hop sends messages to
+        the others, and sums theirs, decoded, into the slice of the next level; so half or less of the elements is
+        left. In place (target is source) the sums of every hop stay where they are. Later hops need only the slice
+        inside, so the rest of the buffer is free to keep the errors of feedback.
         """
         unit = self.unit
         in_place = source.buffer is target.buffer
@@ -213,10 +219,11 @@ class Reduction:
             source, messages = sums, None
 
     def share_back(self, hop: Hop, sums: Slice) -> Chain:
-        """The way back of replicas: this rank's share of the sums to the others of the axis, in place.
+        """Give replicas their sums back: this rank's share goes to the others of the axis, in place.
 
-        The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason draws
-        go by element, not by sender: after the outer axes' way back several ranks hold a share, and round it.
+        The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason noise
+        is drawn by element, not by sender: after the outer axes' way back several ranks hold the same share and
+        round it.
         """
         start = self.unit.layout.pieces(hop.level)[0].start
         noise = self.context.rounding.noise(self.unit, f"return {hop.level}", start)
@@ -232,7 +239,7 @@ class Reduction:
     # -- parts -----------------------------------------------------------------------------------
 
     def _hops(self, levels: range) -> list[Hop]:
-        """Hops of these levels; the first level's codec may take raw gradients, all others take sums."""
+        """Make the hops of these levels. Only the first level's codec may take raw gradients; others take sums."""
         unit = self.unit
         codecs = EXACT if self.turn.exact else unit.codecs
         raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
@@ -256,7 +263,7 @@ class Reduction:
         return hops
 
     def _encode(self, hop: Hop, source: Slice) -> torch.Tensor:
-        """Messages [size - 1, m] to the hop's other ranks; of a whole hop [size, m]."""
+        """Return messages [size - 1, m] to the hop's other ranks, or [size, m] if the hop is whole."""
         if hop.feedback and hop.level - 1 == self.unit.crossing:
             add_residual(self.unit, source, self.context.rounding.divisor)
         regions = source.rows(hop.level - 1, hop.axis.size)
@@ -281,7 +288,7 @@ class Reduction:
         return messages
 
     def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor) -> torch.Tensor:
-        """The next hop's messages straight from those received, without a buffer for the sum."""
+        """Return the next hop's messages, made straight from those received, without a buffer for the sum."""
         assert isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
         n, *exact = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
         messages = hop.codec.decode_sum_encode(
@@ -294,8 +301,10 @@ class Reduction:
         return messages
 
     def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
-        """Sum into ``sums`` at the hop's level: the own row as it is (in place it is there), then the others by
-        source index."""
+        """Sum into ``sums`` at the hop's level: first the own row as it is, then the others by source index.
+
+        In place the own row is already there.
+        """
         own, out = hop.axis.index, [r.view(-1) for r in sums.rows(hop.level, 1)]
         if hop.whole:
             hop.codec.decode_sum(received, out[0], accumulate, *out[1:])
@@ -313,7 +322,7 @@ class Reduction:
     def _others(
         self, hop: Hop, source: Slice, act: Callable[[list[torch.Tensor], slice, slice], Any]
     ) -> None:
-        """``act(rows, where they are, where their messages are)`` of every rank but this one, in at most two runs."""
+        """Call ``act(rows, their place, their messages' place)`` for every rank but this one, in two runs at most."""
         regions, own = source.rows(hop.level - 1, hop.axis.size), hop.axis.index
         for first, last, to in ((0, own, 0), (own + 1, hop.axis.size, own)):
             if last > first:
@@ -327,7 +336,7 @@ class Reduction:
         )
 
     def _keep_error(self, hop: Hop, source: Slice, messages: torch.Tensor) -> None:
-        """What the messages to other ranks lost; ``feedback.commit_residual`` takes it after a good step."""
+        """Keep what the messages to other ranks lost; ``feedback.commit_residual`` takes it after a good step."""
         kept = lost_slice(self.unit).rows(hop.level - 1, hop.axis.size)
 
         def subtract(rows: list[torch.Tensor], at: slice, to: slice) -> None:

@@ -1,9 +1,10 @@
-"""Parameters while their values are not gathered: reading one names it, or gathers it, and never reads freed memory.
+"""Parameters while their values are not gathered. A read names or gathers one, and never reads freed memory.
 
-A hidden Parameter is the same object with another class, whose ``__torch_function__`` sees what torch is asked to
-do with it. Shape, dtype, gradient and hooks are there as ever. Other operations are handed to ``Unit.read``: inside
-a forward or backward they gather the unit as a module does that holds it, elsewhere they raise. Gathered Parameters
-have their own class, so that forwards pay nothing; hiding and showing one takes 0.15 us each.
+A hidden Parameter is the same object with another class, whose ``__torch_function__`` sees what torch is
+asked to do with it. Shape, dtype, gradient and hooks are there as ever. Other operations are handed to
+``Unit.read``: inside a forward or backward they gather the unit, as a module does that holds it; elsewhere
+they raise. Gathered Parameters have their own class, so that forwards pay nothing. To hide and show one takes
+0.15 us each.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _WRITES = _names(
 
 
 class Released(nn.Parameter):
-    """Class of a hidden Parameter. A subclass for each unit says which one."""
+    """The class of a hidden Parameter. A subclass for each unit says which unit it is."""
 
     unit: ClassVar[weakref.ref[Unit]]
 
@@ -98,7 +99,7 @@ def released_class(unit: Unit) -> type[Released]:
 
 
 def hide(unit: Unit) -> None:
-    """From here on the unit's Parameters have no values."""
+    """Hide the unit's Parameters: from here on they have no values."""
     if not unit.shown:
         unit.shown = [type(p) for p in unit.params.values()]
         for param in unit.params.values():
@@ -106,14 +107,14 @@ def hide(unit: Unit) -> None:
 
 
 def show(unit: Unit) -> None:
-    """The unit's Parameters are gathered: they have their own class again."""
+    """Give the unit's Parameters their own class again: they are gathered."""
     for param, own in zip(unit.params.values(), unit.shown, strict=False):
         param.__class__ = own
     unit.shown = []
 
 
 def outliving(units: Sequence[Unit], output: Any) -> Any:
-    """``output`` with copies for tensors that lie in the units' buffers, which are freed when the use ends."""
+    """Return ``output`` with copies of those tensors that lie in the units' buffers, freed when the use ends."""
     buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.levels.p}
 
     def lies_inside(x: Any) -> bool:

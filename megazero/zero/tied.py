@@ -1,8 +1,8 @@
-"""A parameter that the first and the last pipeline stage share (tied embeddings): one sum, once per step.
+"""A parameter that the first and the last pipeline stage share (tied embeddings): it is summed once per step.
 
-Each end holds it in a unit of its own, of one name and one layout, and reduces its own gradients as any unit's. Then
-the ends exchange their OS slices. Both add up the same decoded messages, so masters, moments and what refreshes send
-(noise goes by name and element) stay the same bits at both.
+Each end holds it in a unit of its own, with the same name and layout, and reduces its own gradients as any
+unit's. Then the ends exchange their OS slices. Both add up the same decoded messages, so masters, moments and
+what refreshes send (noise goes by name and element) stay the same bits at both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megazero.zero.unit import Unit
 
 
 def tied_legs(ends: Axis) -> tuple[Leg, ...]:
-    """``sum_ends``'s one collective."""
+    """Return the one collective of ``sum_ends``."""
     return (leg("reduce", ends),)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
-    """Both ends' sums into this rank's OS slice of ``grad``, in the codec of gradients for the ends' link."""
+    """Sum both ends into this rank's OS slice of ``grad``, in the codec of gradients for the ends' link."""
     assert unit.grad is not None
     codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
     rounding = context.rounding

@@ -1,35 +1,41 @@
 """A unit: parameters that are gathered together, in one flat buffer with its states.
 
-Glossary (n: elements of the unit; compact: see layout.py)
+Glossary (n: elements of the unit; "compact" is explained in layout.py)
 --------
-full      [n], parameter dtype. Storage of the Parameters, which are views of it for life. With P > 1 its
-          storage is resized to 0 when released and materialised again by the gather.
-message   what a codec makes of a slice: m elements of its wire dtype. Messages of nested slices concatenate in
-          layout order; ``wire`` is the layout of those that gathers send, ``refresh_wire`` of those that
-          refreshes send (each one region). Refreshes send a message per OS slice; gathers send what was received,
-          or with the delta refresh R, whose message is a P slice.
-direct    the codec's messages are the parameters themselves (identity in their dtype, one region): gathers
-          write in place, nothing is decoded.
-copy      this rank's P copy, as gathers send it: OS/P messages as received, or R. Where P = 1 it is ``full``.
-R         delta refresh (P < OS): compact [n/P], parameter dtype: what every holder of the P copy has, bit for bit.
-          A refresh encodes dtype(master) - R (from the raw difference, residuals below a rounding step of large
-          weights would inflate the scales) and adds what is decoded, at the owner too. What this refresh's
-          rounding loses is in the next one's difference. R advances once per master version, and is what a
-          checkpoint saves as the weights.
-master    compact [n/OS], at least fp32: what the optimizer updates. A part of ``copy`` where both have one
+full      [n], parameter dtype. It is the storage of the Parameters, which are views of it for life. With P >
+1
+          its storage is resized to 0 when it is released, and the gather makes it anew.
+message   What a codec makes of a slice: m elements of its wire dtype. Messages of nested slices concatenate
+in
+          layout order. ``wire`` is the layout of the messages that gathers send, ``refresh_wire`` of those
+          that refreshes send; each has one region. Refreshes send one message per OS slice. Gathers send what
+          was received or, with the delta refresh, R, whose message is a P slice.
+direct    Whether the codec's messages are the parameters themselves (identity in their dtype, one region).
+          Then gathers write in place and nothing is decoded.
+copy      This rank's P copy, as gathers send it: OS/P messages as received, or R. Where P = 1 it is ``full``.
+R         Compact [n/P], parameter dtype, for the delta refresh (P < OS). Every holder of the P copy has the
+same
+          R, bit for bit. A refresh encodes dtype(master) - R and adds what is decoded, at the owner too.
+          (With the raw difference, residuals below a rounding step of large weights would inflate the
+          scales.) What this refresh's rounding loses is in the next one's difference. R advances once per
+          master version, and a checkpoint saves it as the weights.
+master    Compact [n/OS], at least fp32. The optimizer updates it. It is a part of ``copy`` where both have
+one
           dtype and the copy is never dropped (then the refresh's encoding is free).
-grad      compact [n/G], at least fp32: sum of this step's gradients; after the step's reduction its OS
-          part holds the sum over all data-parallel ranks.
-staging   [n], parameter dtype: one micro-batch's raw gradients on their way to ``grad`` where G > 1;
-          allocated by the first gradient, freed by the reduce lane.
-crossing  the level whose slices are the first to cross nodes once per step, if any: levels below g are reduced
-          with every micro-batch.
-residual  compact, at least fp32, level ``crossing``: error feedback, in units of the divided gradient. Other
-          ranks' rows: what this rank's messages across nodes lost.
-lost      as ``residual``, with replicas alone: this step's errors until it is known to be good. Otherwise other
-          ranks' rows of ``grad`` have them.
-carry     compact [n/OS]: residuals of another layout, summed over senders, that a load handed over. Replicas
-          hold the same. Added to the next step's sum.
+grad      Compact [n/G], at least fp32. It is the sum of this step's gradients. After the step's reduction its
+          OS part holds the sum over all data-parallel ranks.
+staging   [n], parameter dtype. It holds one micro-batch's raw gradients on their way to ``grad`` where G > 1.
+          The first gradient allocates it; the reduce lane frees it.
+crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels below g
+are
+          reduced with every micro-batch.)
+residual  Compact, at least fp32, of level ``crossing``, for error feedback, in units of the divided gradient.
+          Other ranks' rows hold what this rank's messages across nodes lost.
+lost      As ``residual``, but only with replicas. It holds this step's errors until the step is known to be
+          good. Without replicas other ranks' rows of ``grad`` hold them.
+carry     Compact [n/OS]. It holds the residuals of another layout, summed over senders, that a load handed
+over.
+          Replicas hold the same. It is added to the next step's sum.
 versions  master_version counts optimizer updates; copy_version says which of them ``copy`` holds.
 """
 
@@ -57,7 +63,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class Unit:
-    """Buffers, versions and counters of one unit; what moves between ranks is in gather.py and reduce.py."""
+    """Holds the buffers, versions and counters of one unit. gather.py and reduce.py move them between ranks."""
 
     def __init__(
         self,
@@ -108,7 +114,7 @@ class Unit:
     # -- storage ---------------------------------------------------------------------------------
 
     def _plan_wire(self) -> None:
-        """Codecs and layouts of what refreshes and gathers send, and the P copy that holds it."""
+        """Choose the codecs and layouts of what refreshes and gathers send, and the P copy that holds it."""
         identity = Identity(self.dtype)
         self.refresh_codec = self.codecs.weights or identity
         self.codec = identity if self.delta else self.refresh_codec  # of gathers
@@ -121,13 +127,15 @@ class Unit:
         self.copy = self.full if self.levels.p == 0 else self.new_wire(self.levels.p)
 
     def _wire_layout(self, codec: Codec, level: int) -> Layout:
-        """Of the messages of all slices of a level, cut by the same sub-axes as the parameters."""
+        """Return the layout of the messages of all slices of a level, cut by the same sub-axes as the parameters."""
         sizes, indices = self.layout.sizes[:level], self.layout.indices[:level]
         message = codec.message_numel(*(p.numel for p in self.layout.pieces(level)))
         return Layout((), ((0, message * prod(sizes)),), sizes, indices)
 
     def _make_master(self) -> torch.Tensor:
-        """A part of the P copy where the two have one dtype and the copy is never dropped; else of its own."""
+        """Return a part of the P copy where the two have one dtype and the copy is never dropped; else a
+        new buffer.
+        """
         levels = self.levels
         kept = levels.p == levels.os or self.lifetime == "resident"
         if self.direct and self.dtype == self.sum_dtype and kept and not self.delta:
@@ -138,7 +146,7 @@ class Unit:
     def send_exactly(self, kind: str) -> None:
         """Fall back to exact messages of 'weights' or 'gradients' for good, from the next step on.
 
-        Between steps: nothing is in flight or gathered.
+        This is called between steps, when nothing is in flight or gathered.
         """
         self.fallen.add(kind)
         if kind == "gradients":
@@ -157,11 +165,11 @@ class Unit:
             self.copy.untyped_storage().resize_(0)
 
     def new_wire(self, level: int) -> torch.Tensor:
-        """A buffer for the messages that gathers of a level's slice send."""
+        """Return a 1-D buffer, in the codec's wire dtype, for the messages that gathers of a level's slice send."""
         return torch.empty(self.wire.level_numel(level), dtype=self.codec.wire_dtype, device=self.device)
 
     def _adopt(self, values: Mapping[str, torch.Tensor]) -> list[Binding]:
-        """Take the parameters' values [shape of each] into the master and make the Parameters views of full."""
+        """Take the parameters' values [shape of each] into the master, and make the Parameters views of full."""
         self.master.zero_()
         for slot, low, high, at in self.layout.ranges(self.levels.os):
             self.master[at : at + high - low].copy_(values[slot.name].reshape(-1)[low:high])
@@ -179,7 +187,7 @@ class Unit:
         return bindings
 
     def check_unwritten(self, when: str, cure: str) -> None:
-        """Raises RuntimeError if the user wrote into a parameter since the engine last took its values."""
+        """Raise RuntimeError if the user wrote into a parameter since the engine last took its values."""
         for binding in self.bindings:
             if binding.written:
                 raise RuntimeError(
@@ -200,7 +208,7 @@ class Unit:
             self.full_present = False
 
     def drop_copy(self) -> None:
-        """End of a step for lifetime 'step': the P copy goes, and the full buffer where it is the copy."""
+        """At the end of a step, for lifetime 'step', free the P copy, and the full buffer where it is the copy."""
         if self.levels.p:
             self.copy.untyped_storage().resize_(0)
         else:
@@ -208,7 +216,9 @@ class Unit:
         self.copy_present, self.copy_version = False, 0
 
     def open_refresh(self) -> torch.Tensor:
-        """The buffer a refresh fills with messages: the P copy where that keeps them, else a passing one."""
+        """Return the buffer that a refresh fills with messages: the P copy where that keeps them, else a
+        passing one.
+        """
         if not self.copy_present and self.levels.p:
             self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
         elif not self.copy_present:
@@ -220,7 +230,7 @@ class Unit:
         return torch.empty(numel, dtype=self.refresh_codec.wire_dtype, device=self.device)
 
     def open_residual(self) -> torch.Tensor:
-        """The residual, zeros at first."""
+        """Return the residual, which is made of zeros at first."""
         assert self.crossing is not None
         if self.residual is None:
             numel = self.layout.level_numel(self.crossing)
@@ -229,7 +239,10 @@ class Unit:
 
     @property
     def gather_bytes(self) -> int:
-        """What a gather ahead of use adds to the memory held: the full parameters; with P = 1 passing messages."""
+        """How many bytes a gather ahead of use adds to the memory held.
+
+        They are the full parameters; with P = 1 they are passing messages.
+        """
         if self.levels.p:
             return self.full.nbytes
         if self.direct and not self.delta:
@@ -238,18 +251,21 @@ class Unit:
 
     @property
     def stale(self) -> bool:
-        """The P copy is behind the master weights."""
+        """Whether the P copy is behind the master weights."""
         return self.copy_version != self.master_version
 
     @property
     def ready(self) -> bool:
-        """Full parameters of the current version are there."""
+        """Whether full parameters of the current version are there."""
         return self.full_present and not self.stale and self.ticket is None
 
     # -- gradients -------------------------------------------------------------------------------
 
     def stage(self, name: str, param: nn.Parameter) -> None:
-        """Move a parameter's fresh gradient into staging (G > 1) or add it to ``grad`` (G = 1)."""
+        """Move a parameter's fresh gradient into staging (G > 1), or add it to ``grad`` (G = 1).
+
+        The gradient has the parameter's shape and dtype.
+        """
         assert param.grad is not None
         slot = self.slots[name]
         if self.levels.g:
@@ -270,7 +286,9 @@ class Unit:
         param.grad = None
 
     def _fill_missing(self) -> None:
-        """Parameters without gradient contribute zeros, in staging (every micro-batch) or in grad (at the last)."""
+        """Let parameters without a gradient contribute zeros: to staging in every micro-batch, to grad in
+        the last.
+        """
         if self.levels.g:
             if self.staging is None:
                 self.staging = self.full.new_zeros(self.layout.numel)
@@ -287,9 +305,10 @@ class Unit:
             buffer[slot.start : slot.start + slot.numel].zero_()
 
     def close_micro_batch(self, last: bool) -> torch.Tensor | None:
-        """All gradients of a micro-batch have arrived: hand over its staging (None where G = 1).
+        """Hand over the staging of a micro-batch whose gradients have all arrived: [n], or None where G = 1.
 
-        last: of the step. Afterwards the unit waits for the next micro-batch's.
+        last: this is the step's last micro-batch. Afterwards the unit waits for the next micro-batch's
+            gradients.
         """
         if self.levels.g or last:
             self._fill_missing()
