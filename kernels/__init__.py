@@ -1,7 +1,10 @@
-"""Quantisation: one file per operation, Triton kernel and torch reference side by side (dispatch.py picks).
+"""This package quantises messages. Each operation has one file, with its Triton kernel beside its torch reference.
 
-quantize, dequantize, dequantize_accumulate, dequantize_sum_quantize, reorder_quantize; format.py is the message's
-layout, noise.py the draws of stochastic rounding, bound.py the error bound. On a CPU (one core at 2.6 GHz, AVX-512,
-1M elements, fp32), ns per element to encode, decode, decode-accumulate: 8 bits 0.95, 0.22, 0.30; 4 bits 1.1, 0.57,
-0.62; stochastic encoding 2.1 and 2.4; with a clip searched among 8 scales 15.
+dispatch.py chooses between the two. The operations are quantize, dequantize, dequantize_accumulate,
+dequantize_sum_quantize and reorder_quantize. format.py lays out the message, noise.py draws the numbers for
+stochastic rounding, and bound.py bounds the error.
+
+On a CPU (one core at 2.6 GHz, AVX-512, 1M elements, fp32), encoding, decoding and decode-accumulating one element
+take 0.95, 0.22 and 0.30 ns with 8 bits, and 1.1, 0.57 and 0.62 ns with 4 bits. Stochastic encoding takes 2.1 and
+2.4 ns; encoding with a clip searched among 8 scales takes 15 ns.
 """

@@ -1,16 +1,18 @@
-"""How far a decoded value may be from what was encoded.
+"""This module bounds how far a decoded value may be from the value that was encoded.
 
-With digits q = rint(y + draw), y = x / s computed in fp32 and clamped to -qmax .. qmax, and value q * s (exact):
+A digit is q = rint(y + draw), where y = x / s is computed in fp32 and clamped to -qmax .. qmax. The decoded value
+is q * s, which is exact. Then:
 
     |x - q s| <= s * (1/2 + |draw|) + max(0, |x| - qmax s) + slack
 
-|draw| is 0 to nearest and below 1/2 stochastically. The second term is what a searched clip (or a scale at the
-format's upper limit) cuts off. slack = s * qmax * 2 ** -21: x to fp32 (2 ** -24, for fp64), the reciprocal
-and the product (2 ** -24 each), the sum with the draw (2 ** -24), relative to at most qmax.
+|draw| is 0 when rounding to nearest and below 1/2 when rounding stochastically. The second term is what a searched
+clip (or a scale at the format's upper limit) cuts off. slack is s * qmax * 2 ** -21. It covers the conversion of x
+to fp32 (2 ** -24, for fp64), the reciprocal and the product (2 ** -24 each), and the sum with the draw (2 ** -24),
+all relative to at most qmax.
 
-A hop's bound adds: the sum of k decoded messages is within the sum of their bounds (and fp32's own rounding,
-(k - 1) * 2 ** -24 of the sum of absolute values); encoded again for the second hop, the bound of the sum is
-added once more.
+The bounds of hops add up. The sum of k decoded messages is within the sum of their bounds (and fp32's own rounding,
+which is (k - 1) * 2 ** -24 of the sum of absolute values). If that sum is encoded again for the second hop, the
+bound of the sum is added once more.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from megazero.kernels.quantize import scales_of
 
 
 def error_bound(x: torch.Tensor, form: Format, stochastic: bool) -> torch.Tensor:
-    """fp32 [k, n / block]: most by which an element of x [k, n], any float dtype, and its decoded fp32 value
-    differ. NaN for blocks with NaN or Inf. A 16-bit output adds its own rounding, and may overflow where a block
-    comes within 0.8% of the dtype's largest value (scales are rounded up)."""
+    """Return the largest difference between an element of x and its decoded fp32 value, per block.
+
+    x is [k, n] of any float dtype; the result is fp32 [k, n / block]. It is NaN for blocks that have NaN or Inf. A
+    16-bit output adds its own rounding, and it may overflow where a block comes within 0.8% of the dtype's largest
+    value, since scales are rounded up.
+    """
     blocks = x.float().unflatten(1, (-1, form.block))
     scale = scales_of(blocks.flatten(0, 1), form).view(blocks.shape[:2])
     clipped = (blocks.abs().amax(2) - form.qmax * scale).clamp_(min=0.0)

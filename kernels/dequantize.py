@@ -1,10 +1,11 @@
-"""Decode: payload and scales to values, q * s exact in fp32, then rounded to the output's dtype.
+"""This operation decodes payload and scales to values.
 
-Adding to the output (receivers of differences), the fp32 sum has one rounding, since q * s is exact, and one more
-to the output's dtype: the same bits on every implementation.
+q * s is exact in fp32 and is then rounded to the output's dtype. Receivers of differences add to the output. The
+fp32 sum then has one rounding, since q * s is exact, and one more to the output's dtype, so every implementation
+gives the same bits.
 
-Bytes moved per element, one pass: read bits / 8 + 2 / block, write 4 (fp32) or 2 (bf16, fp16), and read as much
-again if adding. Accesses are as quantize's.
+The one pass reads bits / 8 + 2 / block bytes per element and writes 4 (fp32) or 2 (bf16, fp16). If it adds, it also
+reads as many bytes as it writes. It accesses memory as quantize does.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from megazero.kernels.values import load_values, raw, scales_at, store_values
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool = False) -> None:
-    """Coded part of messages uint8 [k, m], contiguous -> out [k, n], any float dtype, rows contiguous.
+    """Decode the coded part of ``messages`` into ``out``.
 
-    add: out = out + decoded, in fp32 (fp64 out: in fp64).
+    ``messages`` is uint8 [k, m] and contiguous. ``out`` is [k, n] of any float dtype, and its rows are contiguous.
+    With ``add``, the decoded values are added to ``out``; the sum is taken in fp32 (in fp64 where ``out`` is fp64).
     """
     if not out.numel():
         return
@@ -29,7 +31,7 @@ def dequantize(messages: torch.Tensor, out: torch.Tensor, form: Format, add: boo
 
 
 def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool = False) -> None:
-    """The same in torch, on any device."""
+    """Do the same as ``dequantize`` in torch, on any device."""
     n = out.shape[1]
     payload, scales = form.payload(messages, n), form.scales(messages, n)
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
@@ -51,7 +53,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
 
 
 def unpack(payload: torch.Tensor, digits: torch.Tensor, form: Format) -> None:
-    """payload int8 [b, part] -> digits q, float [b * block]."""
+    """Unpack ``payload``, int8 [b, part], into ``digits``, which are the digits q as float [b * block]."""
     if form.pack == 1:
         digits.view(payload.shape).copy_(payload)
         return

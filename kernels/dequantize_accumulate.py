@@ -1,9 +1,11 @@
-"""Decode and sum: the end of a quantised reduction. out (+)= messages[0] + messages[1] + ... in this order.
+"""This operation decodes and sums, at the end of a quantised reduction.
 
-Products q * s are exact in fp32 and each addition is rounded once, so the sum has the same bits on every
-implementation. fp64 out sums in fp64.
+It computes out (+)= messages[0] + messages[1] + ... in this order. Products q * s are exact in fp32 and each
+addition is rounded once, so the sum has the same bits on every implementation. Where out is fp64, the sum is taken
+in fp64.
 
-Bytes moved per element of out, one pass: read k x (bits / 8 + 2 / block), write 4, and read 4 if accumulating.
+For each element of out, the one pass reads k x (bits / 8 + 2 / block) bytes and writes 4. If it accumulates, it
+reads 4 more.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from megazero.kernels.format import Format
 
 
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
-    """Coded part of messages uint8 [k, m], contiguous -> out [n], fp32 or fp64, contiguous."""
+    """Decode the rows of ``messages`` and write their sum to ``out``, or add it to ``out`` if ``accumulate``.
+
+    ``messages`` is uint8 [k, m] and contiguous; its coded part is read. ``out`` is [n], fp32 or fp64, and
+    contiguous.
+    """
     if not out.numel():
         return
     if use_kernel(messages, out):
@@ -25,7 +31,7 @@ def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Forma
 
 
 def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
-    """The same in torch, on any device."""
+    """Do the same as ``dequantize_accumulate`` in torch, on any device."""
     n = out.numel()
     total = Summed(messages, n, form, out.dtype)
     for low in range(0, n, total.size):
@@ -34,7 +40,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulat
 
 
 class Summed:
-    """Reference: sums of decoded messages uint8 [k, m] by pieces of at most ``size`` elements."""
+    """This is the reference: it sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements."""
 
     def __init__(self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype) -> None:
         self.form, self.size = form, min(n, max(CHUNK, form.block))
@@ -42,7 +48,7 @@ class Summed:
         self.digits = torch.empty(self.size, dtype=dtype, device=messages.device)
 
     def add(self, low: int, high: int, out: torch.Tensor, accumulate: bool) -> None:
-        """out [high - low] (+)= elements low .. high of every message."""
+        """Compute out [high - low] (+)= the elements low .. high of every message."""
         blocks = slice(low // self.form.block, high // self.form.block)
         sums, digits = out.view(-1, self.form.block), self.digits[: high - low].view(-1, self.form.block)
         for k, (payload, scales) in enumerate(zip(self.payload, self.scales, strict=True)):

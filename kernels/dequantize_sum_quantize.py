@@ -1,10 +1,11 @@
-"""Decode, sum, encode: the middle of a reduction of two hops (ZeRO++, section 4.2), sums in registers.
+"""This operation decodes, sums and encodes in the middle of a reduction of two hops (ZeRO++, section 4.2).
 
-sum = messages[0] + messages[1] + ... in fp32, in this order, then encoded in rows for the next hop. The two
-formats may differ: a program takes whole blocks of both and reshapes between them.
+The sum, messages[0] + messages[1] + ..., is taken in fp32 and in this order, and stays in registers. It is then
+encoded in rows for the next hop. The two formats may differ: a program takes whole blocks of both and reshapes
+between them.
 
-Bytes moved per element, one pass: read k x (bits / 8 + 2 / block), write next bits / 8 + 2 / block; apart they
-move 8 more (the fp32 sum, written and read).
+For each element, the one pass reads k x (bits / 8 + 2 / block) bytes and writes bits / 8 + 2 / block of the next
+format. Two separate passes would move 8 bytes more, because they write and read the fp32 sum.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ def dequantize_sum_quantize(
     next_form: Format,
     noise: Noise | None = None,
 ) -> None:
-    """Coded part of messages uint8 [k, m], each n elements -> coded part of out uint8 [rows, m2], contiguous,
-    n / rows elements each. noise: as for quantize; its start is the global index of the sum's element 0."""
+    """Decode the rows of ``messages``, sum them, and encode the sum into the rows of ``out``.
+
+    ``messages`` is uint8 [k, m], and the coded part of each row holds n elements. ``out`` is uint8 [rows, m2] and
+    contiguous, and the coded part of each row gets n / rows elements. ``noise`` means the same as in quantize; its
+    start is the global index of the sum's element 0.
+    """
     if noise is not None:
         noise.check(n)
     form.blocks(n // len(out))  # a row of out is whole blocks of both
@@ -46,7 +51,7 @@ def reference(
     next_form: Format,
     noise: Noise | None = None,
 ) -> None:
-    """The same in torch, on any device."""
+    """Do the same as ``dequantize_sum_quantize`` in torch, on any device."""
     share = n // len(out)
     total = Summed(messages, n, form, torch.float32)
 

@@ -1,9 +1,8 @@
-"""The one rule that says where an operation runs, and Triton where it can.
+"""This module has the one rule that says where an operation runs, and it imports Triton where it can.
 
-A kernel runs where its tensors are on CUDA and Triton is installed; else its torch reference, which gives
-the same bits. TRITON_INTERPRET=1, set before the first import, runs the kernels on CPU tensors (tests).
-Triton is imported only where a kernel can run: with a CUDA build of torch, which imports it too, or in the
-interpreter.
+A kernel runs where its tensors are on CUDA and Triton is installed. Elsewhere its torch reference runs, which gives
+the same bits. TRITON_INTERPRET=1, set before the first import, runs the kernels on CPU tensors (tests). Triton is
+imported only where a kernel can run: with a CUDA build of torch, which imports it too, or in the interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _plain(function: Callable | None = None, **_: Any) -> Any:
 
 
 def _triton() -> tuple[Any, Any]:
-    """(triton.jit, triton.language); without Triton a decorator that does nothing, and None."""
+    """Return (triton.jit, triton.language); without Triton, return a decorator that does nothing, and None."""
     if not AVAILABLE:
         return _plain, None
     import triton
@@ -44,11 +43,11 @@ jit, tl = _triton()
 
 
 def use_kernel(messages: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether an operation on messages (uint8) and values (or further messages) runs as a Triton kernel.
+    """Tell whether an operation on messages (uint8) and values (or further messages) runs as a Triton kernel.
 
-    messages are contiguous: the kernels take rows to lie one behind another (the references do not need it).
-    fp64 values (parity modules) take the reference: their sums are kept in fp64. On CUDA without Triton the first
-    call warns.
+    messages must be contiguous: the kernels assume that rows lie one behind another (the references do not need
+    it). fp64 values (parity modules) are left to the reference, which keeps their sums in fp64. On CUDA without
+    Triton, the first call warns.
     """
     assert messages.is_contiguous(), (messages.shape, messages.stride())
     on_cuda = messages.is_cuda and values.is_cuda
@@ -61,7 +60,7 @@ def use_kernel(messages: torch.Tensor, values: torch.Tensor) -> bool:
 
 @cache
 def _warn_of_references() -> None:
-    """Once per process."""
+    """Warn once per process."""
     warnings.warn(
         "Triton is not installed: quantised messages on CUDA are coded by their torch references, which give the "
         "same bits in many passes over memory instead of one; install Triton (pip install triton), or send exact "
@@ -72,5 +71,5 @@ def _warn_of_references() -> None:
 
 
 def blocks_per_program(block: int) -> int:
-    """Blocks a program takes."""
+    """Return how many blocks a program takes."""
     return max(1, TILE // block)

@@ -1,18 +1,21 @@
-"""The coded part of a message: where payload and scales of a slice lie, and how digits become bytes.
+"""This module defines the coded part of a message: where payload and scales lie, and how digits become bytes.
 
 A slice of n elements is n / block blocks. A block's element i has the integer digit q[i] in -qmax .. qmax
-(symmetric, no value is favoured) and one scale s: x[i] is about q[i] * s.
+(symmetric, so no value is favoured). The block has one scale s, and x[i] is about q[i] * s.
 
-payload   n * bits / 8 bytes, int8. With bits < 8 a byte holds pack = 8 / bits digits, one from each pack-th
-          part of the block: byte j = sum over p of q[p * part + j] * 2 ** (bits * p), part = block / pack.
-          Parts, not neighbours, so packing is arithmetic on contiguous runs; zero digits are zero bytes.
-scales    n / block bf16 after the payload. bf16 has fp32's range (fp16 scales lose gradients below 6e-8 x
-          qmax), and with 8 significant bits q * s is exact in fp32: sums of decoded values are then the
-          same bits on every implementation, whether it contracts to multiply-add or not. Scales are rounded
-          up, so that absmax is not clipped. Error against bytes: see ``DEFAULT_BLOCK``.
+The payload is int8 and takes n * bits / 8 bytes. With bits < 8, a byte holds pack = 8 / bits digits, one from each
+pack-th part of the block: byte j is the sum over p of q[p * part + j] * 2 ** (bits * p), where part = block / pack.
+A byte takes its digits from parts and not from neighbours, so packing is arithmetic on contiguous runs. Zero digits
+give zero bytes.
 
-A scale is at least 2 ** -126 (its reciprocal is finite) and at most such that qmax * s is finite in bf16.
-Zero blocks: scale and payload zero. A block with NaN or Inf: scale NaN, payload zero, decodes to NaN.
+The scales are n / block bf16 values, which follow the payload. bf16 has the range of fp32 (fp16 scales would lose
+gradients below 6e-8 x qmax). It has 8 significant bits, so q * s is exact in fp32: sums of decoded values then have
+the same bits on every implementation, whether it contracts to multiply-add or not. Scales are rounded up, so that
+absmax is not clipped. ``DEFAULT_BLOCK`` compares error with bytes.
+
+A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16. A
+block of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero, and decodes
+to NaN.
 """
 
 from __future__ import annotations
@@ -40,21 +43,22 @@ ERROR_LIMIT = 1023.0  # so that a block's sum of squares fits 31 bits up to 2048
 
 
 def fp32(value: float) -> float:
-    """Nearest fp32 value, so that a constant is the same in torch (double) and Triton (single)."""
+    """Return the nearest fp32 value, so that a constant is the same in torch (double) and Triton (single)."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def bf16_floor_bits(value: float) -> int:
-    """fp32 bits of the largest bf16 value that is at most ``value`` (positive)."""
+    """Return the fp32 bits of the largest bf16 value that is at most ``value`` (which is positive)."""
     return struct.unpack("I", struct.pack("f", value))[0] & 0xFFFF0000
 
 
 @dataclass(frozen=True)
 class Format:
-    """bits: of a digit, 2, 4 or 8. block: elements that share a scale, a power of two from 8 to 2048.
+    """This is a quantised format. A digit has ``bits`` bits (2, 4 or 8).
 
-    clip: 0, or the number of scales tried per block, from absmax / qmax down to about half of it; the one with
-    the least squared rounding error (to nearest) is taken.
+    ``block`` elements share a scale; it is a power of two from 8 to 2048.
+    ``clip`` is 0, or the number of scales that are tried per block, from absmax / qmax down to about half of it.
+    The scale with the least squared rounding error (to nearest) is taken.
     """
 
     bits: int
@@ -78,33 +82,33 @@ class Format:
 
     @property
     def pack(self) -> int:
-        """Digits in a byte."""
+        """Return how many digits a byte holds."""
         return 8 // self.bits
 
     @property
     def part(self) -> int:
-        """Payload bytes of a block."""
+        """Return how many payload bytes a block has."""
         return self.block // self.pack
 
     @property
     def offset(self) -> int:
-        """Makes a digit non-negative."""
+        """Return the number that makes a digit non-negative when it is added."""
         return 1 << (self.bits - 1)
 
     @property
     def bias(self) -> int:
-        """Makes a byte's digits non-negative: byte + bias has the unsigned digits q + offset."""
+        """Return what makes a byte's digits non-negative: byte + bias has the unsigned digits q + offset."""
         return self.offset * sum(1 << (self.bits * p) for p in range(self.pack))
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """What absmax is multiplied by to get the scales that are tried."""
+        """Return the factors that absmax is multiplied by to get the scales that are tried."""
         tries = max(1, self.clip)
         return tuple(fp32((1 - j / (2 * tries)) / self.qmax) for j in range(tries))
 
     @property
     def largest_scale(self) -> int:
-        """fp32 bits."""
+        """Return the largest scale as fp32 bits."""
         return bf16_floor_bits(BF16_MAX / self.qmax)
 
     def blocks(self, n: int) -> int:
@@ -116,16 +120,16 @@ class Format:
         return n // self.block
 
     def coded_bytes(self, n: int) -> int:
-        """Payload and scales of a slice of n elements."""
+        """Return how many bytes the payload and scales of a slice of n elements take."""
         return self.blocks(n) * (self.part + 2)
 
     def payload(self, messages: torch.Tensor, n: int) -> torch.Tensor:
-        """messages uint8 [k, m] -> view int8 [k, n / block, part]."""
+        """Return the payload of ``messages``, uint8 [k, m], as a view int8 [k, n / block, part]."""
         size = self.blocks(n) * self.part
         return messages[:, :size].view(torch.int8).unflatten(1, (-1, self.part))
 
     def scales(self, messages: torch.Tensor, n: int) -> torch.Tensor:
-        """messages uint8 [k, m] -> view bf16 [k, n / block]."""
+        """Return the scales of ``messages``, uint8 [k, m], as a view bf16 [k, n / block]."""
         blocks = self.blocks(n)
         start = blocks * self.part
         return messages[:, start : start + 2 * blocks].view(torch.bfloat16)

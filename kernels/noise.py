@@ -1,12 +1,13 @@
-"""Noise for stochastic rounding: a counter hash, so it is reproducible and the same in every layout.
+"""This module draws the noise for stochastic rounding from a counter hash.
 
-A draw is a function of (seed, step, stream, global element index) and of nothing else. The stream names who
-rounds what: the unit, the hop, and for gradients the sender, whose draws must be independent of others'.
-Two neighbouring elements share one 32-bit hash, 16 bits each; the lowest bit of each half is set, so that a
-draw is an odd multiple of 2 ** -16: its mean is exactly zero, and an integer plus a draw is never a tie.
+So the noise is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global
+element index) and of nothing else. The stream names who rounds what: the unit, the hop, and for gradients the
+sender, whose draws must be independent of others'. Two neighbouring elements share one 32-bit hash, and each takes
+16 bits of it. The lowest bit of each half is set, so a draw is an odd multiple of 2 ** -16: its mean is exactly
+zero, and an integer plus a draw is never a tie.
 
-The mixer is lowbias32 of Chris Wellons' hash-prospector (public domain), keyed before each multiplication;
-the keys are made by the finalizer of splitmix64 (Sebastiano Vigna, public domain).
+The mixer is lowbias32 of Chris Wellons' hash-prospector (public domain), keyed before each multiplication. The keys
+are made by the finalizer of splitmix64 (Sebastiano Vigna, public domain).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NOISE_UNIT = 2.0**-16
 
 
 def _finalize(x: int) -> int:
-    """splitmix64's finalizer on 64 bits."""
+    """Apply the finalizer of splitmix64 to 64 bits."""
     x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -32,15 +33,15 @@ def _finalize(x: int) -> int:
 
 
 def signed(x: int) -> int:
-    """The int32 with the low 32 bits of x."""
+    """Return the int32 that has the low 32 bits of x."""
     return ((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Where draws are taken: element ``start`` of the stream is the first element of what is rounded.
+    """This says where draws are taken: element ``start`` of the stream is the first element of what is rounded.
 
-    start is even and, with what is rounded, below 2 ** 33.
+    ``start`` is even. ``start`` plus the number of rounded elements stays below 2 ** 33.
     """
 
     seed: int
@@ -49,7 +50,7 @@ class Noise:
     start: int = 0
 
     def at(self, elements: int) -> Noise:
-        """The same stream, this many elements on."""
+        """Return the same stream, moved on by this many elements."""
         return replace(self, start=self.start + elements)
 
     def check(self, n: int) -> None:
@@ -61,7 +62,7 @@ class Noise:
 
     @property
     def keys(self) -> tuple[int, int]:
-        """Two int32: what is added to the counter, what is mixed in after the first multiplication."""
+        """Return two int32: one is added to the counter, the other is mixed in after the first multiplication."""
         key = 0
         for part in (self.seed, self.step, self.stream):
             key = _finalize(key ^ _finalize(part & 0xFFFFFFFFFFFFFFFF))
@@ -69,14 +70,17 @@ class Noise:
 
 
 def launch_arguments(noise: Noise | None) -> tuple[int, int, int]:
-    """word0, key0, key1 of a kernel that draws, int32 all: the first element's counter wraps, as it does there."""
+    """Return word0, key0, key1 for a kernel that draws, all int32.
+
+    The first element's counter wraps here as it does in the kernel.
+    """
     return (signed(noise.start // 2), *noise.keys) if noise is not None else (0, 0, 0)
 
 
 class Draws:
-    """Reference: draws in chunks of at most ``size`` elements, in buffers that are used again.
+    """This is the reference: it makes draws in chunks of at most ``size`` elements, in buffers that are used again.
 
-    1.2 ns per element on one core (AVX-512).
+    A draw takes 1.2 ns per element on one core (AVX-512).
     """
 
     def __init__(self, noise: Noise, size: int, device: torch.device) -> None:
@@ -87,9 +91,9 @@ class Draws:
         self.shifted = self.values.view(torch.int32)  # done with when the values are written
 
     def __call__(self, at: int, n: int) -> torch.Tensor:
-        """fp32 [n], in units of 2 ** -16, for the n elements from the stream's element start + at.
+        """Return fp32 [n], in units of 2 ** -16, for the n elements from the stream's element start + at.
 
-        Valid until the next call.
+        The result is valid until the next call.
         """
         word = torch.add(
             self.counter[: n // 2],
@@ -105,7 +109,7 @@ class Draws:
         return self.values[:n].copy_(word.view(torch.int16))
 
     def _fold(self, word: torch.Tensor, bits: int) -> None:
-        """word ^= word >> bits, as unsigned; torch shifts int32 with its sign."""
+        """Compute word ^= word >> bits as if unsigned, because torch shifts int32 with its sign."""
         shifted = torch.bitwise_right_shift(word, bits, out=self.shifted[: word.numel()])
         word.bitwise_xor_(shifted.bitwise_and_((1 << (32 - bits)) - 1))
 

@@ -1,11 +1,11 @@
-"""Encode: values to payload and scales (kernels/format.py says how they lie).
+"""This operation encodes values to payload and scales (kernels/format.py says how they lie).
 
-Per block: absmax a, scale s = a / qmax rounded up to bf16, digits rint(clamp(x / s) [+ draw]), where a draw in
-(-1/2, 1/2) makes the rounding stochastic. x / s is x times the reciprocal of s.
+Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. Its digits are rint(clamp(x / s) [+
+draw]), where a draw in (-1/2, 1/2) makes the rounding stochastic. x / s is computed as x times the reciprocal of s.
 
-Bytes moved per element, one pass: read 4 (fp32) or 2 (bf16, fp16), write bits / 8 + 2 / block. A program keeps
-its blocks in registers between absmax and digits, searched clip included. Accesses are 16 bytes (the compiled code is
-checked), 8 for the payload of 2 bits, less where a block's payload is less.
+For each element, the one pass reads 4 bytes (fp32) or 2 (bf16, fp16) and writes bits / 8 + 2 / block. A program
+keeps its blocks in registers between absmax and digits, also when a clip is searched. Accesses are 16 bytes wide
+(the compiled code is checked), 8 for the payload of 2 bits, and less where a block's payload is less.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from megazero.kernels.values import load_values, raw, scales_at
 
 
 def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
-    """x [k, n], contiguous -> coded part of messages uint8 [k, m], contiguous, m a multiple of 16.
+    """Encode x, which is [k, n] of any float dtype and contiguous, into the coded part of ``messages``.
 
-    noise: rounds stochastically; its start is the global index of x[0, 0], rows follow each other.
+    ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16.
+    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each
+    other.
     """
     if noise is not None:
         noise.check(x.numel())
@@ -50,7 +52,7 @@ def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise
 
 
 def reference(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise | None = None) -> None:
-    """The same in torch, on any device."""
+    """Do the same as ``quantize`` in torch, on any device."""
 
     def load(row: int, low: int, high: int, out: torch.Tensor) -> torch.Tensor:
         piece = x[row, low:high]
@@ -67,10 +69,11 @@ def encode_rows(
     noise: Noise | None,
     origin: Callable[[int], int] | None = None,
 ) -> None:
-    """Encode every row of messages [k, m] in chunks.
+    """Encode every row of ``messages``, uint8 [k, m], in chunks.
 
-    load(row, low, high, out): fp32 values [high - low] of the row's elements, in ``out`` or elsewhere.
-    origin(row): position of the row's element 0 among the elements that noise counts; default row * n.
+    load(row, low, high, out) returns the fp32 values [high - low] of the row's elements, in ``out`` or elsewhere.
+    origin(row) returns the position of the row's element 0 among the elements that noise counts. It is row * n by
+    default.
     """
     payload, scales = form.payload(messages, n), form.scales(messages, n).view(torch.int16)
     size = min(n, max(CHUNK, form.block))
@@ -91,8 +94,10 @@ def encode_rows(
 def encode_blocks(
     values: torch.Tensor, work: torch.Tensor, form: Format, drawn: torch.Tensor | None, payload: torch.Tensor
 ) -> torch.Tensor:
-    """values fp32 [b, block] -> payload int8 [b, part]; returns the scales' bf16 bits,
-    int32 [b]. work: fp32 [b * block]."""
+    """Encode ``values``, fp32 [b, block], into ``payload``, int8 [b, part].
+
+    Returns the bf16 bits of the scales as int32 [b]. ``work`` is fp32 [b * block].
+    """
     work = work.view_as(values)
     values, scale = _scaled(values, work, form)
     digits = torch.mul(values, inverse_of(scale)[:, None], out=work).clamp_(-form.qmax, form.qmax)
@@ -106,14 +111,17 @@ def encode_blocks(
 
 
 def scales_of(values: torch.Tensor, form: Format) -> torch.Tensor:
-    """values fp32 [b, block] -> scales fp32 [b]."""
+    """Return the scales, fp32 [b], of ``values``, fp32 [b, block]."""
     if not len(values):
         return values.new_empty(0)
     return _scaled(values, torch.empty_like(values), form)[1]
 
 
 def _scaled(values: torch.Tensor, work: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values with zeros for blocks that have NaN or Inf, and the scales. work: as values."""
+    """Return the values with zeros for blocks that have NaN or Inf, and the scales, fp32 [b].
+
+    ``values`` is fp32 [b, block], and ``work`` is like it.
+    """
     absmax = torch.abs(values, out=work).amax(1)
     if not torch.isfinite(absmax.amax()):
         values = values.masked_fill(~torch.isfinite(absmax)[:, None], 0.0)
@@ -122,7 +130,7 @@ def _scaled(values: torch.Tensor, work: torch.Tensor, form: Format) -> tuple[tor
 
 
 def scale_of(absmax: torch.Tensor, form: Format, ratio: float) -> torch.Tensor:
-    """fp32 [b]: absmax * ratio rounded up to bf16, within the format's limits; 0 and NaN as format.py says."""
+    """Return fp32 [b]: absmax * ratio rounded up to bf16, within the format's limits. 0 and NaN follow format.py."""
     bits = (absmax * ratio).view(torch.int32)
     bits = bits.add_(0xFFFF).bitwise_and_(signed(0xFFFF0000)).clamp_(SMALLEST_SCALE, form.largest_scale)
     low, high = torch.aminmax(absmax)  # NaN if there is one
@@ -133,12 +141,15 @@ def scale_of(absmax: torch.Tensor, form: Format, ratio: float) -> torch.Tensor:
 
 
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, 0 for scales 0 and NaN."""
+    """Return 1 / scale in the shape and dtype of ``scale``, or 0 where the scale is 0 or NaN."""
     return scale.reciprocal().nan_to_num_(0.0, posinf=0.0)
 
 
 def _searched(values: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor, form: Format) -> torch.Tensor:
-    """The scale of least squared error per block, the first of equals; errors as integers (exact sums)."""
+    """Return the scale of least squared error per block, fp32 [b], the first of equals.
+
+    Errors are integers, so their sums are exact.
+    """
     best, scale = torch.empty(0), torch.empty(0)
     exact = torch.empty_like(work)
     for j, ratio in enumerate(form.ratios):

@@ -1,16 +1,18 @@
-"""Reorder and encode: Algorithm 2 of ZeRO++ (section 4.1), fused with the quantisation, for layouts given from
-outside, where rank r of nodes x node_size (rank = node * node_size + local) must end with slice r of a flat
-tensor. (megazero's own layout needs no reordering.)
+"""This operation reorders and encodes: it is Algorithm 2 of ZeRO++ (section 4.1), fused with the quantisation.
 
-Each slice is cut in ``stages`` pieces; stage s takes piece s of every slice through both hops. The first hop is
+It is for layouts given from outside, where rank r of nodes x node_size (rank = node * node_size + local) must end
+with slice r of a flat tensor. (megazero's own layout needs no reordering.)
+
+Each slice is cut in ``stages`` pieces, and stage s takes piece s of every slice through both hops. The first hop is
 an all-to-all inside the node, so its messages lie by stage, then local rank, then node:
 
     piece (node * node_size + local) * stages + s  ->  (s * node_size + local) * nodes + node
 
-With one stage this is [0 .. YX-1] -> [0, X, 2X .. (Y-1)X, 1, X+1 ..]. (Printed, Algorithm 2 takes the piece
-modulo and by the number of devices where the stages are meant: with one stage it would not give that order.)
+With one stage this is [0 .. YX-1] -> [0, X, 2X .. (Y-1)X, 1, X+1 ..]. (As printed, Algorithm 2 takes the piece
+modulo and by the number of devices where the stages are meant; with one stage it would not give that order.)
 
-Bytes moved per element, one pass: as quantize; apart, reordering moves 8 more of fp32 (read, written).
+The one pass moves as many bytes per element as quantize. A separate reordering would move 8 more of fp32 (4 read, 4
+written).
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from megazero.kernels.values import load_values, raw
 
 @dataclass(frozen=True)
 class Order:
-    """nodes x node_size ranks, rank = node * node_size + local; stages of the pipeline of chunks."""
+    """This describes nodes x node_size ranks, where rank = node * node_size + local.
+
+    ``stages`` counts the stages of the pipeline of chunks.
+    """
 
     nodes: int
     node_size: int
@@ -44,13 +49,13 @@ class Order:
         return self.nodes * self.node_size * self.stages
 
     def target(self, piece: int) -> int:
-        """Message that piece (of the flat tensor) becomes: Algorithm 2."""
+        """Return the message that this piece of the flat tensor becomes, by Algorithm 2."""
         rank, stage = divmod(piece, self.stages)
         node, local = divmod(rank, self.node_size)
         return (stage * self.node_size + local) * self.nodes + node
 
     def source(self, message: int) -> int:
-        """Piece of the flat tensor in this message: the inverse of ``target``."""
+        """Return the piece of the flat tensor that is in this message. This is the inverse of ``target``."""
         group, node = divmod(message, self.nodes)
         stage, local = divmod(group, self.node_size)
         return (node * self.node_size + local) * self.stages + stage
@@ -59,9 +64,10 @@ class Order:
 def reorder_quantize(
     x: torch.Tensor, messages: torch.Tensor, form: Format, order: Order, noise: Noise | None = None
 ) -> None:
-    """x [pieces * n] contiguous -> coded part of messages uint8 [pieces, m], contiguous, in the order's places.
+    """Encode x into the coded part of ``messages``, in the order's places.
 
-    noise: as for quantize; its start is the global index of x[0], whatever the order.
+    x is [pieces * n] of any float dtype and contiguous. ``messages`` is uint8 [pieces, m] and contiguous. ``noise``
+    means the same as in quantize; its start is the global index of x[0], whatever the order.
     """
     if x.numel() % order.pieces:
         raise ValueError(
@@ -81,7 +87,7 @@ def reorder_quantize(
 def reference(
     x: torch.Tensor, messages: torch.Tensor, form: Format, order: Order, noise: Noise | None = None
 ) -> None:
-    """The same in torch, on any device."""
+    """Do the same as ``reorder_quantize`` in torch, on any device."""
     n = x.numel() // order.pieces
     pieces = x.view(order.pieces, n)
 

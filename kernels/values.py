@@ -1,7 +1,8 @@
-"""Values in and out of the kernels: bf16 by its bits, so that Triton's interpreter rounds as the GPU does.
+"""This module moves values in and out of the kernels.
 
-(The interpreter of Triton 3.x truncates fp32 to bf16 and gets bf16 denormals wrong; shifts and an integer
-rounding give the GPU's and torch's bits everywhere, for a few integer operations per element.)
+It handles bf16 by its bits, so that Triton's interpreter rounds as the GPU does. The interpreter of Triton 3.x
+truncates fp32 to bf16 and gets bf16 denormals wrong. Shifts and an integer rounding give the GPU's and torch's bits
+everywhere, for a few integer operations per element.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from megazero.kernels.dispatch import jit, tl
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel is given for values x: bf16 as int16."""
+    """Return what a kernel is given for values x: bf16 as int16, and any other dtype as it is."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 

@@ -1,4 +1,7 @@
-"""Configuration: frozen dataclasses, flags and files made from them, one validation pass. No torch, no numpy."""
+"""This package holds the configuration: frozen dataclasses, flags and files made from them, one validation pass.
+
+It imports neither torch nor numpy.
+"""
 
 from megazero.config.errors import ConfigError
 from megazero.config.parse import make_config, parse, parse_or_exit

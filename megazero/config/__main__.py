@@ -1,6 +1,6 @@
-"""python -m megazero.config FLAGS: check a command line without torch and print what it resolves to.
+"""python -m megazero.config FLAGS checks a command line without torch and prints what it resolves to.
 
-Under a launcher's variables (mesh/launch.py) the rules over the size of the world are checked too.
+Under a launcher's variables (mesh/launch.py), it also checks the rules over the size of the world.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How data and tokenizers are named: the one reading of --data-path, --split and --tokenizer-type. No numpy."""
+"""This module alone reads --data-path, --split and --tokenizer-type, which name data and tokenizers.
+
+It needs no numpy.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ TOKENIZERS: Mapping[str, str] = MappingProxyType(
 
 
 def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """``PREFIX...`` or ``WEIGHT PREFIX WEIGHT PREFIX...``: the prefixes, and the weights as given, None without.
+    """Return the prefixes, and the weights as they were given, or None for the weights if there are none.
 
-    Raises ValueError for words that are neither.
+    The words are ``PREFIX...`` or ``WEIGHT PREFIX WEIGHT PREFIX...``. Raises ValueError for words that are neither.
     """
     numbers = [_number(word) for word in words]
     if all(number is None for number in numbers):
@@ -36,7 +39,10 @@ def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """ "969,30,1" -> the shares of train, valid and test as given; missing shares are 0. Raises ValueError."""
+    """Return the shares of train, valid and test as "969,30,1" gives them.
+
+    Missing shares are 0. Raises ValueError for other text.
+    """
     legal = re.fullmatch(r"\s*\d*\.?\d+\s*([,/]\s*\d*\.?\d+\s*){0,2}", split)
     shares = [float(word) for word in re.split("[,/]", split)] if legal else []
     if not sum(shares):

@@ -1,4 +1,4 @@
-"""--deepspeed-config: DeepSpeed's JSON keys: what means something here, what has no effect, what is not built."""
+"""--deepspeed-config reads DeepSpeed's JSON. Its keys mean something here, have no effect, or are not built."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ SPECIAL: Mapping[str, str] = MappingProxyType(
 
 
 def read_deepspeed(path: str) -> Layer:
-    """A layer of the values that the file sets. Faults are collected in its errors, never raised."""
+    """Return a layer of the values that the file sets. Faults are collected in its errors and never raised."""
     layer = Layer(path)
     content = _load(layer, path)
     if content is None:
@@ -170,7 +170,7 @@ def read_deepspeed(path: str) -> Layer:
 
 
 def _flat(layer: Layer, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys of sections with their names before them. How fp16 scales its loss is left out where it is off."""
+    """Yield each key, with its section's name before it. How fp16 scales its loss is left out where fp16 is off."""
     for written, value in content.items():
         key = OLD_NAMES.get(written, written)
         if key not in SECTIONS:
@@ -183,7 +183,7 @@ def _flat(layer: Layer, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _asks(key: str, value: Any) -> bool:
-    """A key asks for something, by DeepSpeed's defaults: a block without its switch is off."""
+    """Tell whether a key asks for something, by DeepSpeed's defaults. A block without its switch is off."""
     if not isinstance(value, dict):
         return value not in (False, None)
     if key in ALWAYS_ON:
@@ -193,7 +193,7 @@ def _asks(key: str, value: Any) -> bool:
 
 
 def _group(layer: Layer, keys: Mapping[str, Any]) -> None:
-    """One line for all keys that have one cause."""
+    """Write one line for all keys that have one cause."""
     without = [key for key in keys if key in NO_EFFECT]
     if without:
         layer.notes.append(
@@ -265,7 +265,7 @@ def _put(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Whole numbers as JSON files have them, 5e7 and "5e8", as int; anything else as it is."""
+    """Return whole numbers as JSON files have them, 5e7 and "5e8", as int. Anything else is returned as it is."""
     try:
         number = float(value) if isinstance(value, str | float) else None
     except ValueError:
@@ -311,7 +311,7 @@ def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> Non
 
 
 def _loss_scale(layer: Layer, keys: Mapping[str, Any]) -> None:
-    """The whole block's, DeepSpeed's defaults included."""
+    """Take over the whole block about the loss scale, with DeepSpeed's defaults for the keys that it leaves out."""
     for key, (name, default) in LOSS_SCALE.items():
         value, where = keys.get(key, default), f"{layer.source}: {key}"
         if value == "auto":

@@ -1,4 +1,4 @@
-"""One exception for everything that is wrong with a configuration."""
+"""This module has the one exception for everything that is wrong with a configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """Every error found, at once; ``errors`` has one line for each: value, rule, nearest legal choice."""
+    """This reports every error found, at once.
+
+    ``errors`` has one line for each, which gives the value, the rule and the nearest legal choice.
+    """
 
     def __init__(self, errors: Sequence[str]) -> None:
         self.errors = tuple(errors)

@@ -1,4 +1,7 @@
-"""What an option is, said once in its dataclass: default, help, choices, range. Flags, keys, docs come from it."""
+"""An option is described once, in its dataclass: its default, help, choices and range.
+
+Flags, keys and docs are made from that description.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from megazero.config.nearest import did_you_mean
 
 @dataclass(frozen=True)
 class Option:
-    """One configuration field seen as an option.
+    """This is one configuration field, seen as an option.
 
-    kind: 'int', 'float', 'bool', 'str', 'ints' or 'strs' (the last two take one or more values).
-    low, high: inclusive bounds; above, below: exclusive ones.
-    consts: further flags without a value, by the value they set (--bf16 sets 'bf16').
-    aliases: other names of the same flag. negative: name of the flag that sets a boolean to false.
+    ``kind`` is 'int', 'float', 'bool', 'str', 'ints' or 'strs' (the last two take one or more values).
+    ``low`` and ``high`` are inclusive bounds; ``above`` and ``below`` are exclusive ones.
+    ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
+    ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false.
     """
 
     name: str
@@ -50,7 +53,7 @@ class Option:
 
 
 def option(default: Any, help: str, **meta: Any) -> Any:
-    """A dataclass field that is an option; ``meta`` holds fields of Option."""
+    """Return a dataclass field that is an option. ``meta`` holds fields of Option."""
     return field(default=default, metadata={"help": help, **meta})
 
 
@@ -59,7 +62,7 @@ KINDS |= {"tuple[int, ...]": "ints", "tuple[str, ...]": "strs"}
 
 
 def section_options(section: str, cls: type) -> list[Option]:
-    """Options of one dataclass, in the order written."""
+    """Return the options of one dataclass, in the order in which they are written."""
     return [
         Option(
             name=f.name,
@@ -73,7 +76,10 @@ def section_options(section: str, cls: type) -> list[Option]:
 
 
 def convert(opt: Option, raw: Any) -> Any:
-    """The value of ``opt`` that a flag's text or a YAML value means. Raises ValueError with the rule broken."""
+    """Return the value of ``opt`` that a flag's text or a YAML value means.
+
+    Raises ValueError with the rule that is broken.
+    """
     if opt.kind in ("ints", "strs"):
         return _convert_many(opt, raw)
     if isinstance(raw, list | tuple | dict):
@@ -118,7 +124,7 @@ def _number(kind: str, raw: Any) -> int | float:
 
 
 def show(value: Any) -> str:
-    """A value as it is typed after a flag."""
+    """Return a value as it is typed after a flag."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
@@ -127,7 +133,7 @@ def show(value: Any) -> str:
 
 
 def fault(opt: Option, value: Any) -> str:
-    """The range or choice that a value of ``opt`` breaks, '' if none."""
+    """Return the range or choice that a value of ``opt`` breaks, or '' if it breaks none."""
     if value is None:
         return f"{opt.flag} is required" if opt.required else ""
     if opt.choices and value not in opt.choices:
@@ -156,9 +162,10 @@ def without_effect(
     values: Mapping[str, Any],
     skip: Collection[str] = (),
 ) -> Iterator[str]:
-    """Lines for options that were changed although another option makes them meaningless, one for each.
+    """Yield a line for each option that was changed although another option makes it meaningless.
 
-    table: (names, whether they have an effect, what would give them one). skip: names that were reported already.
+    Each row of ``table`` has the names, whether they have an effect, and what would give them one.
+    ``skip`` has the names that were reported already.
     """
     said = set(skip)
     for names, holds, cure in table:

@@ -1,4 +1,4 @@
-"""--config: a YAML file whose keys are flag names, flat or by section."""
+"""--config reads a YAML file whose keys are flag names, either flat or by section."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megazero.config.run import section_types
 
 
 def read_yaml(path: str) -> Layer:
-    """Keys with - or _, a section's name may hold a mapping of its keys; null leaves a key unset."""
+    """Read a YAML file as a layer.
+
+    Keys are written with - or _. A section's name may hold a mapping of its keys. null leaves a key unset.
+    """
     layer = Layer(path)
     content = _load(layer, path)
     if content is None:
@@ -32,7 +35,7 @@ def _load(layer: Layer, path: str) -> Any:
     import yaml  # 0.03 s, only when a file is given
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that stands twice (PyYAML takes the last silently)."""
+        """This loader refuses a key that stands twice (PyYAML takes the last silently)."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             keys = [self.construct_object(k, deep=True) for k, _ in node.value]

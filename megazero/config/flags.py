@@ -1,9 +1,9 @@
-"""Command line -> layer, and --help. No argparse, and this is why.
+"""This module turns a command line into a layer, and prints --help. It does not use argparse, and this is why.
 
 argparse, tyro (import 0.14 s) and jsonargparse (0.21 s) stop at the first fault, so a script with three misspelt
-flags takes three submissions to repair, and cannot name the nearest flag. Megatron's syntax is small: `--name value`,
-`--name=value`, `--name v1 v2 ...`, `--name` and `--no-name`. Reading it here is shorter than bending any of them,
-reports every fault at once together with those of the values, and costs no import.
+flags takes three submissions to repair. They also cannot name the nearest flag. Megatron's syntax is small: `--name
+value`, `--name=value`, `--name v1 v2 ...`, `--name` and `--no-name`. Reading it here is shorter than bending any of
+them. It reports every fault at once, together with those of the values, and costs no import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILES = {
 
 @dataclass
 class Flags:
-    """A read command line: the layer of its values, the files it names, whether help was asked for."""
+    """This is a command line after reading: the layer of its values, the files it names, whether it asks for help."""
 
     layer: Layer = field(default_factory=lambda: Layer("flags"))
     files: dict[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Flags:
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
-    """Read Megatron-style flags. Faults are collected in the layer's errors, never raised."""
+    """Read Megatron-style flags. Faults are collected in the layer's errors and never raised."""
     flags = Flags()
     for typed in _groups(argv):
         if _is_flag(typed[0]):
@@ -48,9 +48,10 @@ def read_flags(argv: Sequence[str]) -> Flags:
 
 
 def read_section(cls: type[Section], argv: Sequence[str]) -> tuple[Section, list[str], list[str]]:
-    """The flags of one section alone, as a command has them beside those of training.
+    """Read the flags of one section alone, which a command may have beside those of training.
 
-    Returns the section, where a value with a fault is the default; the other words, in their order; the faults.
+    Returns three things: the section, where a value with a fault is replaced by the default; the other words, in
+    their order; and the faults.
     """
     options = section_options(cls.__name__, cls)
     known, layer, rest = switches(options), Layer("flags"), list[str]()
@@ -68,7 +69,10 @@ def read_section(cls: type[Section], argv: Sequence[str]) -> tuple[Section, list
 
 
 def _groups(argv: Sequence[str]) -> Iterator[list[str]]:
-    """The words of each flag: itself, then its values. A first group without a flag: words that belong to none."""
+    """Yield the words of each flag, which are itself and then its values.
+
+    If the first group has no flag, its words belong to none.
+    """
     group: list[str] = []
     for word in argv:
         if _is_flag(word) and group:
@@ -139,7 +143,7 @@ def _refuse_values(layer: Layer, word: str, words: list[str]) -> None:
 
 
 def spelling(opt: Option) -> str:
-    """How the option is typed: '--lr NUMBER', '--swiglu | --no-swiglu'."""
+    """Return how the option is typed: '--lr NUMBER', '--swiglu | --no-swiglu'."""
     if opt.kind == "bool":
         on, off = opt.flag, f"--{opt.negative_key}"
         return off + " | " + on if opt.default is True else on + " | " + off
@@ -150,7 +154,7 @@ def spelling(opt: Option) -> str:
 
 
 def default_text(opt: Option) -> str:
-    """The default in words, '' if the help already says it."""
+    """Return the default in words, or '' if the help already says it."""
     if opt.required:
         return "required"
     by_family = {name: f.defaults[opt.name] for name, f in FAMILIES.items() if opt.name in f.defaults}
@@ -161,14 +165,14 @@ def default_text(opt: Option) -> str:
 
 
 def options_help(options: Iterable[Option]) -> Iterator[str]:
-    """The part of a --help that lists these options."""
+    """Yield the lines of a --help that list these options."""
     for opt in options:
         default = default_text(opt)
         yield f"  {spelling(opt)}\n        {opt.help}{f' [{default}]' if default else ''}"
 
 
 def help_text(program: str) -> str:
-    """All flags by section."""
+    """Return the help of all flags, by section."""
     lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)"]
     lines += ["  --local-rank N, which some launchers add, is read with their variables", "", "files"]
     lines += [f"  --{key} FILE\n        {text}" for key, text in FILES.items()]

@@ -1,4 +1,4 @@
-"""Layers of values: what one source (flags, a YAML file, a DeepSpeed file) says, and how layers are merged."""
+"""A layer holds the values that one source gives (flags, a YAML file, a DeepSpeed file). Layers are merged here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ REPLACES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Switch:
-    """A name that may follow '--' or stand in YAML. ``sets``: the value it means, None if a value follows."""
+    """This is a name that may follow '--' or stand in YAML.
+
+    ``sets`` is the value that it means, or None if a value follows.
+    """
 
     option: Option
     sets: Any = None
@@ -60,12 +63,12 @@ class Switch:
 
 @lru_cache(maxsize=1)
 def all_switches() -> Mapping[str, Switch]:
-    """Key (flag without '--') -> switch, of every option of training."""
+    """Return the switch of each key (a flag without '--'), for every option of training."""
     return switches(all_options().values())
 
 
 def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
-    """Key -> switch, of these options."""
+    """Return the switch of each key, for these options."""
     table: dict[str, Switch] = {}
     for opt in options:
         if opt.kind == "bool":
@@ -79,9 +82,9 @@ def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
 
 @dataclass
 class Layer:
-    """What one source says: values by field name, Megatron facts by key, errors, notes.
+    """This is what one source says: values by field name, Megatron facts by key, errors and notes.
 
-    final: values that stronger sources do not override, by field name, with the reason.
+    ``final`` has the values that stronger sources do not override, by field name, each with the reason.
     """
 
     source: str
@@ -93,7 +96,7 @@ class Layer:
     final: dict[str, str] = field(default_factory=dict)
 
     def put(self, opt: Option, raw: Any, name: str) -> None:
-        """Convert and keep a value; a second, different one for the same field wins and is noted."""
+        """Convert and keep a value. A second, different one for the same field wins and is noted."""
         try:
             value = _unaliased(self, opt, convert(opt, raw))
         except ValueError as error:
@@ -110,7 +113,7 @@ class Layer:
         self.values[opt.name] = value
 
     def unknown(self, key: str, prefix: str, extra: Sequence[str] = ()) -> None:
-        """Record a name that does not exist, with the nearest that does."""
+        """Record a name that does not exist, together with the nearest one that does."""
         if key in REFUSED:
             self.errors.append(f"{prefix}{key} {REFUSED[key]}")
         else:
@@ -119,7 +122,7 @@ class Layer:
 
 
 def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
-    """An optimizer's own name for one of its aliases, which is noted; every other value as it is."""
+    """Return an optimizer's own name for one of its aliases, and note it. Every other value is returned as it is."""
     for name, optimizer in OPTIMIZERS.items() if opt.name == "optimizer" else ():
         if value in optimizer.aliases:
             layer.notes.append(f"--optimizer {value} is {name}: {optimizer.aliases[value]}")
@@ -128,7 +131,7 @@ def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """One layer out of several, weakest first. What a stronger one overrides is noted."""
+    """Make one layer out of several, which come weakest first. A note says what a stronger layer overrides."""
     out = Layer("merged")
     origin: dict[str, str] = {}
     for layer in layers:

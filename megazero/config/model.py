@@ -1,4 +1,7 @@
-"""The model section: what the decoder is made of. Names are Megatron's; what families set is in megazero.families."""
+"""The model section says what the decoder is made of.
+
+Names are Megatron's. What families set is in megazero.families.
+"""
 
 from __future__ import annotations
 
@@ -79,27 +82,29 @@ class ModelConfig:
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the query, key and value linears have biases."""
+        """Tell whether the query, key and value linears have biases."""
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
     def query_projection_size(self) -> int:
-        """Output width of the query linear, and input width of the attention's output linear."""
+        """Return the output width of the query linear, which is the input width of the attention's output linear."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def kv_projection_size(self) -> int:
-        """Output width of the key linear and of the value linear."""
+        """Return the output width of the key linear, which is also that of the value linear."""
         return self.num_query_groups * self.kv_channels
 
     @property
     def rotary_channels(self) -> int:
-        """The first channels of a head, which rotary positions turn."""
+        """Return how many of the first channels of a head are turned by rotary positions."""
         return int(self.kv_channels * self.rotary_percent)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """pad_vocab_size_to, else the smallest multiple of make_vocab_size_divisible_by and ``tp`` that holds the
-        vocabulary."""
+        """Return pad_vocab_size_to if it is given.
+
+        Otherwise return the smallest multiple of make_vocab_size_divisible_by and ``tp`` that holds the vocabulary.
+        """
         if self.pad_vocab_size_to is not None:
             return self.pad_vocab_size_to
         unit = math.lcm(self.make_vocab_size_divisible_by, tp)
@@ -107,23 +112,23 @@ class ModelConfig:
 
     @property
     def layer_matrix_numel(self) -> int:
-        """Elements of a layer's matrices, which are the multiply-adds of one token:
+        """Return the number of elements of a layer's matrices, which are the multiply-adds of one token.
 
-        h ffn m + h (q + 2 kv) + q h, with m = 3 matrices for SwiGLU and else 2, q and kv the widths of the query
-        and key linears.
+        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 for SwiGLU and otherwise 2. q and kv
+        are the widths of the query and key linears.
         """
         h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
         return h * self.ffn_hidden_size * (3 if self.swiglu else 2) + h * (q + 2 * kv) + q * h
 
     @property
     def tensor_names(self) -> TensorNames:
-        """A checkpoint's: the family's own where they can express the choices, else Llama's."""
+        """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's."""
         own = FAMILIES[self.model_family].names
         return own if own.can_express(self) else GENERAL_NAMES
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name with what the family and other sizes decide filled in; None is not said."""
+    """Return the options by name, with what the family and other sizes decide filled in. None means "not said"."""
     family = FAMILIES.get(values.get("model_family", ModelConfig.model_family))
     said = {name: value for name, value in values.items() if value is not None}
     done = {**(family.defaults if family else {}), **said}
@@ -139,18 +144,19 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_model(**options: Any) -> ModelConfig:
-    """A model section by itself, for a decoder outside of a run: options by name, completed as a run's are.
+    """Make a model section by itself, for a decoder outside of a run.
 
-    The decoder checks what is said here. TypeError for an option that does not exist.
+    Options are given by name and completed as a run's are. The decoder checks what is said here. Raises TypeError
+    for an option that does not exist.
     """
     return ModelConfig(**complete(options))
 
 
 def from_hf_config(config: Mapping[str, Any], **options: Any) -> ModelConfig:
-    """The model section that a Hugging Face config.json describes.
+    """Return the model section that a Hugging Face config.json describes.
 
-    options: by name, instead of what is read. Dropout is 0 unless it is given here.
-    Raises ValueError naming a model type or a setting that the decoder does not have.
+    ``options`` are given by name and replace what is read. Dropout is 0 unless it is given here.
+    Raises ValueError, which names a model type or a setting that the decoder does not have.
     """
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = config.get("model_type")

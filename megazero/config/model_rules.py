@@ -1,4 +1,4 @@
-"""Rules between the options of a model, and over tensor-parallel ranks. The decoder calls them, too."""
+"""These are rules between the options of a model, and over tensor-parallel ranks. The decoder calls them, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original
 
 
 def heads(model: ModelConfig) -> Iterator[str]:
-    """Heads that do not share the key/value heads evenly, or do not divide the residual stream."""
+    """Report heads that do not share the key/value heads evenly, or that do not divide the residual stream."""
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if count % groups:
         yield (
@@ -32,7 +32,7 @@ def heads(model: ModelConfig) -> Iterator[str]:
 
 
 def rotary(model: ModelConfig) -> Iterator[str]:
-    """Heads that have no pairs to rotate, and frequencies out of order."""
+    """Report heads that have no pairs to rotate, and frequencies that are out of order."""
     if model.position_embedding_type == "rope" and model.kv_channels % 2:
         yield (
             f"--kv-channels {model.kv_channels} must be even for rotary positions; nearest: "
@@ -55,14 +55,16 @@ def rotary(model: ModelConfig) -> Iterator[str]:
 
 
 def mlp(model: ModelConfig) -> Iterator[str]:
-    """Two activations for one MLP."""
+    """Report two activations for one MLP."""
     if model.squared_relu and model.swiglu:
         yield "--squared-relu and --swiglu exclude each other; leave one out"
 
 
 def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
-    """A padded size that the vocabulary does not fit in, that ``tp`` ranks cannot share evenly, or that is not the
-    multiple that is asked for as well (the default is not asked for)."""
+    """Report a padded size that the vocabulary does not fit in, or that ``tp`` ranks cannot share evenly.
+
+    Also report a padded size that is not the multiple that is asked for as well (the default is not asked for).
+    """
     padded, size, divisor = model.pad_vocab_size_to, model.vocab_size, model.make_vocab_size_divisible_by
     if padded is None:
         return
@@ -82,15 +84,17 @@ def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def sequence(model: ModelConfig) -> Iterator[str]:
-    """Samples that are longer than the positions go."""
+    """Report samples that are longer than the positions go."""
     length, longest = model.seq_length, model.max_position_embeddings
     if length > longest:
         yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
 
 
 def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> Iterator[str]:
-    """Sizes that ``tp`` ranks cannot share evenly. Of key/value heads there may be fewer than ranks, which then share
-    them evenly."""
+    """Report sizes that ``tp`` ranks cannot share evenly.
+
+    There may be fewer key/value heads than ranks; the ranks then share them evenly.
+    """
     groups = model.num_query_groups
     sizes = {
         "--num-attention-heads": model.num_attention_heads,
@@ -117,7 +121,7 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
 
 
 def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]]:
-    """Options, whether they have an effect in this model, and what would give them one."""
+    """Yield options, whether they have an effect in this model, and what would give them one."""
     rope = model.position_embedding_type == "rope"
     yield (*_ROTARY, "rotary_scaling_factor", *_LLAMA3), rope, "--position-embedding-type rope"
     yield ("rotary_scaling_factor",), model.rotary_scaling != "none", "--rotary-scaling linear or llama3"
@@ -125,9 +129,9 @@ def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]
 
 
 def check_model(model: ModelConfig, tp: int = 1) -> None:
-    """What a decoder over ``tp`` ranks asks of its sizes and choices: ConfigError with every fault.
+    """Check what a decoder over ``tp`` ranks asks of its sizes and choices. Raises ConfigError with every fault.
 
-    seq_length may be None: a decoder is called with any length.
+    seq_length may be None, because a decoder is called with any length.
     """
     options = {
         o.name: replace(o, required=o.name not in _OPTIONAL) for o in section_options("model", ModelConfig)

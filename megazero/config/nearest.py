@@ -1,4 +1,4 @@
-"""The nearest legal choice, for error lines."""
+"""This module finds the nearest legal choice, for error lines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import gcd
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """'; nearest: X' for the known word most like ``word``, or '' if none is near."""
+    """Return '; nearest: X' for the known word that is most like ``word``, or '' if none is near."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; nearest: {prefix}{close[0]}" if close else ""
 
 
 def around(legal: Iterable[int], wanted: int) -> str:
-    """The largest legal number below ``wanted`` and the smallest above: '4 or 6', or the one there is."""
+    """Return the largest legal number below ``wanted`` and the smallest above: '4 or 6', or the one that exists."""
     numbers = sorted(legal)
     below = [k for k in numbers if k < wanted][-1:]
     above = [k for k in numbers if k > wanted][:1]
@@ -22,18 +22,18 @@ def around(legal: Iterable[int], wanted: int) -> str:
 
 
 def common_divisors(*numbers: int) -> list[int]:
-    """All numbers that divide each of ``numbers``."""
+    """Return all numbers that divide each of ``numbers``."""
     common = gcd(*numbers)
     return [k for k in range(1, common + 1) if common % k == 0]
 
 
 def nearest_power_of_two(n: int, low: int, high: int) -> int:
-    """The power of two nearest to n from ``low`` to ``high``, both powers of two themselves."""
+    """Return the power of two nearest to n from ``low`` to ``high``, which are powers of two themselves."""
     legal = [low << e for e in range((high // low).bit_length())]
     return min(legal, key=lambda power: abs(power - n))
 
 
 def multiples_around(n: int, base: int) -> str:
-    """Multiples of ``base`` just below and above n, at least ``base``: '24 or 30'."""
+    """Return the multiples of ``base`` just below and above n, which are at least ``base``, as '24 or 30'."""
     low = n // base * base
     return f"{low} or {low + base}" if low else str(base)

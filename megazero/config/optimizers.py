@@ -1,6 +1,7 @@
-"""Optimizers: their options, and a table of what each reads of them. An optimizer is an entry of OPTIMIZERS.
+"""This module lists the optimizers, their options, and which of the options each optimizer reads.
 
-The engine gives an optimizer slices of the weights, so it must be elementwise: zero/elementwise.py runs it to see.
+An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it must be elementwise:
+zero/elementwise.py runs it to see.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from megazero.config.fields import option
 
 @dataclass(frozen=True)
 class Optimizer:
-    """factory: 'module:class', imported when it is built.
+    """This is one optimizer. ``factory`` is 'module:class', which is imported when the optimizer is built.
 
-    arguments: of the factory, by name; each is an option, or a tuple of them. fixed: arguments that are not a choice.
-    aliases: further names on the command line, with what the notes say about them.
-    small_rate: a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero verify).
+    ``arguments`` are those of the factory, by name; each is an option, or a tuple of options.
+    ``fixed`` are arguments that are not a choice.
+    ``aliases`` are further names on the command line, each with what the notes say about it.
+    ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
+    verify).
     """
 
     factory: str
@@ -30,7 +33,7 @@ class Optimizer:
 
     @property
     def options(self) -> list[str]:
-        """Names of the options that it reads."""
+        """Return the names of the options that it reads."""
         nested = ((names,) if isinstance(names, str) else names for names in self.arguments.values())
         return [name for names in nested for name in names]
 
@@ -88,7 +91,7 @@ class OptimizerConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the optimizer's factory is called with besides the parameters."""
+        """Return the arguments that the optimizer's factory is called with besides the parameters."""
         chosen = OPTIMIZERS[self.optimizer]
         values = {
             argument: getattr(self, names)
@@ -100,7 +103,10 @@ class OptimizerConfig:
 
 
 def optimizer_conditions(chosen: str) -> Iterator[tuple[Collection[str], bool, str]]:
-    """Options that not every optimizer reads: the option, whether ``chosen`` does, and which optimizers do."""
+    """Yield the options that not every optimizer reads.
+
+    Each comes with whether ``chosen`` reads it, and with which optimizers do.
+    """
     for name in dict.fromkeys(name for each in OPTIMIZERS.values() for name in each.options):
         readers = [other for other, each in OPTIMIZERS.items() if name in each.options]
         if len(readers) < len(OPTIMIZERS):

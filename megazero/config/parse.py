@@ -1,4 +1,7 @@
-"""argv -> RunConfig: flags over YAML over DeepSpeed JSON over defaults, every fault reported at once."""
+"""This module makes a RunConfig from argv. Every fault is reported at once.
+
+Flags override the YAML file, which overrides the DeepSpeed JSON file, which overrides the defaults.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from megazero.config.validate import find_errors
 
 
 def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
-    """The resolved, validated configuration of a command line (without the program's name).
+    """Return the resolved, validated configuration of a command line (without the program's name).
 
     Without a world, whatever needs its size stays unchecked, and a global batch that is not given stays None.
     Raises ConfigError with every fault. --help prints and leaves through SystemExit(0), as argparse does.
@@ -35,7 +38,7 @@ def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
 
 
 def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
-    """parse for a program's main: prints the faults on stderr and exits with status 2."""
+    """Parse for a program's main: print the faults on stderr and exit with status 2."""
     try:
         return parse(argv, world)
     except ConfigError as error:
@@ -44,7 +47,10 @@ def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
 
 
 def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
-    """The resolved, validated configuration of values by field name (None: not said). Raises ConfigError."""
+    """Return the resolved, validated configuration of values by field name. None means "not said".
+
+    Raises ConfigError with every fault.
+    """
     layer = Layer("values")
     for name, value in values.items():
         if name in all_options() and value is None:

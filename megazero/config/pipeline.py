@@ -1,4 +1,4 @@
-"""The pipeline of a run: how many stages a rank holds, which layers they get, and in which order they compute."""
+"""This module describes the pipeline of a run: stages per rank, their layers, and the order in which they compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megazero.pp.timeline import ideal_bubble
 
 
 def virtual_stages(parallel: ParallelConfig, num_layers: int) -> int:
-    """Stages that each pipeline rank holds, 1 if nothing is asked for. An illegal choice is taken as 1 or rounded."""
+    """Return how many stages each pipeline rank holds, 1 if nothing is asked for.
+
+    An illegal choice is taken as 1 or rounded.
+    """
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if pp < 2:
         return 1
@@ -24,7 +27,7 @@ def schedule_name(parallel: ParallelConfig, virtual: int) -> str:
 
 
 def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, ...]:
-    """For pp.partition: a method's name, or layers per stage. Other text is taken as a method's name."""
+    """Return, for pp.partition, a method's name or the layers per stage. Other text is taken as a method's name."""
     layers, said = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_partition
     if said is None:
         return (layers,) * stages if layers else "balanced"
@@ -35,12 +38,15 @@ def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, 
 
 
 def stage_costs(model: ModelConfig, recompute: str) -> Costs:
-    """Multiply-adds of one token, a third of its forward and backward without recompute.
+    """Return the multiply-adds of one token, which are a third of its forward and backward without recompute.
 
-    layer: its matrices, and q * sequence for attention, the causal half, with q the width of the query linear.
-    head: h V. The accounting is that of models/flops.py. A recompute is one more forward, so 4/3 of the cost: of
-    layers ('full'), of attention ('selective').
-    embedding: h; a lookup moves h numbers per token and multiplies none, less than what a layer's norms move.
+    - A layer costs its matrices, and q * sequence for attention (the causal half), where q is the width of the
+      query linear.
+    - The head costs h V. The accounting is that of models/flops.py.
+    - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full') or of attention
+      ('selective').
+    - The embedding costs h. A lookup moves h numbers per token and multiplies none, which is less than what a
+      layer's norms move.
     """
     assert model.vocab_size, "the vocabulary is not known yet"
     h, attention = model.hidden_size, model.query_projection_size * model.seq_length
@@ -52,7 +58,10 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
 
 
 def pipeline_summary(name: str, pp: int, virtual: int, micro_batches: int) -> str:
-    """Schedule, ideal bubble and peak activations in one line. Halves of a backward count as much as a forward."""
+    """Describe schedule, ideal bubble and peak activations in one line.
+
+    Each half of a backward counts as much as a forward.
+    """
     bubble = ideal_bubble(name, pp, virtual, micro_batches)
     peaks = ",".join(map(str, peak_activations(name, pp, virtual, micro_batches)))
     stages = "1 stage" if virtual == 1 else f"{virtual} stages"

@@ -1,4 +1,4 @@
-"""Rules between the options of pipelines, whatever the size of the world."""
+"""These are rules between the options of pipelines. They hold whatever the size of the world."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_PIPELINES = (
 
 
 def virtual(config: RunConfig) -> Iterator[str]:
-    """Two ways to say one number, and layers per virtual stage that do not divide."""
+    """Report two ways to say one number, and layers per virtual stage that do not divide."""
     parallel, num_layers = config.parallel, config.model.num_layers
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if pp == 1 or not layers or layers < 1:
@@ -46,7 +46,7 @@ def virtual(config: RunConfig) -> Iterator[str]:
 
 
 def schedule(config: RunConfig) -> Iterator[str]:
-    """A schedule that does not take this many stages per rank."""
+    """Report a schedule that does not take this many stages per rank."""
     parallel, num_layers = config.parallel, config.model.num_layers
     assert num_layers
     pp, stages = parallel.pipeline_model_parallel_size, virtual_stages(parallel, num_layers)
@@ -58,7 +58,7 @@ def schedule(config: RunConfig) -> Iterator[str]:
 
 
 def layers_per_stage(config: RunConfig) -> Iterator[str]:
-    """A partition that does not fit the layers and stages."""
+    """Report a partition that does not fit the layers and stages."""
     parallel, num_layers = config.parallel, config.model.num_layers
     assert num_layers
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
@@ -84,7 +84,7 @@ def layers_per_stage(config: RunConfig) -> Iterator[str]:
 
 
 def _clash(parallel: ParallelConfig, stages: int) -> str:
-    """Two options that both say the layers of a stage, '' if there are none. stages: per rank."""
+    """Return two options that both say the layers of a stage, or '' if there are none. ``stages`` counts per rank."""
     layers = parallel.num_layers_per_virtual_pipeline_stage
     outer = {
         "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,

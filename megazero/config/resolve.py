@@ -1,4 +1,7 @@
-"""From what the user said to a complete RunConfig: family defaults, derived sizes, ZeRO preset, notes."""
+"""This module completes a RunConfig from what the user said.
+
+It fills in family defaults, derived sizes, the ZeRO preset and the notes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_P
 
 
 def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
-    """The completed configuration, its notes in it, and what cannot be completed as error lines."""
+    """Return the completed configuration with its notes, and error lines for what cannot be completed."""
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
@@ -30,7 +33,7 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
 
 
 def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
-    """Notes of what was said about a loss scale that is not there, or does not move."""
+    """Return notes on what was said about a loss scale that does not exist or does not move."""
     unused: tuple[str, ...] = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if values.get("params_dtype") != "fp16":
         unused, why = ("loss_scale", *unused), "without --fp16: losses are not scaled"
@@ -51,7 +54,7 @@ def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:
 
 
 def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
-    """Set zero_preset from whichever of the ZeRO options is given; one error line for each contradiction."""
+    """Set zero_preset from whichever of the ZeRO options is given. Returns one error line for each contradiction."""
     stage, preset = values.get("zero_stage"), values.get("zero_preset")
     shard, partition = values.get("zero_shard"), values.get("zero_hpz_partition_size")
     errors = []
@@ -90,7 +93,10 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
 def _complete_batch(
     values: dict[str, Any], accumulation: int | None, world: World | None, notes: list[str]
 ) -> list[str]:
-    """Global batch from micro-batch x data-parallel size (x DeepSpeed's accumulation), or check that they agree."""
+    """Set the global batch, or check that the sizes agree if it is given. Returns error lines.
+
+    The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation).
+    """
     micro, batch = values.get("micro_batch_size"), values.get("global_batch_size")
     ranks = values.get("tensor_model_parallel_size", 1) * values.get("pipeline_model_parallel_size", 1)
     if world is None or not micro or micro < 1 or ranks < 1 or world.world_size % ranks:

@@ -1,4 +1,7 @@
-"""Rules between options, whatever the size of the world. Each yields error lines with the nearest legal choice."""
+"""These are rules between options that hold whatever the size of the world.
+
+Each rule yields error lines with the nearest legal choice.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 
 def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
-    """Global batches, on the way up too, that are not whole micro-batches on every data-parallel rank."""
+    """Report global batches, on the way up too, that are not whole micro-batches on every data-parallel rank."""
     micro, batch, ramp = (
         config.batch.micro_batch_size,
         config.batch.global_batch_size,

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and the questions that need the size of the world to answer."""
+"""This is the whole configuration of a run. It answers the questions that need the size of the world."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ from megazero.pp.schedules import micro_batch_multiple
 
 @dataclass(frozen=True)
 class World:
-    """Ranks in all, and ranks on one node as the launcher says (--ranks-per-node overrides it).
+    """This says how many ranks there are in all, and how many on one node as the launcher says.
 
-    ranks_per_node: 0 where the launcher does not say it and the ranks have not exchanged their host names yet.
+    --ranks-per-node overrides the latter. ``ranks_per_node`` is 0 where the launcher does not say it and the ranks
+    have not exchanged their host names yet.
     """
 
     world_size: int
@@ -55,7 +56,7 @@ class World:
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """Lengths of the learning-rate schedule. unit: 'iterations' or 'samples'; all lengths are in it."""
+    """This has the lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'."""
 
     unit: str
     total: int
@@ -66,7 +67,7 @@ class ScheduleLengths:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Frozen sections. ``notes`` says in words what was accepted, implied or overridden on the way."""
+    """This has frozen sections. ``notes`` says in words what was accepted, implied or overridden on the way."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -82,14 +83,14 @@ class RunConfig:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def get(self, name: str) -> Any:
-        """The value of an option by its field name (unique over all sections)."""
+        """Return the value of an option by its field name, which is unique over all sections."""
         return getattr(getattr(self, all_options()[name].section), name)
 
     def values(self) -> dict[str, Any]:
         return {name: self.get(name) for name in all_options()}
 
     def knows_nodes(self, world: World | None) -> bool:
-        """The size of a node is known: what depends on it can be asked."""
+        """Tell whether the size of a node is known, so that what depends on it can be asked."""
         return world is not None and bool(self.parallel.ranks_per_node or world.ranks_per_node)
 
     def ranks_per_node(self, world: World) -> int:
@@ -98,13 +99,16 @@ class RunConfig:
         return ranks
 
     def data_parallel_size(self, world: World) -> int:
-        """d: ranks of one data-parallel group."""
+        """Return d, the number of ranks in one data-parallel group."""
         return world.world_size // (
             self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
         )
 
     def data_ranks_per_node(self, world: World) -> int:
-        """h: ranks of one data-parallel group that share a node. ValueError if groups straddle nodes unevenly."""
+        """Return h, the number of ranks of one data-parallel group that share a node.
+
+        Raises ValueError if groups straddle nodes unevenly.
+        """
         return data_ranks_per_node(
             world.world_size,
             self.ranks_per_node(world),
@@ -115,24 +119,24 @@ class RunConfig:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages that each pipeline rank holds."""
+        """Return how many stages each pipeline rank holds."""
         return virtual_stages(self.parallel, self.model.num_layers or 1)
 
     @property
     def pipeline_schedule(self) -> str:
-        """One of pp.schedules.SCHEDULES; 1f1b where there is no pipeline."""
+        """Return one of pp.schedules.SCHEDULES. It is 1f1b where there is no pipeline."""
         return schedule_name(self.parallel, self.virtual_stages)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the schedule needs the micro-batches of every step to be a multiple of."""
+        """Return the number that the schedule needs the micro-batches of every step to be a multiple of."""
         pp = self.parallel.pipeline_model_parallel_size
         return micro_batch_multiple(self.pipeline_schedule, pp, self.virtual_stages)
 
     def stages(self) -> tuple[StageSpec, ...]:
-        """Every stage of the pipeline in the order of the model; one that holds it all without a pipeline.
+        """Return every stage of the pipeline in the order of the model. Without a pipeline, one stage holds it all.
 
-        Needs the sizes of the model, the vocabulary too. ValueError if the partition does not fit.
+        It needs the sizes of the model, the vocabulary too. Raises ValueError if the partition does not fit.
         """
         parallel, virtual = self.parallel, self.virtual_stages
         pp = parallel.pipeline_model_parallel_size
@@ -148,7 +152,10 @@ class RunConfig:
         )
 
     def shards(self, world: World) -> Shards:
-        """Sharing factors and lifetime of the ZeRO policy on this world. ValueError if there are none."""
+        """Return the sharing factors and lifetime of the ZeRO policy on this world.
+
+        Raises ValueError if there are none.
+        """
         return resolve_shards(
             self.zero.zero_shard or self.zero.zero_preset or DEFAULT_PRESET,
             self.data_parallel_size(world),
@@ -159,19 +166,22 @@ class RunConfig:
         )
 
     def wire(self, world: World) -> Wire:
-        """What the hops of this world send. ValueError if there are no legal shards, or formats without effect."""
+        """Return what the hops of this world send.
+
+        Raises ValueError if there are no legal shards, or if formats have no effect.
+        """
         d, h = self.data_parallel_size(world), self.data_ranks_per_node(world)
         return resolve_wire(self.zero, self.shards(world), d, h)
 
     def num_micro_batches(self, world: World) -> int:
-        """Micro-batches of one rank and step at the full global batch (after any ramp-up)."""
+        """Return how many micro-batches one rank has in a step at the full global batch (after any ramp-up)."""
         batch = self.batch
         assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
         return batch.global_batch_size // (batch.micro_batch_size * self.data_parallel_size(world))
 
     @property
     def lr_lengths(self) -> ScheduleLengths:
-        """Schedule lengths with their defaults filled in."""
+        """Return the schedule lengths with their defaults filled in."""
         opt, by_samples = self.optimizer, self.training.train_samples is not None
         total = (self.training.train_samples if by_samples else self.training.train_iters) or 0
         decay = (opt.lr_decay_samples if by_samples else opt.lr_decay_iters) or total
@@ -184,12 +194,15 @@ class RunConfig:
 
     @property
     def quantized_gradients_end(self) -> int | None:
-        """Iterations (samples, where the run's length is in them) after which gradients are exact; None: never."""
+        """Return the number of iterations after which gradients are exact, or None if they never are.
+
+        It is a number of samples where the run's length is in samples.
+        """
         fraction = self.zero.zero_quantized_gradients_until
         return None if fraction is None else round(fraction * self.lr_lengths.total)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Sections of plain JSON values; also a legal --config file."""
+        """Return the sections as plain JSON values, which are also a legal --config file."""
         return {
             section: {
                 name: list(value) if isinstance(value, tuple) else value
@@ -200,7 +213,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """Inverse of to_dict. Raises ConfigError naming every section or key that does not exist."""
+        """Undo to_dict. Raises ConfigError, which names every section or key that does not exist."""
         errors: list[str] = []
         sections: dict[str, Any] = {}
         for section, values in stored.items():
@@ -223,7 +236,10 @@ class RunConfig:
         return cls(**sections)
 
     def describe(self, world: World | None = None) -> list[str]:
-        """Every value in a paragraph per section; '*' marks what is not the default. ``world`` adds the layout."""
+        """Describe every value in a paragraph per section. '*' marks what is not the default.
+
+        ``world`` adds the layout.
+        """
         lines = []
         family = FAMILIES[self.model.model_family].defaults
         for section in section_types():
@@ -260,7 +276,7 @@ class RunConfig:
         ]
 
     def _pipeline(self, pp: int, micro_batches: int) -> list[str]:
-        """Schedule and stages; the stages only where the vocabulary is known, which the head's cost needs."""
+        """Describe schedule and stages. The stages need a known vocabulary, because the head's cost depends on it."""
         lines = [pipeline_summary(self.pipeline_schedule, pp, self.virtual_stages, micro_batches)]
         if self.model.vocab_size:
             costs = stage_costs(self.model, self.training.recompute_granularity)
@@ -270,7 +286,7 @@ class RunConfig:
 
 @lru_cache(maxsize=1)
 def section_types() -> Mapping[str, type]:
-    """Section name -> dataclass, in order."""
+    """Return the dataclass of each section name, in order."""
     return MappingProxyType(
         {
             f.name: type(getattr(RunConfig(), f.name))
@@ -282,7 +298,7 @@ def section_types() -> Mapping[str, type]:
 
 @lru_cache(maxsize=1)
 def all_options() -> Mapping[str, Option]:
-    """Field name -> option, over all sections."""
+    """Return the option of each field name, over all sections."""
     options = [opt for section, cls in section_types().items() for opt in section_options(section, cls)]
     assert len({opt.name for opt in options}) == len(options), "option names are unique over sections"
     return MappingProxyType({opt.name: opt for opt in options})

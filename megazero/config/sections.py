@@ -1,4 +1,4 @@
-"""All sections except the model. A field here is a flag, a YAML key and a line of docs/flags.md."""
+"""This module has all sections except the model. A field here is a flag, a YAML key and a line of docs/flags.md."""
 
 from __future__ import annotations
 

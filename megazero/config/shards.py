@@ -1,11 +1,13 @@
-"""Presets and shard factors: how many data-parallel ranks share one copy of each part of the model state.
+"""Presets and shard factors say how many data-parallel ranks share one copy of each part of the model state.
 
-P, G, OS: sharing factors of parameters, accumulated gradients, and optimizer states with master weights.
-d: data-parallel ranks; h: those of them that share a node. Each of P, G, OS divides the next, OS divides d,
-and each divides h or is a multiple of it, so that every transition is one collective on one mesh axis.
-Presets: ZeRO stages (Rajbhandari et al. 2020, section 5), MiCS (Zhang et al. 2022, section 3), hpZ (ZeRO++,
-Wang et al. 2023, section 3.2), HSDP (the name of MiCS in FSDP). zeropp is hpZ whose gradients, too, stay inside
-the node until the step's last micro-batch; what it sends quantised across nodes is in wire.py.
+P, G and OS are the sharing factors of parameters, accumulated gradients, and optimizer states with master weights.
+d is the number of data-parallel ranks, and h is how many of them share a node. Each of P, G, OS divides the next,
+OS divides d, and each divides h or is a multiple of it, so that every transition is one collective on one mesh
+axis.
+
+The presets are the ZeRO stages (Rajbhandari et al. 2020, section 5), MiCS (Zhang et al. 2022, section 3), hpZ
+(ZeRO++, Wang et al. 2023, section 3.2) and HSDP (the name of MiCS in FSDP). zeropp is hpZ whose gradients, too,
+stay inside the node until the step's last micro-batch; wire.py says what it sends quantised across nodes.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ PARTITIONED = ("hpz", "zeropp")  # P may be chosen
 
 @dataclass(frozen=True)
 class Shards:
-    """Resolved factors, and how long the P copy lives: 'use', 'step' (to the last backward) or 'resident'.
+    """This has the resolved factors, and how long the P copy lives.
 
-    keep_gathered: full parameters live from their first use in a step to its end.
+    The copy lives for a 'use', for a 'step' (to the last backward), or it is 'resident'. With ``keep_gathered``,
+    full parameters live from their first use in a step to its end.
     """
 
     p: int
@@ -48,13 +51,15 @@ def resolve_shards(
     partition: int | None = None,
     delta: bool = False,
 ) -> Shards:
-    """Factors and lifetime of a preset's name or of an explicit (P, G, OS).
+    """Return the factors and lifetime of a preset's name or of an explicit (P, G, OS).
 
-    partition: P of hpz and zeropp where it is not h. delta: differences of weights are sent where they cross nodes.
-    lifetime: where P = OS always 'use', whatever is asked, since the P copy is the optimizer's own slice; else None
-    takes the default (resident for P = 1, where the full parameters exist anyway, and where differences are sent,
-    which need the last copy; else step). 'gathered' is that default with full parameters kept through the step.
-    Raises ValueError naming the nearest legal choice.
+    ``partition`` is the P of hpz and zeropp where it is not h. With ``delta``, differences of weights are sent
+    where they cross nodes.
+
+    Where P = OS the lifetime is always 'use', whatever is asked, since the P copy is the optimizer's own slice.
+    Elsewhere None takes the default. The default is 'resident' for P = 1, where the full parameters exist anyway,
+    and where differences are sent, which need the last copy; otherwise it is 'step'. 'gathered' is that default
+    with full parameters kept through the step. Raises ValueError, which names the nearest legal choice.
     """
     p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
     if problem := shard_problem((p, g, os), d, h):
@@ -71,12 +76,12 @@ def resolve_shards(
 
 
 def weights_cross(os: int, h: int) -> bool:
-    """True if some refresh or gather of the weights goes across nodes."""
+    """Tell whether some refresh or gather of the weights goes across nodes."""
     return os > h
 
 
 def gradients_cross(d: int, h: int) -> bool:
-    """True if some reduction of the gradients goes across nodes."""
+    """Tell whether some reduction of the gradients goes across nodes."""
     return d > h
 
 

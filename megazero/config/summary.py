@@ -1,4 +1,4 @@
-"""One line that says what is active on which hop, and why."""
+"""This module writes the one line that says what is active on which hop, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
 
 
 def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -> str:
-    """The ZeRO policy on d data-parallel ranks, h of them to a node, hop by hop."""
+    """Describe the ZeRO policy hop by hop, on d data-parallel ranks of which h share a node."""
     axes = make_grid(d, h, shards=shards.factors).data_axes
     name = f"preset {zero.zero_preset}" if zero.zero_preset else "--zero-shard"
     nodes = "1 node" if d == h else f"{d // h} nodes"
@@ -73,7 +73,7 @@ def _details(coding: Coding, rounding: str = "nearest") -> str:
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:
-    """In brackets: who asked for quantised messages, and why they are not sent if they are not."""
+    """Say in brackets who asked for quantised messages, and why they are not sent if they are not."""
     on = quantizes_weights(zero) if what == "weights" else quantizes_gradients(zero)
     if not on:
         return f" (--no-zero-quantized-{what})" if zero.zero_preset == "zeropp" else ""
@@ -91,7 +91,7 @@ def _name(coding: Coding | None) -> str:
 
 
 def _links(axes: Collection[AxisSpec], roles: Collection[str]) -> list[str]:
-    """Link classes of the sub-axes with these roles, inside nodes first."""
+    """Return the link classes of the sub-axes with these roles. Those inside nodes come first."""
     return [link for link in WHERE if any(a.link == link and a.role in roles for a in axes)]
 
 

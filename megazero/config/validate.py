@@ -1,4 +1,4 @@
-"""One pass over a configuration that reports every error at once: the value, the rule, the nearest legal choice."""
+"""One pass over a configuration reports every error at once: the value, the rule, the nearest legal choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.config.wire import quantizes_gradients, quantizes_weights
 
 
 def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = ()) -> list[str]:
-    """All error lines. Options in ``skip`` have been reported already and count as unknown."""
+    """Return all error lines. Options in ``skip`` have been reported already and count as unknown."""
     broken, errors = set(skip), []
     for opt in all_options().values():
         if opt.name not in broken and (error := fault(opt, config.get(opt.name))):
@@ -34,7 +34,7 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
 
 
 def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]:
-    """Options that were changed although another option makes them meaningless: never ignored silently."""
+    """Report options that were changed although another option makes them meaningless. None is ignored silently."""
     opt, save, load = config.optimizer, config.checkpoint.save, config.checkpoint.load
     wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
     weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
@@ -94,7 +94,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
 
 
 def _shard_chain(config: RunConfig) -> Iterator[str]:
-    """Without a world: with d = OS and h = 1 only P | G | OS and the lifetime are left to check."""
+    """Check the shards without a world: with d = OS and h = 1, only P | G | OS and the lifetime are left to check."""
     shard = config.zero.zero_shard
     assert shard
     try:
@@ -104,8 +104,10 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
-    """Rules over the size of the world: profiled ranks, nodes, shards, batch. Where nodes are not known yet, those of
-    any nodes."""
+    """Check the rules over the size of the world: profiled ranks, nodes, shards, batch.
+
+    Where nodes are not known yet, only the rules that hold for any nodes are checked.
+    """
     for rank in () if "profile_ranks" in broken else config.profiling.profile_ranks:
         if rank >= world.world_size:
             yield (

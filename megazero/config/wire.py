@@ -1,7 +1,8 @@
-"""What the hops send: the quantised formats of a run on its world (ZeRO++, Wang et al. 2023, sections 3.1 and 3.3).
+"""This module says what the hops send: the quantised formats of a run on its world.
 
-Weights are encoded once per step, by their owner, and travel as encoded: one format for every hop, in use where
-some hop crosses nodes. Gradients have a format for the hops inside a node and one for those across nodes.
+They follow ZeRO++ (Wang et al. 2023, sections 3.1 and 3.3). Weights are encoded once per step, by their owner, and
+travel as they were encoded. So they have one format for every hop, which is in use where some hop crosses nodes.
+Gradients have a format for the hops inside a node and one for those across nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is qua
 
 @dataclass(frozen=True)
 class Coding:
-    """A quantised format. block: elements that share a scale. clip: scales tried per block, 0: absmax decides."""
+    """This is a quantised format, in which ``block`` elements share a scale.
+
+    ``clip`` is the number of scales that are tried per block; with 0, absmax decides.
+    """
 
     bits: int
     block: int
@@ -30,10 +34,11 @@ class Coding:
 
 @dataclass(frozen=True)
 class Wire:
-    """Formats by hop; None is exact.
+    """This has the formats by hop. None means that the hop is exact.
 
-    delta: ``weights`` codes the change since the last refresh. feedback: what rounding across nodes lost is added to
-    the next step's gradient. exact_numel: parameters with at most so many elements are never quantised.
+    With ``delta``, ``weights`` codes the change since the last refresh. With ``feedback``, what rounding across
+    nodes lost is added to the next step's gradient. Parameters with at most ``exact_numel`` elements are never
+    quantised.
     """
 
     weights: Coding | None
@@ -49,18 +54,21 @@ class Wire:
 
     @property
     def block(self) -> int:
-        """Elements that the layout aligns parameters and slices to: whole blocks of every format."""
+        """Return how many elements the layout aligns parameters and slices to: whole blocks of every format."""
         return max([LEAST_BLOCK, *(coding.block for coding in self.codings)])
 
 
 def quantizes_weights(zero: ZeroConfig) -> bool:
-    """True if quantised weights are asked for, whether or not some hop is there to send them."""
+    """Tell whether quantised weights are asked for, whether or not some hop exists to send them."""
     asked = zero.zero_quantized_weights
     return zero.zero_preset == "zeropp" or bool(zero.zero_quantized_weights_delta) if asked is None else asked
 
 
 def quantizes_changes(zero: ZeroConfig) -> bool:
-    """True if the refresh is to send differences (delta refresh). zeropp's default by measurement: docs/loss.md."""
+    """Tell whether the refresh is to send differences (delta refresh).
+
+    It is zeropp's default by measurement, see docs/loss.md.
+    """
     asked, lifetime = zero.zero_quantized_weights_delta, zero.zero_params_lifetime
     if asked is not None:
         return asked
@@ -77,12 +85,12 @@ def quantizes_gradients(zero: ZeroConfig) -> bool:
 
 
 def rounding(zero: ZeroConfig) -> str:
-    """Of gradients: 'nearest', 'stochastic' or 'feedback'."""
+    """Return how gradients are rounded: 'nearest', 'stochastic' or 'feedback'."""
     return zero.zero_gradient_rounding or ROUNDING
 
 
 def asked_for(zero: ZeroConfig) -> Wire:
-    """The formats asked for, as if every hop existed."""
+    """Return the formats that are asked for, as if every hop existed."""
     weights = intra = inter = None
     if quantizes_weights(zero):
         bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
@@ -98,7 +106,7 @@ def asked_for(zero: ZeroConfig) -> Wire:
 
 
 def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
-    """The formats in use on d data-parallel ranks, h to a node: those asked for whose hops exist.
+    """Return the formats in use on d data-parallel ranks, h to a node: those asked for whose hops exist.
 
     Raises ValueError for error feedback where gradients cross nodes with every micro-batch.
     """

@@ -1,4 +1,4 @@
-"""Rules between the options of quantised messages, whatever the size of the world."""
+"""These are rules between the options of quantised messages. They hold whatever the size of the world."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def block_size(config: RunConfig) -> Iterator[str]:
 
 
 def delta_refresh(config: RunConfig) -> Iterator[str]:
-    """What contradicts an explicit --zero-quantized-weights-delta; zeropp's default gives way instead."""
+    """Report what contradicts an explicit --zero-quantized-weights-delta. zeropp's default gives way instead."""
     zero = config.zero
     if not zero.zero_quantized_weights_delta:
         return

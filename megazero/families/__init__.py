@@ -1,7 +1,8 @@
-"""Model families, one record each: defaults by flag, tensor names, Hugging Face's config.json. No torch.
+"""Each model family has one record: defaults by flag, tensor names, Hugging Face's config.json.
 
-To add one: a file with its record here, and its line in the registry. What the record says is all that the
-configuration, the decoder's placements and the import from Hugging Face know of it.
+This package needs no torch. To add a family, write a file with its record here, and add its line to the registry.
+What the record says is all that the configuration, the decoder's placements and the import from Hugging Face know
+of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BLOOM (Le Scao et al. 2022): ALiBi, a LayerNorm after the embedding, GELU, biases, tied embeddings."""
+"""BLOOM (Le Scao et al. 2022) has ALiBi, a LayerNorm after the embedding, GELU, biases and tied embeddings."""
 
 from __future__ import annotations
 

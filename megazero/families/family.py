@@ -1,4 +1,4 @@
-"""What a model family is. Options have the names of the flags, with underscores."""
+"""This module defines what a model family is. Options have the names of the flags, with underscores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), ("query_projecti
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What a family calls the tensors of a checkpoint, and how it stores them.
+    """This says what a family calls the tensors of a checkpoint, and how it stores them.
 
-    model: module here -> module there. layer: the same within a layer, whose modules there begin with
-        ``layer_prefix`` and the layer's number; (module, part) for q, k, v as parts 0, 1, 2 of one tensor.
-    transposed: matrices of layers are stored [in, out].
-    fused: the rows of such a tensor. "sides": all of q, then all of k, then all of v. "heads": q, k, v of the first
-        head, of the second head, and so on.
-    needs: option -> the only value these names can express. equal: pairs of options that must be equal for it.
+    ``model`` maps a module here to the module there. ``layer`` does the same within a layer, whose modules there
+    begin with ``layer_prefix`` and the layer's number. In it, (module, part) stands for q, k, v as parts 0, 1, 2 of
+    one tensor.
+    ``transposed`` says that matrices of layers are stored [in, out].
+    ``fused`` is the order of the rows of such a tensor. With "sides", it has all of q, then all of k, then all of
+    v. With "heads", it has q, k, v of the first head, then of the second head, and so on.
+    ``needs`` maps an option to the only value that these names can express. ``equal`` has pairs of options that
+    must be equal for it.
     """
 
     model: Mapping[str, str]
@@ -33,14 +35,17 @@ class TensorNames:
     equal: tuple[tuple[str, str], ...] = ()
 
     def can_express(self, options: object) -> bool:
-        """Whether the choices in ``options``, an object with the options as attributes, have names here."""
+        """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""
         wanted = all(getattr(options, name) == value for name, value in self.needs.items())
         return wanted and all(getattr(options, one) == getattr(options, other) for one, other in self.equal)
 
 
 @dataclass(frozen=True)
 class Family:
-    """name: of ``--model-family``. defaults: option -> value where nothing else is said."""
+    """This is one model family. ``name`` is the value of ``--model-family``.
+
+    ``defaults`` maps an option to its value where nothing else is said.
+    """
 
     name: str
     defaults: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, GELU, biases, tied embeddings."""
+"""GPT-2 (Radford et al. 2019) has LayerNorm, learned positions, GELU, biases and tied embeddings."""
 
 from __future__ import annotations
 

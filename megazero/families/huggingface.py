@@ -1,4 +1,4 @@
-"""Hugging Face's config.json as options, by a family's tables."""
+"""This module reads Hugging Face's config.json as options, by a family's tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def nothing(_: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's config.json, whose fields are those of transformers' configuration class.
+    """This describes a family's config.json, whose fields are those of transformers' configuration class.
 
-    fields: option -> field. absent: option -> what an absent field means; a field without a value here is required.
-        A value of None leaves the option to its default, which other options may decide.
-    tied: what an absent tie_word_embeddings means.
-    aliases: another spelling -> field. only: field -> the values that the decoder computes.
-    further: reads what no table says: config.json -> options. Raises ValueError for what the decoder does not have.
+    ``fields`` maps an option to its field. ``absent`` maps an option to what an absent field means; a field without
+    a value there is required. A value of None leaves the option to its default, which other options may decide.
+    ``tied`` is what an absent tie_word_embeddings means.
+    ``aliases`` maps another spelling to its field. ``only`` maps a field to the values that the decoder computes.
+    ``further`` reads what no table says, from config.json to options. It raises ValueError for what the decoder
+    does not have.
     """
 
     model_type: str
@@ -37,7 +38,10 @@ class HuggingFace:
     further: Callable[[Config], dict[str, Any]] = nothing
 
     def options(self, config: Config) -> dict[str, Any]:
-        """The options that a config.json of this model_type states. ValueError names what is absent or not here."""
+        """Return the options that a config.json of this model_type states.
+
+        Raises ValueError, which names what is absent or not supported here.
+        """
         given = {there: config[name] for name, there in self.aliases.items() if name in config} | dict(config)
         absent = {**ABSENT, **self.absent}
         options = {
@@ -60,7 +64,7 @@ class HuggingFace:
 
 
 def rotary_options(config: Config) -> dict[str, Any]:
-    """Base and scaling of rotary positions, in the spelling of transformers 4 or 5."""
+    """Return base and scaling of rotary positions, in the spelling of transformers 4 or 5."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     options = {"rotary_base": rope.get("rope_theta", config.get("rope_theta", 10000.0))}

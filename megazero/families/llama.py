@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and models of its shape: RMSNorm, rotary positions, SwiGLU, no biases."""
+"""Llama 1 to 3 and models of its shape have RMSNorm, rotary positions, SwiGLU and no biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with biases on the query, key and value linears alone."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024) are Llama with biases on the query, key and value linears alone."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Process-group manager. Importing this package does not import torch: ask megazero.mesh.mesh for groups."""
+"""This package manages process groups. Importing it does not import torch; megazero.mesh.mesh has the groups."""

@@ -1,4 +1,4 @@
-"""Names of torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old ones."""
+"""This module names torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old names."""
 
 import torch.distributed as dist
 

@@ -1,11 +1,11 @@
-"""Rank grid arithmetic: world ranks -> named axes. Pure; no torch, no environment.
+"""This module maps world ranks to named axes. It is pure arithmetic, without torch and without the environment.
 
-The world is a grid, outermost axis first: pp, then the data-parallel sub-axes, then tp (innermost, so
-that a tensor-parallel group never leaves its node); or data-parallel, pp, tp (Megatron's
-tp-pp-dp mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
-data-parallel ranks are cut at every shard factor and at the node boundary, so a sub-axis has one role
-(p, g, os or replica) and one link class (inside a node or across). Cuts between 1 and d, ascending, name
-the sub-axes from the innermost out.
+The world is a grid, and its axes are named from the outermost on. They are pp, then the data-parallel sub-axes,
+then tp, which is innermost so that a tensor-parallel group never leaves its node. The other order is data-parallel,
+pp, tp (Megatron's tp-pp-dp mapping), which keeps a pipeline inside a node and lets data parallelism cross. The d
+data-parallel ranks are cut at every shard factor and at the node boundary, so a sub-axis has one role (p, g, os or
+replica) and one link class (inside a node or across). Cuts between 1 and d, in ascending order, name the sub-axes
+from the innermost out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ INTER = "inter_node"
 
 @dataclass(frozen=True)
 class AxisSpec:
-    """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
+    """This is one mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
-    role: 'pp', 'tp', or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
-    link: INTRA if every group of the axis lies inside one node, else INTER.
+    ``role`` is 'pp', 'tp', or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
+    ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
     """
 
     name: str
@@ -36,16 +36,16 @@ class AxisSpec:
         return rank // self.stride % self.size
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """World ranks of the group of this axis that ``rank`` is in, by index along the axis."""
+        """Return the world ranks of the group of this axis that ``rank`` is in, by index along the axis."""
         base = rank - self.index(rank) * self.stride
         return tuple(base + i * self.stride for i in range(self.size))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
+    """This is the whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
 
-    dp_outermost: data-parallel axes lie outside of pp, not inside.
+    With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside.
     """
 
     world_size: int
@@ -69,27 +69,28 @@ class Grid:
 
     @property
     def dp_stride(self) -> int:
-        """World ranks between neighbours of a data-parallel group."""
+        """Return how many world ranks apart two neighbours of a data-parallel group are."""
         return self.tp * (self.pp if self.dp_outermost else 1)
 
     def dp_index(self, rank: int) -> int:
         return rank // self.dp_stride % self.dp
 
     def rank_of(self, pp: int, dp: int, tp: int) -> int:
-        """The world rank with these indices."""
+        """Return the world rank with these indices."""
         return pp * self.axis("pp").stride + dp * self.dp_stride + tp
 
     def link(self, a: int, b: int) -> str:
-        """Link class between two world ranks."""
+        """Return the link class between two world ranks."""
         return INTRA if a // self.ranks_per_node == b // self.ranks_per_node else INTER
 
 
 def data_ranks_per_node(
     world_size: int, ranks_per_node: int, tp: int, pp: int = 1, dp_outermost: bool = False
 ) -> int:
-    """h: how many ranks of one data-parallel group share a node (tp innermost, pp outermost or in between).
+    """Return h, which is how many ranks of one data-parallel group share a node.
 
-    Raises ValueError naming the nearest legal sizes if groups would straddle nodes unevenly.
+    tp is innermost, and pp is outermost or in between. Raises ValueError, which names the nearest legal sizes, if
+    groups would straddle nodes unevenly.
     """
     problems = []
     if world_size % (tp * pp):
@@ -128,18 +129,19 @@ def data_ranks_per_node(
 
 
 def data_cuts(d: int, h: int, shards: tuple[int, int, int]) -> list[int]:
-    """Ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks: shard factors and the node boundary h.
+    """Return the ascending cut points 1 = c0 < c1 < ... <= d of the data-parallel ranks.
 
-    Each divides the next, if the factors are legal (shard_problem).
+    They are the shard factors and the node boundary h. Each divides the next, if the factors are legal
+    (shard_problem).
     """
     return sorted({1, *shards, h, d})
 
 
 def shard_problem(shards: tuple[int, int, int], d: int, h: int) -> str:
-    """What is illegal of (P, G, OS) over d data-parallel ranks, h to a node, with the nearest legal; '' if nothing.
+    """Say what is illegal about (P, G, OS) over d data-parallel ranks, h to a node, with the nearest legal choice.
 
-    P divides G, G divides OS and OS divides d, and each divides h or is a multiple of it: every transition between
-    them is then one collective on one mesh axis.
+    Returns '' if nothing is illegal. P must divide G, G must divide OS and OS must divide d, and each must divide h
+    or be a multiple of it: every transition between them is then one collective on one mesh axis.
     """
     faults = _shard_faults(shards, d, h)
     if not faults:
@@ -164,7 +166,7 @@ def _shard_faults(shards: tuple[int, int, int], d: int, h: int) -> list[str]:
 
 
 def _nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
-    """The legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted`` (less memory on a tie)."""
+    """Return the legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted``. A tie goes to less memory."""
     legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
     candidates = [(p, g, o) for o in legal for g in legal if o % g == 0 for p in legal if g % p == 0]
 
@@ -176,9 +178,10 @@ def _nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, 
 
 
 def copy_lifetime(p: int, os: int, wanted: str | None, delta: bool = False) -> str:
-    """How long the P copy lives: 'use', 'step' or 'resident'. delta: differences are added to the last step's copy.
+    """Return how long the P copy lives: 'use', 'step' or 'resident'.
 
-    Raises ValueError for a copy that would be dropped after each use although it is not the optimizer's own slice.
+    With ``delta``, differences are added to the last step's copy. Raises ValueError for a copy that would be
+    dropped after each use although it is not the optimizer's own slice.
     """
     if p == os:
         return "use"
@@ -200,9 +203,10 @@ def make_grid(
 ) -> Grid:
     """Cut the world into named axes.
 
-    shards: (P, G, OS), how many data-parallel ranks share one copy of parameters, gradients, optimizer
-    states. dp_outermost: order dp, pp, tp instead of pp, dp, tp. Sub-axes are named by role and link, e.g.
-    'os_inter'; at most one of each exists. ValueError for sizes that do not divide and factors that are illegal.
+    ``shards`` is (P, G, OS), which is how many data-parallel ranks share one copy of parameters, gradients,
+    optimizer states. With ``dp_outermost`` the order is dp, pp, tp instead of pp, dp, tp. Sub-axes are named by
+    role and link, e.g. 'os_inter', and at most one of each exists. Raises ValueError for sizes that do not divide
+    and for factors that are illegal.
     """
     h = data_ranks_per_node(world_size, ranks_per_node, tp, pp, dp_outermost)
     d = world_size // (tp * pp)
@@ -226,10 +230,10 @@ def make_grid(
 
 
 def nearest_divisor(n: int, wanted: int) -> int:
-    """The divisor of n nearest to ``wanted`` (the smaller one on a tie)."""
+    """Return the divisor of n that is nearest to ``wanted`` (the smaller one on a tie)."""
     return min((k for k in range(1, n + 1) if n % k == 0), key=lambda k: (abs(k - wanted), k))
 
 
 def nearest_multiple(n: int, base: int) -> int:
-    """The positive multiple of ``base`` nearest to n."""
+    """Return the positive multiple of ``base`` that is nearest to n."""
     return max(1, round(n / base)) * base

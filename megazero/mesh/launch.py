@@ -1,6 +1,6 @@
-"""Who am I: the only reader of launcher environment variables and of --local-rank. No torch.
+"""This module tells a process who it is. It alone reads launcher environment variables and --local-rank.
 
-CUDA's own variables are read and set here, too.
+CUDA's own variables are read and set here, too. It needs no torch.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process. ``local_world_size`` is its word for ranks per node.
+    """This is what the launcher says of this process. ``local_world_size`` is its word for ranks per node.
 
-    None for ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0): it does not say.
+    ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not
+    say it.
     """
 
     rank: int = 0
@@ -63,7 +64,10 @@ class Launch:
 
     @property
     def init_method(self) -> str:
-        """Where ranks meet, as torch.distributed takes it. ValueError if nobody said where rank 0 is."""
+        """Return where ranks meet, as torch.distributed takes it.
+
+        Raises ValueError if nobody said where rank 0 is.
+        """
         if self.master_addr is None:
             raise ValueError(
                 f"{self.launcher} does not say where rank 0 runs: set MASTER_ADDR to its host name on every rank "
@@ -73,7 +77,7 @@ class Launch:
         return f"tcp://{host}:{self.master_port}"
 
     def found_nodes(self, ranks_per_node: int) -> tuple[str, ...]:
-        """A note of the size that was taken for a node where the launcher does not say it."""
+        """Return a note of the size that was taken for a node, where the launcher does not say it."""
         if self.local_world_size is not None:
             return ()
         return (
@@ -83,9 +87,10 @@ class Launch:
 
 
 def take_local_rank(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """--local-rank N, which torch.distributed.launch and deepspeed add to a command line, and the other words.
+    """Return the value of --local-rank N, and the other words.
 
-    Raises ValueError for a value that is no rank.
+    torch.distributed.launch and deepspeed add this flag to a command line. Raises ValueError for a value that is no
+    rank.
     """
     rank, rest, words = None, list[str](), iter(argv)
     for word in words:
@@ -101,10 +106,10 @@ def take_local_rank(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None = None) -> Launch:
-    """What the launcher says whose variables are set; one process where there is none.
+    """Return what the launcher says whose variables are set. Without a launcher, it is one process.
 
-    local_rank: the value of --local-rank. Raises ValueError for variables that are no numbers, that contradict each
-    other or --local-rank, or that belong to a launcher which did not start this process.
+    ``local_rank`` is the value of --local-rank. Raises ValueError for variables that are no numbers, that
+    contradict each other or --local-rank, or that belong to a launcher which did not start this process.
     """
     env = os.environ if environ is None else environ
     try:
@@ -202,7 +207,7 @@ def _read_slurm(env: Mapping[str, str], world: int) -> Launch:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """SLURM_TASKS_PER_NODE: '4(x2),3' -> [4, 4, 3]."""
+    """Expand SLURM_TASKS_PER_NODE: '4(x2),3' becomes [4, 4, 3]."""
     out: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -213,7 +218,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a SLURM node list: 'gpu[03-07,11],login1' -> 'gpu03'."""
+    """Return the first host of a SLURM node list: 'gpu[03-07,11],login1' gives 'gpu03'."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
     if match is None:
         raise ValueError(f"SLURM node list {nodelist!r}")
@@ -222,14 +227,15 @@ def first_host(nodelist: str) -> str:
 
 
 def cuda_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What to set in this environment before CUDA starts, and notes on values of its own that are replaced.
+    """Return what to set in this environment before CUDA starts, and notes on values of its own that are replaced.
 
-    - Kernels are loaded at the start: the first launch of one that is loaded lazily waits for all kernels under way,
-      and a collective or a receive among them may be waiting for just that launch on another rank.
+    - Kernels are loaded at the start. The first launch of a kernel that is loaded lazily waits for all kernels
+      under way, and a collective or a receive among them may be waiting for just that launch on another rank.
     - Streams that share a hardware connection run their kernels in the order of launch, so a receive that waits
-      holds up what was launched after it on another stream. There are some 20: to compute, two to gather and two to
-      reduce, and one for each communicator (two per data-parallel axis, tensor parallel, the pipeline's pairs, its
-      ends, all ranks). So all connections that CUDA has; a number of the user's is kept from CUDA's default on.
+      holds up what was launched after it on another stream. There are some 20 streams: one to compute, two to
+      gather and two to reduce, and one for each communicator (two per data-parallel axis, tensor parallel, the
+      pipeline's pairs, its ends, all ranks). So all connections that CUDA has are used. A number that the user sets
+      is kept if it is CUDA's default or more.
     """
     settings, notes = {MODULE_LOADING: "EAGER", CONNECTIONS: f"{MOST_CONNECTIONS}"}, []
     loading, connections = environ.get(MODULE_LOADING), environ.get(CONNECTIONS)

@@ -1,7 +1,7 @@
-"""Local rank processes: one set for many calls, a fresh gloo world for each. No ports.
+"""This module runs local rank processes: one set serves many calls, and each call gets a fresh gloo world.
 
-Starting a process costs an import of torch (about 2 s each on 2 cores); a gloo process group among running processes
-about 30 ms. So ranks are forked from a server that has torch loaded.
+It uses no ports. Starting a process costs an import of torch (about 2 s each on 2 cores). A gloo process group
+among running processes costs about 30 ms. So ranks are forked from a server that has torch loaded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ DIED, TIMEOUT = "RankDied", "Timeout"
 
 
 class RanksFailed(RuntimeError):
-    """At least one rank raised, died or did not answer; the message has what each of them said."""
+    """This says that at least one rank raised, died or did not answer. The message has what each of them said."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank returned, or why it did not. error: an exception's name, DIED or TIMEOUT; '' where there is none.
-    text: its message. trace: its traceback."""
+    """This is what a rank returned, or why it did not return.
+
+    ``error`` is an exception's name, DIED or TIMEOUT; it is '' where there is no error. ``text`` is its message,
+    and ``trace`` is its traceback.
+    """
 
     value: Any = None
     error: str = ""
@@ -40,9 +43,9 @@ class Answer:
 
 
 class LocalRanks:
-    """Processes that live until ``close``; a context manager. Started as calls need them.
+    """This is a context manager of processes that live until ``close``. They are started as calls need them.
 
-    preload: modules that the server imports once, for all ranks; those of this process's first call count.
+    ``preload`` names modules that the server imports once, for all ranks. Those of this process's first call count.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
@@ -56,10 +59,10 @@ class LocalRanks:
         self.close()
 
     def call(self, function: Callable[..., Any], *args: Any, world: int, timeout: float) -> list[Any]:
-        """``function(*args)`` on each rank of a world of its own; what they return, by rank.
+        """Run ``function(*args)`` on each rank of a world of its own. Returns what the ranks return, by rank.
 
-        function: importable from its module. timeout: seconds, for the call and for each collective. Raises
-        RanksFailed.
+        ``function`` must be importable from its module. ``timeout`` is in seconds, for the call and for each
+        collective. Raises RanksFailed.
         """
         answers = self.ask(function, *args, world=world, timeout=timeout)
         failed = [
@@ -79,9 +82,10 @@ class LocalRanks:
         timeout: float,
         grace: float = GRACE_S,
     ) -> list[Answer]:
-        """As ``call``, but with every rank's answer. grace: seconds for the others when one has failed.
+        """Do as ``call`` does, but return every rank's answer.
 
-        Where a rank died or has not answered in time, all of them are ended.
+        ``grace`` is the time in seconds that the other ranks have when one has failed. Where a rank died or has not
+        answered in time, all of them are ended.
         """
         self._start(world)
         conns = {conn: rank for rank, (_, conn) in enumerate(self._ranks[:world])}

@@ -1,7 +1,7 @@
-"""The process-group manager: one frozen Mesh that is passed, never a module global.
+"""This module manages process groups. There is one frozen Mesh, which is passed on and is never a module global.
 
-Every axis with more than one rank has two communicators, so that gathers and reductions in flight
-do not queue behind each other (NCCL serialises per communicator; gloo has threads per group).
+Every axis with more than one rank has two communicators, so that gathers and reductions in flight do not queue
+behind each other (NCCL serialises per communicator; gloo has threads per group).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from megazero.mesh.launch import Launch
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis as this rank sees it. Groups are None when ``size`` is 1.
+    """This is an axis as this rank sees it. Its groups are None when ``size`` is 1.
 
-    Of pp, gather_group carries what goes to higher ranks and reduce_group what goes to lower ones: in each, one
-    pair's messages have one direction, so sender and receiver agree on their order (NCCL matches by order alone).
+    In the pp axis, gather_group carries what goes to higher ranks and reduce_group what goes to lower ones. In
+    each, the messages of one pair have one direction, so sender and receiver agree on their order (NCCL matches by
+    order alone).
     """
 
     spec: AxisSpec
@@ -48,10 +49,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes by name, this rank's place in them, and the device that ranks compute on.
+    """This has the axes by name, this rank's place in them, and the device that ranks compute on.
 
-    ends: on the first and the last stage of a pipeline, where ``create_mesh`` was asked for it, the axis of these two
-    ranks (tied embeddings meet there); else None.
+    ``ends`` is the axis of the first and the last stage of a pipeline, on these two ranks, where ``create_mesh``
+    was asked for it; tied embeddings meet there. Otherwise it is None.
     """
 
     grid: Grid
@@ -68,7 +69,7 @@ class Mesh:
         self._claims.append("engine")
 
     def release(self) -> None:
-        """The engine that holds the mesh is at its end: another one may have it. On every rank alike."""
+        """Free the mesh for another engine, at the end of the one that holds it. Every rank does this alike."""
         self._claims.clear()
 
     @property
@@ -85,7 +86,7 @@ class Mesh:
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:
-        """Data-parallel sub-axes, innermost first; each has more than one rank."""
+        """Return the data-parallel sub-axes, innermost first. Each has more than one rank."""
         return tuple(self.axes[a.name] for a in self.grid.data_axes)
 
     @property
@@ -98,11 +99,17 @@ class Mesh:
 
     @property
     def is_replica(self) -> bool:
-        """True if another rank holds the same optimizer slice and counts (index 0 on every replica axis)."""
+        """Tell whether another rank holds the same optimizer slice and counts.
+
+        The rank that counts has index 0 on every replica axis.
+        """
         return any(a.index for a in self.data_axes if a.spec.role == "replica")
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """All ranks' rows [world, k] of a 1-D tensor [k] on ``device``, by rank: for ordered scalar sums."""
+        """Return the rows [world, k] of all ranks by rank, with the dtype of ``row``, for ordered sums of scalars.
+
+        ``row`` is 1-D, [k], on ``device``, and k is the same on all ranks.
+        """
         if self.world_size == 1:
             return row[None].clone()
         out = row.new_empty(self.world_size * row.numel())
@@ -110,7 +117,10 @@ class Mesh:
         return out.view(self.world_size, -1)
 
     def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """The rows [d, k] of this rank's data-parallel group, in its order; k may differ between groups."""
+        """Return the rows [d, k] of this rank's data-parallel group, in its order, with the dtype of ``row``.
+
+        ``row`` is [k]; k may differ between groups.
+        """
         rows = row.reshape(1, -1)
         for axis in self.data_axes:
             out = rows.new_empty(axis.size * rows.numel())
@@ -119,7 +129,10 @@ class Mesh:
         return rows
 
     def stage_rows(self, rows: torch.Tensor, stage: int) -> torch.Tensor:
-        """Of all rows [world, k], those of a pipeline rank's data-parallel group [d, k], first tp rank each."""
+        """Return, of all rows [world, k], those of a pipeline rank's data-parallel group, [d, k].
+
+        Each comes from the first tp rank. The dtype is that of ``rows``.
+        """
         return rows[[self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]]
 
 
@@ -136,10 +149,10 @@ def create_mesh(
 ) -> Mesh:
     """Build the mesh over the initialised default process group (or over one process without one).
 
-    shards: (P, G, OS). dp_outermost: ranks in the order dp, pp, tp instead of pp, dp, tp (outermost first).
-    ends: join the first and the last stage of each pipeline by an axis of their own (``Mesh.ends``).
-    ranks_per_node: defaults to the whole world, i.e. one node. device: its communicators are made here, too.
-    Collective: every rank calls it with the same arguments.
+    ``shards`` is (P, G, OS). With ``dp_outermost``, ranks lie in the order dp, pp, tp instead of pp, dp, tp
+    (outermost first). With ``ends``, the first and the last stage of each pipeline are joined by an axis of their
+    own (``Mesh.ends``). ``ranks_per_node`` is the whole world by default, i.e. one node. The communicators of
+    ``device`` are made here, too. This is collective: every rank calls it with the same arguments.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -155,11 +168,11 @@ def create_mesh(
 
 
 def _level_group_counts(world_size: int, rank: int, device: torch.device, timeout: timedelta | None) -> None:
-    """Make groups of one rank until every rank has as many groups as the one with the most. Collective.
+    """Make groups of one rank until every rank has as many groups as the one with the most. This is collective.
 
-    torch names a group of ``use_local_synchronization`` by its ranks and by how many groups the process has: ranks of
-    unequal number, as a program with groups of its own leaves them, would wait for each other under different names.
-    This is the first collective of the default group: here its communicator is made.
+    torch names a group of ``use_local_synchronization`` by its ranks and by how many groups the process has. Ranks
+    whose numbers of groups differ, as a program with groups of its own leaves them, would wait for each other under
+    different names. This is the first collective of the default group, so its communicator is made here.
     """
     own = len(dist.distributed_c10d._world.pg_names)  # get_pg_count() leaves such groups out
     counts = torch.empty(world_size, dtype=torch.int64, device=device)
@@ -169,11 +182,12 @@ def _level_group_counts(world_size: int, rank: int, device: torch.device, timeou
 
 
 def _connect(mesh: Mesh) -> None:
-    """One small collective on every communicator of the axes, in the order of the axes, which all ranks share.
+    """Run one small collective on every communicator of the axes, in the order of the axes, which all ranks share.
 
-    NCCL makes a communicator, and the connections that a verb needs, at the first use. The ranks wait for each other
-    in that and memory is allocated, which waits for kernels under way: in the middle of a step these may be waiting
-    for this rank. A pipeline's communicators are of pairs, which its schedule knows: ``pp/links.py: connect``.
+    NCCL makes a communicator, and the connections that a verb needs, at the first use. In that, the ranks wait for
+    each other and memory is allocated, which waits for kernels under way. In the middle of a step, these kernels
+    may be waiting for this rank. The communicators of a pipeline are for pairs, which its schedule knows:
+    ``pp/links.py: connect``.
     """
     for axis in (*mesh.axes.values(), *([mesh.ends] if mesh.ends else [])):
         if axis.spec.role == "pp" or axis.size == 1:
@@ -212,7 +226,7 @@ def _new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
 
 
 def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -> None:
-    """Join the default process group; CPU tensors always have gloo, CUDA tensors NCCL."""
+    """Join the default process group. CPU tensors always have gloo, and CUDA tensors have NCCL."""
     if dist.is_initialized():
         return
     cuda = device.type == "cuda"
@@ -230,10 +244,11 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -
 
 
 def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
-    """Ranks per node by exchanging host names, which the launcher's word must confirm if it has one; or the override.
+    """Return the ranks per node by exchanging host names, or return the override.
 
-    The override lets one machine pretend to be several nodes. Raises ValueError on every rank if the
-    launcher and the host names disagree, if nodes differ in size, or if a node's ranks are not consecutive.
+    The launcher's word must confirm the host names if it has one. The override lets one machine pretend to be
+    several nodes. Raises ValueError on every rank if the launcher and the host names disagree, if nodes differ in
+    size, or if a node's ranks are not consecutive.
     """
     if launch.world_size == 1:
         return 1
@@ -245,9 +260,9 @@ def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
 
 
 def check_hosts(names: Sequence[str], local_world_size: int | None) -> int:
-    """Ranks per node by the host name of every rank.
+    """Return the ranks per node by the host name of every rank.
 
-    ValueError if the launcher's word (None: it has none) is another, or nodes are not alike.
+    Raises ValueError if the launcher's word differs (None means that it has none), or if nodes are not alike.
     """
     cure = "start the same number of consecutive ranks on every node, or override the ranks per node"
     counts = {n: names.count(n) for n in dict.fromkeys(names)}
