@@ -1,4 +1,4 @@
-"""A flat range of a local tensor as boxes of the stored tensor: pure arithmetic, no torch."""
+"""A flat range of a local tensor is cut into boxes of the stored tensor. This is pure arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megazero.checkpoint.placement import Placement
 class Box:
     """A contiguous run of the flat local tensor that is a rectangle in the local and the stored tensor.
 
-    offset: flat index, in the row-major local tensor, of the first element.
-    shape: the rectangle as the local tensor sees it; its elements are consecutive in the flat tensor.
-    stored_offsets, stored_sizes: the rectangle in the stored tensor; with ``Placement.transposed``
+    offset: It is the flat index of the first element, in the row-major local tensor.
+    shape: It is the rectangle as the local tensor sees it. Its elements are consecutive in the flat tensor.
+    stored_offsets, stored_sizes: They are the rectangle in the stored tensor. With ``Placement.transposed``
         ``stored_sizes`` is ``shape`` swapped.
     """
 
@@ -30,8 +30,8 @@ def rectangles(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut the flat range [start, stop) of a row-major tensor into (first index, sizes) rectangles.
 
-    At most ``max(1, 2 * len(shape) - 1)`` of them, in flat order: the tail of a first broken row, whole
-    rows, the head of a last broken row, where a broken row is cut by the same rule one dim further in.
+    There are at most ``max(1, 2 * len(shape) - 1)`` of them, in flat order: the tail of a first broken row, whole
+    rows, and the head of a last broken row. A broken row is cut by the same rule one dim further in.
     """
     if start >= stop:
         return
@@ -57,11 +57,11 @@ def _broken(
 
 
 def boxes(placement: Placement, start: int, stop: int, limit: int | None = None) -> Iterator[Box]:
-    """Boxes of the flat range [start, stop) of ``placement``'s local tensor, in flat order.
+    """Yield the boxes of the flat range [start, stop) of ``placement``'s local tensor, in flat order.
 
-    At most ``max(1, 2 * ndim - 1)`` per segment; local rows in no segment give none. With ``limit``,
-    ranges are first cut at whole rows so that no box of whole rows exceeds ``limit`` elements (but
-    one row is never cut): a reader that wants a part of a large box must read all of it.
+    There are at most ``max(1, 2 * ndim - 1)`` per segment. Local rows in no segment give none. With ``limit``, ranges
+    are first cut at whole rows so that no box of whole rows exceeds ``limit`` elements (but one row is never cut).
+    The reason is that a reader that wants a part of a large box must read all of it.
     """
     shape = placement.local_shape
     if not shape:
@@ -78,7 +78,7 @@ def boxes(placement: Placement, start: int, stop: int, limit: int | None = None)
 
 
 def gaps(placement: Placement, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Flat ranges inside [start, stop) that no segment stores (vocabulary padding), in order."""
+    """Yield the flat ranges inside [start, stop) that no segment stores (vocabulary padding), in order."""
     if not placement.local_shape:
         return
     row = prod(placement.local_shape[1:])

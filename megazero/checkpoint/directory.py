@@ -1,9 +1,9 @@
 """The directories under a save root, and the order of steps that keeps every kill harmless.
 
-SAVE/iter_0000100                      a checkpoint, if its manifest is there and agrees
-SAVE/.iter_0000100.partial-1a2b3c4d    being written; ignored by readers, removed by the next save
-SAVE/.iter_0000100.replaced-1a2b3c4d   the old one while a new one of its step takes its place
-SAVE/.iter_0000100.removed-1a2b3c4d    being deleted by retention
+SAVE/iter_0000100                      is a checkpoint, if its manifest is there and agrees
+SAVE/.iter_0000100.partial-1a2b3c4d    is being written; readers ignore it, the next save removes it
+SAVE/.iter_0000100.replaced-1a2b3c4d   is the old one while a new one of its step takes its place
+SAVE/.iter_0000100.removed-1a2b3c4d    is being deleted by retention
 
 One job at a time saves into a root. Nothing else under the root is ever touched.
 """
@@ -35,10 +35,10 @@ _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class Retention:
-    """Which older checkpoints stay after a save; the one just saved always does.
+    """It says which older checkpoints stay after a save. The one just saved always does.
 
-    keep_last: how many of the most recently saved ones; None keeps all.
-    interval: those whose step is a multiple of it stay for good; None for no such rule.
+    ``keep_last`` is how many of the most recently saved ones stay. None keeps all. ``interval`` keeps for good those
+    whose step is a multiple of it. None means no such rule.
     """
 
     keep_last: int | None = None
@@ -55,7 +55,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def complete(path: Path) -> Manifest | None:
-    """The manifest of ``path`` if its files are all there with their sizes, else None. Reads no tensor."""
+    """Return the manifest of ``path`` if its files are all there with their sizes, else None. No tensor is read."""
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
@@ -65,10 +65,10 @@ def complete(path: Path) -> Manifest | None:
 
 
 def checkpoints(root: str | os.PathLike) -> list[Path]:
-    """The complete checkpoints under ``root``, oldest first in order of saving.
+    """Return the complete checkpoints under ``root``, oldest first in order of saving.
 
-    The order is that of saving, not of steps: after a roll-back to step 80 the newest is the 90 that
-    was saved since, not the 120 of the abandoned run. Found by looking; no tracker file is trusted.
+    The order is that of saving, not of steps: after a roll-back to step 80 the newest is the 90 that was saved since,
+    not the 120 of the abandoned run. They are found by looking, and no tracker file is trusted.
     """
     found = []
     for path in _entries(Path(root)):
@@ -80,13 +80,13 @@ def checkpoints(root: str | os.PathLike) -> list[Path]:
 
 
 def latest(root: str | os.PathLike) -> Path | None:
-    """The newest complete checkpoint under ``root``, or None when there is none."""
+    """Return the newest complete checkpoint under ``root``, or None when there is none."""
     found = checkpoints(root)
     return found[-1] if found else None
 
 
 def prepare(root: Path, step: int, overwrite: bool) -> Path:
-    """Check that step ``step`` may be saved, clean up after a killed save, make the directory to write in."""
+    """Check that step ``step`` may be saved, clean up after a killed save, and make the directory to write in."""
     final = root / checkpoint_name(step)
     if final.exists() or final.is_symlink():
         if not overwrite:
@@ -106,9 +106,9 @@ def prepare(root: Path, step: int, overwrite: bool) -> Path:
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Make ``temporary`` the checkpoint ``final``: manifest last, then one rename.
+    """Make ``temporary`` the checkpoint ``final``: write the manifest last, then rename once.
 
-    A checkpoint already at ``final`` is moved aside first and deleted after; killed in between, the
+    A checkpoint already at ``final`` is moved aside first and deleted after. If the process is killed in between, the
     next look finds it where it was put (``checkpoints``).
     """
     check_sizes(temporary, manifest)  # as this rank sees them: catches directories that are not shared
@@ -125,9 +125,9 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def retain(root: Path, saved: Path, rule: Retention) -> None:
-    """Delete the complete checkpoints that ``rule`` does not keep; never ``saved``.
+    """Delete the complete checkpoints that ``rule`` does not keep, but never ``saved``.
 
-    A directory that cannot be deleted is reported in the log: the save itself has succeeded.
+    A directory that cannot be deleted is reported in the log, as the save itself has succeeded.
     """
     if rule.keep_last is None:
         return
@@ -153,7 +153,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def _clean(root: Path) -> None:
-    """Remove what killed saves left; put back a checkpoint that was moved aside and not replaced."""
+    """Remove what killed saves left. Put back a checkpoint that was moved aside and not replaced."""
     for path in _entries(root):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden is None:

@@ -1,4 +1,4 @@
-"""One error for everything that can be wrong with a checkpoint, raised on every rank or on none."""
+"""There is one error for all that can be wrong with a checkpoint. It is raised on every rank or on none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the message names the cause and the cure."""
+    """A checkpoint cannot be written or read. The message names the cause and the cure."""
 
 
 def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) -> list[T]:
     """Run ``action`` on every rank of ``group`` and return every rank's result, by rank.
 
-    Raises CheckpointError with the same text on every rank when it failed on any. The results are
-    pickled between ranks: keep them small. Without a group the one result is returned in a list.
+    Raises CheckpointError with the same text on every rank when it failed on any. The results are pickled between
+    ranks, so keep them small. Without a group the one result is returned in a list.
     """
     result, failures = _run(group, action)
     answers: list = [(result, failures)]
@@ -33,14 +33,14 @@ def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) 
 
 
 def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) -> T:
-    """As ``agree``, but each rank gets its own result, which is not sent."""
+    """Do as ``agree``, but give each rank its own result, which is not sent."""
     results: list[T] = []
     agree(group, doing, lambda: results.append(action()))
     return results[0]
 
 
 def _run(group: dist.ProcessGroup | None, action: Callable[[], T]) -> tuple[T | None, dict[int, str]]:
-    """The result of ``action``, or None and the causes by rank."""
+    """Return the result of ``action``, or None and the causes by rank."""
     try:
         return action(), {}
     except CheckpointException as error:  # from torch.distributed.checkpoint, alike on every rank
@@ -54,7 +54,7 @@ def _text(error: BaseException) -> str:
 
 
 def _by_cause(failures: dict[int, str], world_size: int) -> str:
-    """'cause' when every rank says the same or there is one rank, else 'rank 1, 3: cause; rank 2: other'."""
+    """Return 'cause' if every rank says the same or there is one rank, else 'rank 1, 3: cause; rank 2: other'."""
     causes: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
         causes.setdefault(text, []).append(rank)

@@ -1,4 +1,4 @@
-"""The manifest: what makes a directory a checkpoint. Written last, read first."""
+"""The manifest makes a directory a checkpoint. It is written last and read first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _READ_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileEntry:
-    """size: bytes. crc32: zlib's, of the whole file (2.5 GB/s on one core here; blake2b 0.6, sha256 1.5)."""
+    """``size`` is in bytes. ``crc32`` is zlib's, of the whole file (here 2.5 GB/s on one core; blake2b has 0.6,
+    sha256 1.5)."""
 
     size: int
     crc32: int
@@ -28,10 +29,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: training step. serial: order of saving within one root (a rolled-back run repeats steps).
+    """It describes one checkpoint. ``files`` are all other files of the directory.
 
-    kinds: kind of value to the dtypes it is stored in. layout: the ranks' arrangement, free form.
-    configuration: of the run, free form. files: every other file of the directory.
+    ``step`` is the training step. ``serial`` is the order of saving within one root (a rolled-back run repeats
+    steps). ``kinds`` maps a kind of value to the dtypes it is stored in. ``layout`` is the ranks' arrangement, and
+    ``configuration`` is the run's. Both have a free form.
     """
 
     step: int
@@ -44,7 +46,7 @@ class Manifest:
 
 
 def to_json(value: Any, what: str) -> Any:
-    """``value`` as JSON gives it back (tuples become lists), or CheckpointError."""
+    """Return ``value`` as JSON gives it back (tuples become lists), or raise CheckpointError."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -59,7 +61,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: str | os.PathLike) -> Manifest:
-    """The manifest of the checkpoint directory ``path``.
+    """Return the manifest of the checkpoint directory ``path``.
 
     Raises CheckpointError if the directory or the manifest is absent, damaged or of another format.
     """
@@ -118,7 +120,7 @@ def check_checksum(path: Path, name: str, entry: FileEntry) -> None:
 
 
 def checksum(file: Path) -> FileEntry:
-    """Size and checksum of a file, read in pieces."""
+    """Return size and checksum of a file, which is read in pieces."""
     size = crc32 = 0
     with open(file, "rb", buffering=0) as stream:
         while piece := stream.read(_READ_BYTES):

@@ -33,7 +33,7 @@ METADATA_FILE = ".metadata"
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The tensors' description of the checkpoint directory ``path``, without running code from it.
+    """Return the tensors' description of the checkpoint directory ``path``, without running code from it.
 
     Raises CheckpointError where the file is missing or holds anything but fields of such a description.
     """
@@ -48,8 +48,8 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _Kept:
-    """Stand-in for an object. Pickle looks for ``__setstate__`` before it sets attributes: of the object it keeps
-    the state, of the class it misses an argument (TypeError)."""
+    """It stands in for an object. Pickle looks for ``__setstate__`` before it sets attributes. On the object it finds
+    the method, which keeps the state. On the class the call lacks an argument (TypeError)."""
 
     __slots__ = ("state",)
 
@@ -60,7 +60,7 @@ class _Kept:
 
 
 class _Call:
-    """Stand-in for a function, or for a class that is called: an object without attributes to set."""
+    """It stands in for a function, or for a class that is called. It is an object without attributes to set."""
 
     __slots__ = ("function",)
 
@@ -81,7 +81,7 @@ def _size(lengths: Any) -> torch.Size:
 
 
 def _encoding_by_name(owner: Any, name: Any) -> int:
-    """What early releases of Python 3.11 write for an enumeration's member: getattr(class, name)."""
+    """Early releases of Python 3.11 write this for an enumeration's member: getattr(class, name)."""
     if owner is not _ENCODING:
         raise ValueError("an attribute of something else than the memory formats is read")
     return _MEM_FORMAT_ENCODING[name].value
@@ -121,7 +121,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives out stand-ins and looks nothing up."""
+    """It gives out stand-ins and looks nothing up."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -164,7 +164,7 @@ def _state(kind: type, kept: Any) -> Any:
 
 
 def _made(kind: type) -> _Check:
-    """The check of an object of torch's class ``kind`` with the fields of ``_FIELDS``."""
+    """Return the check of an object of torch's class ``kind`` with the fields of ``_FIELDS``."""
 
     def check(kept: Any) -> Any:
         state, fields = _is(dict)(_state(kind, kept)), _FIELDS[kind]
@@ -177,7 +177,7 @@ def _made(kind: type) -> _Check:
 
 
 def _properties(kept: Any) -> TensorProperties:
-    """torch keeps a tuple, with a number for the memory format."""
+    """Check a tensor's properties. torch keeps them as a tuple, with a number for the memory format."""
     dtype, layout, requires_grad, memory_format, pin_memory = _is(tuple)(_state(TensorProperties, kept))
     made = TensorProperties(
         _is(torch.dtype)(dtype),
@@ -191,7 +191,7 @@ def _properties(kept: Any) -> TensorProperties:
 
 
 def _plain_file(name: Any) -> str:
-    """A file of the checkpoint's directory, not one elsewhere."""
+    """Check that this is a file of the checkpoint's directory, not one elsewhere."""
     if _is(str)(name) != os.path.basename(name) or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is no name of a file in the directory")
     return name

@@ -1,12 +1,12 @@
-"""Where a rank-local parameter lies in the model-wide tensor that a checkpoint stores.
+"""This module says where a rank-local parameter lies in the model-wide tensor that a checkpoint stores.
 
 Glossary
 --------
 local tensor
-    The parameter as the rank's module holds it, after tensor parallelism and vocabulary padding.
+    This is the parameter as the rank's module holds it, after tensor parallelism and vocabulary padding.
 stored tensor
-    The tensor a checkpoint holds under ``name``: true vocabulary, no tensor-parallel split, the
-    Hugging Face layout where the family has one (fused or transposed tensors included).
+    This is the tensor that a checkpoint holds under ``name``. It has the true vocabulary, no tensor-parallel split,
+    and the Hugging Face layout where the family has one (fused or transposed tensors included).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Segment:
-    """``length`` consecutive dim-0 rows of the local tensor and the row where they go.
+    """``length`` consecutive dim-0 rows of the local tensor, and the row where they go.
 
     With ``Placement.transposed`` the stored rows counted here are columns of the stored tensor.
     """
@@ -29,15 +29,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Map from a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
+    """It maps a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
 
-    name: the stored tensor's fully qualified name (no rank, no stage, no local index in it).
-    shape: the stored tensor's shape, as stored.
-    local_shape: the rank's own shape (padded rows included).
-    segments: dim-0 row ranges, sorted by ``local``, disjoint. Local rows in no segment (vocabulary
+    name: It is the stored tensor's fully qualified name (no rank, no stage, no local index in it).
+    shape: It is the stored tensor's shape, as stored.
+    local_shape: It is the rank's own shape (padded rows included).
+    segments: They are dim-0 row ranges, sorted by ``local`` and disjoint. Local rows in no segment (vocabulary
         padding) are not stored and are zero when loaded.
-    offset1: where the local dim-1 columns start (row-parallel weights); 0 for 1-D tensors.
-    transposed: the stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].
+    offset1: The local dim-1 columns start here (row-parallel weights). It is 0 for 1-D tensors.
+    transposed: The stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].
     """
 
     name: str
@@ -55,7 +55,7 @@ class Placement:
         offset0: int = 0,
         offset1: int = 0,
     ) -> Placement:
-        """One box: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end.
+        """Make one box: local row i is stored row ``offset0 + i``, cut off at the stored tensor's end.
 
         A scalar (shape ``()``) is stored whole. More than two dims are cut along the first two only.
         """

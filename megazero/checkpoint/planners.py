@@ -1,9 +1,9 @@
-"""torch.distributed.checkpoint planners over flat slices: no DTensor, no nested state dict.
+"""These torch.distributed.checkpoint planners work on flat slices: no DTensor, no nested state dict.
 
-A record's range becomes boxes (megazero.checkpoint.boxes), each box a chunk of the stored tensor
-'kind/name' in global coordinates, so any layout can read what any other wrote. DCP removes duplicate
-chunks by (name, offset) only, hence ``SliceRecord.owner``. Replicas that cut a tensor identically
-(key-value heads shared by tensor-parallel ranks) may all be owners.
+A record's range becomes boxes (megazero.checkpoint.boxes). Each box is a chunk of the stored tensor 'kind/name' in
+global coordinates, so any layout can read what any other wrote. DCP removes duplicate chunks by (name, offset) only.
+This is why there is ``SliceRecord.owner``. Replicas that cut a tensor identically (key-value heads shared by
+tensor-parallel ranks) may all be owners.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ CHUNK_ELEMENTS = 1 << 24  # 64 MiB of fp32: bounds what a rank reads to get a pa
 
 
 def box_view(record: SliceRecord, kind: str, box: Box) -> torch.Tensor:
-    """The box as the stored tensor sees it: a view of the record's flat tensor, maybe transposed."""
+    """Return the box as the stored tensor sees it: a view of the record's flat tensor, maybe transposed."""
     first = box.offset - record.start
     view = record.tensors[kind][first : first + prod(box.shape)].view(box.shape)
     return view.t() if record.placement.transposed else view
 
 
 class SliceSavePlanner(DefaultSavePlanner):
-    """Writes every box of every owned record of this rank."""
+    """It writes every box of every owned record of this rank."""
 
     def __init__(self, records: Sequence[SliceRecord]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -86,7 +86,7 @@ class SliceSavePlanner(DefaultSavePlanner):
         return view.to(dtype).contiguous()  # copies a box that is converted or transposed only
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As DCP's, which refuses overlaps, but with the tensor and the cause named (2.11 names neither)."""
+        """Do as DCP's, which refuses overlaps, but name the tensor and the cause (2.11 names neither)."""
         chunks = {item.index: item.tensor_data for plan in all_plans for item in plan.items}
         covered: Counter[tuple[str, torch.Size]] = Counter()
         for index, data in chunks.items():
@@ -102,11 +102,11 @@ class SliceSavePlanner(DefaultSavePlanner):
 
 
 class SliceLoadPlanner(DefaultLoadPlanner):
-    """Reads what this rank's records need, in place, whatever slices the checkpoint was written in.
+    """It reads what this rank's records need, in place, whatever slices the checkpoint was written in.
 
-    kinds: kind in the records to kind in the checkpoint ({'master': 'weights'} starts the masters from
-    the weights). Records whose stored tensor the checkpoint lacks are left alone (the caller compares
-    names first). Padding that the checkpoint does not store becomes zero in ``finish``.
+    ``kinds`` maps kind in the records to kind in the checkpoint ({'master': 'weights'} starts the masters from the
+    weights). Records whose stored tensor the checkpoint lacks are left alone (the caller compares names first).
+    Padding that the checkpoint does not store becomes zero in ``finish``.
     """
 
     def __init__(self, records: Sequence[SliceRecord], kinds: Mapping[str, str]) -> None:
@@ -153,7 +153,7 @@ class SliceLoadPlanner(DefaultLoadPlanner):
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """Kind to name to description of every tensor of a checkpoint."""
+    """Map kind to name to description of every tensor of a checkpoint."""
     kinds: dict[str, dict[str, Any]] = {}
     for stored, tensor in metadata.state_dict_metadata.items():
         kind, name = split_name(stored)

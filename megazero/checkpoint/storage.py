@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint storage, with checksums and without unrestricted unpickling (metadata.py).
+"""This is torch.distributed.checkpoint storage with checksums, without unrestricted unpickling (metadata.py).
 
 The files stay what torch writes: other DCP tools can read them.
 """
@@ -25,12 +25,12 @@ from megazero.checkpoint.metadata import read_metadata
 
 
 class Writer(FileSystemWriter):
-    """One file per rank, one chunk in host memory at a time, checksums taken while writing.
+    """It writes one file per rank, has one chunk in host memory at a time, and takes checksums while writing.
 
-    torch's own loop (2.13) keeps a host copy of every tensor of the file until the end, which is a
-    second copy of the rank's whole state; loses an error in one of several writer threads; and hides
-    'no space left' behind torch.save's own 'unexpected pos', hence the buffer. ``files`` holds this
-    rank's file after the save. No machine path is stored.
+    torch's own loop (2.13) has three faults. It keeps a host copy of every tensor of the file until the end, which is
+    a second copy of the rank's whole state. It loses an error in one of several writer threads. It hides 'no space
+    left' behind torch.save's own 'unexpected pos', hence the buffer here. ``files`` holds this rank's file after the
+    save. No machine path is stored.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -39,7 +39,7 @@ class Writer(FileSystemWriter):
         self.files: dict[str, FileEntry] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the plan's tensors into the rank's one file, synced; note its size and checksum. Done on return."""
+        """Write the plan's tensors into the rank's file, sync it, note size and checksum. It is done on return."""
         results = []
         if plan.items:
             buffer = io.BytesIO()  # grows once to the largest chunk
@@ -71,15 +71,15 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def _compact(data: Any) -> torch.Tensor:
-    """The tensor on the host, alone in its storage (torch.save writes whole storages)."""
+    """Return the tensor on the host, alone in its storage (torch.save writes whole storages)."""
     tensor = data.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class Reader(FileSystemReader):
-    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
+    """It reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
 
-    The signature has no ``kwargs``: torch then does not fall back to per-rank metadata files.
+    The signature has no ``kwargs``, so torch does not fall back to per-rank metadata files.
     """
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

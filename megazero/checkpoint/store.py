@@ -1,9 +1,7 @@
 """Save and load sharded checkpoints: atomic, verified, independent of the layout they were written in.
-
-Every function that takes ``group`` is collective over it (a CPU-capable process group, such as gloo;
-tensors may live on CUDA) and raises the same CheckpointError on every rank or on none. ``group=None``
-is this process alone; torch.distributed need not be initialised.
-"""
+A function that takes ``group`` is collective over it and raises the same CheckpointError on every rank or on none.
+The group must be CPU-capable (such as gloo); tensors may live on CUDA. ``group=None`` means this process alone, and
+then torch.distributed need not be initialised."""
 
 from __future__ import annotations
 
@@ -66,12 +64,9 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves.
-
-    step: training step, names the directory. records: this rank's slices. rank_tensors: small tensors
-    of this rank alone (random generators). state, layout, configuration: plain JSON values, the same
-    on every rank (the first rank's are stored).
-    """
+    """This is what one rank saves. ``step`` is the training step and names the directory. ``records`` are this rank's
+    slices. ``rank_tensors`` are small tensors of this rank alone (random generators). ``state``, ``layout`` and
+    ``configuration`` are plain JSON values, the same on every rank (the first rank's are stored)."""
 
     step: int
     records: Sequence[SliceRecord]
@@ -87,7 +82,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class LoadedState:
-    """state: as saved. rank_tensors: this rank's, on the CPU; None when the layout is not the saved one."""
+    """``state`` is as saved. ``rank_tensors`` are this rank's, on the CPU. They are None for another layout."""
 
     state: dict[str, Any]
     rank_tensors: dict[str, torch.Tensor] | None
@@ -102,13 +97,10 @@ def save(
     retention: Retention | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write ``root/iter_<step>`` from every rank's snapshot and return its path.
-
-    All or nothing: an error on one rank (a full disk, say) or a kill leaves the older checkpoints as
-    they were. An existing directory of the same step is kept and is an error, unless ``overwrite``.
-    ``root`` must be the same directory for every rank, and for no other job that saves. CUDA tensors
-    are read on the current stream. Raises CheckpointError on every rank.
-    """
+    """Write ``root/iter_<step>`` from every rank's snapshot and return its path. An error on one rank (a full
+    disk, say) raises CheckpointError on every rank. After an error or a kill the older checkpoints are as they were.
+    An existing directory of the same step is kept and is an error, unless ``overwrite``. ``root`` must be the same
+    directory for every rank, and no other job may save into it. CUDA tensors are read on the current stream."""
     root = Path(root)
     rank, world_size = _rank_and_size(group)
     final = root / directory.checkpoint_name(snapshot.step)
@@ -149,16 +141,14 @@ def load(
 ) -> LoadedState:
     """Fill the records' tensors in place from the checkpoint directory ``path``, after checking it whole.
 
-    kinds: the kinds to fill; as a mapping, kind in the records to kind in the checkpoint. Other kinds of
-        the records are left alone. ``read_manifest(path).kinds`` says what is there.
-    layout: when equal to the saved one (and as many ranks), ``rank_tensors`` are returned.
-    strict: the ranks' records together must name exactly the checkpoint's tensors; otherwise the common
-        ones are filled. Shapes must agree in any case.
-    convert: allow a record's dtype to differ from the stored one.
-
-    Raises CheckpointError on every rank: absent, incomplete, damaged or malicious checkpoint, another
-    model, kinds or dtypes that do not match. Nothing is filled before all checks have passed.
-    """
+    kinds: These are filled, other kinds of the records are left alone. A mapping goes from the records' kind to the
+        checkpoint's. ``read_manifest(path).kinds`` says what is there.
+    layout: If it equals the saved one, and there are as many ranks, ``rank_tensors`` are returned.
+    strict: The ranks' records together must name exactly the checkpoint's tensors. Otherwise the common ones are
+        filled. Shapes must agree in any case.
+    convert: A record's dtype may differ from the stored one.
+    Raises CheckpointError on every rank if the checkpoint is absent, incomplete, damaged, malicious or of another
+    model, or if kinds or dtypes do not match. Nothing is filled before all checks have passed."""
     path = Path(path)
     rank, world_size = _rank_and_size(group)
     chosen = dict(kinds) if isinstance(kinds, Mapping) else {kind: kind for kind in kinds}
@@ -178,7 +168,7 @@ def load(
 
 
 def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch.Tensor]:
-    """Every whole tensor of one kind by its stored name, on the CPU, in the stored dtype. Checks all files."""
+    """Return every whole tensor of one kind by its stored name, on the CPU, in the stored dtype. Check all files."""
     manifest = _open(Path(path))
     stored = stored_tensors(_read_metadata(Path(path), manifest))
     tensors, records = {}, []
@@ -193,14 +183,14 @@ def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch
 
 
 def read_state(path: str | os.PathLike) -> dict[str, Any]:
-    """The ``state`` of a checkpoint directory, as saved. CheckpointError if it is damaged or not there."""
+    """Return a checkpoint directory's ``state`` as saved. CheckpointError is raised if it is damaged or not there."""
     path = Path(path)
     check_checksum(path, STATE_FILE, read_manifest(path).files[STATE_FILE])
     return json.loads((path / STATE_FILE).read_bytes())
 
 
 def verify(path: str | os.PathLike) -> Manifest:
-    """Check every file of the checkpoint directory ``path`` against its manifest; CheckpointError if not."""
+    """Check every file of the checkpoint directory ``path`` against its manifest, or raise CheckpointError."""
     manifest = _open(Path(path))
     _check_files(Path(path), manifest, 0, 1)
     _read_metadata(Path(path), manifest)
@@ -270,7 +260,7 @@ def _open(path: Path) -> Manifest:
 
 
 def _check_files(path: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Checksums of every ``world_size``-th file: together the ranks read each file once."""
+    """Check the checksum of every ``world_size``-th file, so that together the ranks read each file once."""
     for name in sorted(manifest.files)[rank::world_size]:
         check_checksum(path, name, manifest.files[name])
 
@@ -288,7 +278,8 @@ def _read_metadata(path: Path, manifest: Manifest) -> Metadata:
 def _record_shapes(
     records: Sequence[SliceRecord], kinds: Mapping[str, str]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Stored kind to name to shape of what the records ask for; tensors without elements are not stored."""
+    """Return what the records ask for: stored kind to name to shape. Tensors without elements are left out, as they
+    are not stored."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = {stored: {} for stored in kinds.values()}
     for record in records:
         if prod(record.placement.shape):
@@ -341,7 +332,7 @@ def _check_dtypes(metadata: Metadata, records: Sequence[SliceRecord], kinds: Map
 def _read_tensors(
     path: Path, metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]
 ) -> None:
-    """DCP's planner and reader, driven without its collectives: what a rank reads concerns it alone."""
+    """Drive DCP's planner and reader without its collectives: what a rank reads concerns it alone."""
     reader, planner = Reader(path), SliceLoadPlanner(records, kinds)
     planner.set_up_planner({}, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

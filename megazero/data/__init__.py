@@ -1,4 +1,4 @@
-"""Data: Megatron-compatible files, sample order, blends, tokenizers. Torch is imported by ``sampler`` alone."""
+"""Data: Megatron-compatible files, sample order, blends and tokenizers. Only ``sampler`` imports torch."""
 
 from megazero.data.build import Dataset, build_datasets
 from megazero.data.indexed import IndexedDataset, IndexedWriter, token_dtype

@@ -1,4 +1,4 @@
-"""Several datasets as one, interleaved as megatron-core's BlendedDataset does (0.16.1)."""
+"""Several datasets become one. They are interleaved as megatron-core's BlendedDataset does (0.16.1)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def member_sizes(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
-    """Samples to take of (surplus 0), or to prepare in, each member of a blend of about ``size`` samples."""
+    """Return the samples of each member that a blend of about ``size`` takes (surplus 0) or should prepare."""
     return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
 
 
 def blend_order(weights: Sequence[float], size: int) -> Arrays:
-    """``member`` int16 [size], ``sample`` int64 [size]: which member, and which of its samples, comes when.
+    """Return which member, and which of its samples, comes when: ``member`` int16 [size], ``sample`` int64 [size].
 
-    The greedy rule of megatron-core's build_blending_indices: at step t the member with the largest
-    weight * max(t, 1) - drawn is drawn (the first of equals), all in float64. Each draw depends on all
-    before it, so it is a plain loop over Python numbers: 0.9 s for a million samples of 3 members, 3.6 s
-    of 46 (numpy per step: 3.5 and 2.9; fixed-point iteration over blocks was slower still), then cached.
+    The rule is the greedy one of megatron-core's build_blending_indices. At step t the member with the largest
+    weight * max(t, 1) - drawn is drawn (the first of equals), all in float64. Each draw depends on all before it, so
+    it is a plain loop over Python numbers. A million samples take 0.9 s with 3 members and 3.6 s with 46 (numpy per
+    step took 3.5 and 2.9, and fixed-point iteration over blocks was slower still). The result is then cached.
     """
     share, drawn = [float(weight) for weight in weights], [0] * len(weights)
     member = np.empty(size, np.int16)
@@ -50,9 +50,9 @@ def blend_order(weights: Sequence[float], size: int) -> Arrays:
 
 
 class BlendedDataset:
-    """``size`` samples drawn from ``members`` in proportion to ``weights``.
+    """It has ``size`` samples, drawn from ``members`` in proportion to ``weights``.
 
-    ordered_for: the number of samples that the members' order was made for; 0 where they are one epoch.
+    ``ordered_for`` is the number of samples that the members' order was made for. It is 0 where they are one epoch.
     Raises ValueError when the interleaving draws more of a member than it has.
     """
 

@@ -1,4 +1,4 @@
-"""From the data flags to the train, valid and test datasets."""
+"""From the data flags the train, valid and test datasets are built here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SPLITS = ("train", "valid", "test")
 
 
 class Dataset(Protocol):
-    """Samples by position: dict of tokens int64 [s], labels int64 [s], loss_mask float32 [s] (numpy), and
-    position_ids and document_starts int64 [s] where they are asked for.
+    """It gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
+    loss_mask float32 [s], and position_ids and document_starts int64 [s] where they are asked for.
 
-    ordered_for: the number of samples that their order was made for; 0 where it is the same for any number.
+    ``ordered_for`` is the number of samples that their order was made for. It is 0 where the order is the same for
+    any number.
     """
 
     @property
@@ -50,12 +51,14 @@ def build_datasets(
     reset_attention_mask: bool = False,
     ordered_for: tuple[int, int, int] = (0, 0, 0),
 ) -> Datasets:
-    """Train, valid and test datasets; None where 0 samples are asked for. Every rank may call it at once.
+    """Return train, valid and test datasets, None where 0 samples are asked for. Every rank may call it at once.
 
-    data_path: words as config.data_inputs reads them (prefixes, or weights and prefixes); None for mock data.
-    split: shares of the documents such as "969,30,1". samples: how many each dataset must at least have.
-    cache_dir: where the indices are kept; a folder ``cache`` beside the first prefix by default.
-    ordered_for: each dataset's own of an earlier call: its order is kept where it holds ``samples``; 0 for none.
+    data_path: It holds words as config.data_inputs reads them (prefixes, or weights and prefixes). None is mock data.
+    split: It gives shares of the documents, such as "969,30,1".
+    samples: Each dataset must have at least so many.
+    cache_dir: The indices are kept there. By default it is a folder ``cache`` beside the first prefix.
+    ordered_for: It gives each dataset's own value of an earlier call, or 0. The earlier order is kept where it holds
+    ``samples``.
     A blend without weights is one epoch of everything, so it may have fewer samples than asked for.
     Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.
     """
@@ -84,7 +87,7 @@ def open_data(prefix: str | Path, tokenizer: TokenizerInfo) -> IndexedDataset:
 
 
 def split_bounds(split: str) -> dict[str, tuple[float, float]]:
-    """ "969,30,1" -> the fractions where train, valid and test begin and end; missing shares are 0."""
+    """From "969,30,1" make the fractions where train, valid and test begin and end. Missing shares are 0."""
     edges = [0.0]
     for share in normalize(parse_split(split)):
         edges.append(edges[-1] + share)  # summed in this order: the rounding decides where a document goes
@@ -98,7 +101,7 @@ class _Builder:
         self.sources, self.weights, self.spec, self.cache_dir = sources, weights, spec, cache_dir
 
     def build(self, name: str, bounds: tuple[float, float], count: int, before: int) -> Dataset:
-        """One split of all sources: blended by weights, by size, or the one source alone."""
+        """Build one split of all sources: they are blended by weights or by size, or there is one source alone."""
         if self.weights is not None:
             members, number = self._ordered(name, bounds, self.weights, count, before, SURPLUS)
             size = sum(member_sizes(self.weights, max(count, number)))
@@ -123,10 +126,10 @@ class _Builder:
         before: int,
         surplus: float = 0.0,
     ) -> tuple[list[GPTDataset], int]:
-        """A member of every source, and the number of samples that their order was made for.
+        """Return a member of every source, and the number of samples that their order was made for.
 
-        It is ``before`` where members made for that hold ``count``, too: their epochs decide the order, so with more
-        of them it would be another one. Of a blend a longer order begins with the shorter one.
+        That number is ``before`` where members made for that hold ``count``, too. Their epochs decide the order, so
+        with more epochs the order would be another one. In a blend a longer order begins with the shorter one.
         """
         least = member_sizes(weights, count, surplus)
         for number in (before or count, count):

@@ -1,4 +1,4 @@
-"""Arrays that many processes need and one builds: .npy files named by a hash of what they were made from."""
+"""Arrays that many processes need and one builds. They are .npy files, named by a hash of what they come from."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ FORMAT = 1  # part of every description: raise it when the meaning of a cached a
 
 
 def cached_arrays(directory: Path, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays of ``description``, memory-mapped; ``build`` runs only where the cache has no sound copy.
+    """Return the arrays of ``description``, memory-mapped. ``build`` runs only where the cache has no sound copy.
 
-    Safe to call from every rank at once: one builds under a file lock, the others wait for it. Where a
-    file system ignores locks, two may build, and rename identical files over each other.
-    A file that is missing, truncated or altered (CRC-32 of the data) is built again.
-    Raises ValueError when the directory cannot be written.
+    Every rank may call it at once: one builds under a file lock, and the others wait for it. Where a file system
+    ignores locks, two may build, and they rename identical files over each other. A file that is missing, truncated
+    or altered (CRC-32 of the data) is built again. Raises ValueError when the directory cannot be written.
     """
     text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
     base = directory / hashlib.sha256(text.encode()).hexdigest()[:32]

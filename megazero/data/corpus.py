@@ -1,4 +1,4 @@
-"""Text that every machine has: the sources of the running Python's standard library."""
+"""Every machine has this text: the sources of the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 
 
 def stdlib_sources() -> list[Path]:
-    """The standard library's .py files that are UTF-8, without its tests and installed packages, sorted.
+    """Return the standard library's UTF-8 .py files, sorted, without its tests and installed packages.
 
-    About 660 files and 12 MB on Python 3.11.
+    They are about 660 files and 12 MB on Python 3.11.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]

@@ -1,4 +1,4 @@
-"""Writing that cannot harm what is on disk: beside the target, flushed to the device, then renamed."""
+"""Writing here cannot harm what is on disk: data go beside the target, are flushed to the device, then renamed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import IO
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the same directory that no other process uses (process ids of several nodes may clash)."""
+    """Return a name in the same directory that no other process uses (process ids of several nodes may clash)."""
     return path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a binary file that takes the name ``path`` when the block ends well, and leaves no trace otherwise."""
+    """Open a binary file. It takes the name ``path`` when the block ends well, and leaves no trace otherwise."""
     temporary = temporary_beside(path)
     try:
         with open(temporary, "wb") as handle:
@@ -31,7 +31,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock on ``path`` (created when absent); released when the process dies, too."""
+    """Hold an advisory lock on ``path`` (created when absent). It is released when the process dies, too."""
     with open(path, "ab") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""Samples of fixed length from an indexed dataset, in the order of megatron-core's GPTDataset (0.16.1).
+"""Samples of fixed length are cut from an indexed dataset, in the order of megatron-core's GPTDataset (0.16.1).
 
-Documents of all epochs are shuffled and laid end to end; sample i covers tokens i*s .. i*s + s of that stream
-(s + 1 of them, neighbours share one), and a second shuffle orders the samples. Both shuffles draw from one
+Documents of all epochs are shuffled and laid end to end. Sample i covers tokens i*s .. i*s + s of that stream (s + 1
+of them, neighbours share one), and a second shuffle orders the samples. Both shuffles draw from one
 ``numpy.random.RandomState(seed)``. When less than 80% of the last epoch is needed, it is shuffled apart.
 What Megatron calls a document here is a sequence of the index.
 """
@@ -25,9 +25,10 @@ Sample = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """How samples are cut and masked. seq_length: tokens per sample; seed: of both shuffles.
+    """It says how samples are cut and masked.
 
-    reset_position_ids, reset_attention_mask: samples say where documents begin (``document_fields``).
+    ``seq_length`` is the tokens per sample. ``seed`` is the seed of both shuffles. With ``reset_position_ids`` or
+    ``reset_attention_mask`` samples say where documents begin (``document_fields``).
     """
 
     seq_length: int
@@ -39,10 +40,11 @@ class SampleSpec:
 
 
 def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
-    """text int64 [s + 1] -> tokens int64 [s], labels int64 [s], loss_mask float32 [s], and ``document_fields``.
+    """From text int64 [s + 1] make tokens int64 [s], labels int64 [s], loss_mask float32 [s], and
+    ``document_fields``.
 
-    With eod_mask_loss a position whose *token* (not label) is the end of document has weight 0: it would
-    have to predict the first token of an unrelated document.
+    With eod_mask_loss a position whose *token* (not label) is the end of document has weight 0, because it would have
+    to predict the first token of an unrelated document.
     """
     tokens = text[:-1]
     mask = np.ones(len(tokens), np.float32)
@@ -59,10 +61,11 @@ def finish_sample(text: NDArray[np.int64], spec: SampleSpec) -> Sample:
 def document_fields(
     ends: NDArray[np.bool_], *, reset_position_ids: bool, reset_attention_mask: bool
 ) -> Sample:
-    """Where documents begin, of what is asked for: int64 [..., s] each.
+    """Say where documents begin, in the fields that are asked for, int64 [..., s] each.
 
-    ends: bool [..., s], True at the last token of a document, its end-of-document token; the next begins after it.
-    position_ids count from 0 within each document; document_starts is where the document of each token begins.
+    ``ends`` is bool [..., s], True at the last token of a document, its end-of-document token. The next document
+    begins after it. ``position_ids`` count from 0 within each document. ``document_starts`` is where the document of
+    each token begins.
     """
     at = np.arange(ends.shape[-1])
     begins = np.zeros(ends.shape, np.int64)
@@ -77,14 +80,14 @@ def document_fields(
 
 
 def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
-    """Epochs that hold ``num_samples`` samples of seq_length tokens and the one token after the last."""
+    """Return the epochs that hold ``num_samples`` samples of seq_length tokens and the one token after the last."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
 def document_order(
     documents: NDArray[np.int32], epochs: int, random: np.random.RandomState, separate_last: bool
 ) -> NDArray[np.int32]:
-    """int32 [epochs * len(documents)]: all epochs shuffled together, the last apart when asked."""
+    """Return int32 [epochs * len(documents)]: all epochs shuffled together, the last one apart when asked."""
     together = epochs - 1 if separate_last else epochs
     parts = (
         [np.tile(documents, together), documents.copy()] if separate_last else [np.tile(documents, epochs)]
@@ -95,10 +98,10 @@ def document_order(
 
 
 def sample_starts(sizes: NDArray[np.int32], num_samples: int, seq_length: int) -> NDArray[Any]:
-    """[num_samples + 1, 2]: position in the document order and token offset in it where each sample starts.
+    """Return where each sample starts, [num_samples + 1, 2]: position in the document order, token offset in it.
 
-    sizes: int32, tokens of each document in order. Boundary i is stream token i * seq_length; its document
-    is the first whose running end lies beyond it. int32, or int64 where Megatron needs that.
+    ``sizes`` is int32, the tokens of each document in order. Boundary i is stream token i * seq_length, and its
+    document is the first whose running end lies beyond it. The result is int32, or int64 where Megatron needs that.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
     at = np.arange(num_samples + 1, dtype=np.int64) * seq_length
@@ -112,7 +115,7 @@ def sample_starts(sizes: NDArray[np.int32], num_samples: int, seq_length: int) -
 
 
 def sample_order(first: int, total: int, random: np.random.RandomState) -> NDArray[Any]:
-    """A permutation of range(total) that keeps the ranges below and from ``first`` apart."""
+    """Permute range(total), as uint32 or int64 [total]. The ranges below and from ``first`` stay apart."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     parts = [np.arange(first, dtype=dtype)]
     if first != total:
@@ -125,9 +128,9 @@ def sample_order(first: int, total: int, random: np.random.RandomState) -> NDArr
 def build_order(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], num_samples: int | None, spec: SampleSpec
 ) -> Arrays:
-    """The three indices: ``documents`` int32 [E * n], ``starts`` [samples + 1, 2], ``shuffle`` [samples].
+    """Return the three indices: ``documents`` int32 [E * n], ``starts`` [samples + 1, 2], ``shuffle`` [samples].
 
-    num_samples None means one epoch.
+    If ``num_samples`` is None, they are for one epoch.
     """
     tokens, s = int(lengths[documents].sum(dtype=np.int64)), spec.seq_length
     epochs = 1 if num_samples is None else epochs_needed(num_samples, tokens, s)
@@ -147,10 +150,10 @@ def build_order(
 
 
 class GPTDataset:
-    """Samples of one split of one indexed dataset; ``self[i]`` is a Sample.
+    """Samples of one split of one indexed dataset. ``self[i]`` is a Sample.
 
-    documents: int32, the sequences of the split, with at least one token. num_samples: at least so many
-    samples (as many epochs as that takes), or None for one epoch. Reading a sample raises ValueError when it
+    ``documents`` is int32, the sequences of the split, with at least one token. ``num_samples`` asks for at least so
+    many samples (as many epochs as that takes), or is None for one epoch. Reading a sample raises ValueError when it
     holds a token outside the vocabulary.
     """
 
@@ -183,7 +186,7 @@ class GPTDataset:
         return len(self.shuffle)
 
     def text(self, index: int) -> NDArray[np.int64]:
-        """int64 [s + 1]: the tokens of sample ``index`` and the one after them."""
+        """Return int64 [s + 1]: the tokens of sample ``index`` and the one after them."""
         (first, start), (last, stop) = self.starts[self.shuffle[index] :][:2].tolist()
         if first == last:
             parts = [self.source.get(self.documents[first], start, stop - start + 1)]

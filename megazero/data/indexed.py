@@ -1,8 +1,8 @@
 """Megatron's indexed dataset, byte for byte: PREFIX.bin holds tokens, PREFIX.idx says where sequences lie.
 
-``.idx``, little-endian and unpadded: ``MMIDIDX\\0\\0``, uint64 version (1), uint8 dtype code, uint64 S sequences,
-uint64 D, int32[S] lengths in tokens, int64[S] byte offsets into ``.bin``, int64[D] the sequence at which each
-document begins (from 0) closed by S; so D is the number of documents + 1.
+``.idx`` is little-endian and unpadded. It holds ``MMIDIDX\\0\\0``, the uint64 version (1), the uint8 dtype code,
+uint64 S (the number of sequences), uint64 D, int32[S] lengths in tokens and int64[S] byte offsets into ``.bin``. Last
+is int64[D], the sequence at which each document begins (from 0), closed by S. So D is the number of documents + 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype Megatron's preprocessing picks for a vocabulary."""
+    """Return the dtype that Megatron's preprocessing picks for a vocabulary."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCABULARY else np.dtype("<i4")
 
 
@@ -51,7 +51,7 @@ def dtype_code(dtype: DTypeLike) -> int:
 
 
 def encode_index(lengths: ArrayLike, documents: ArrayLike, dtype: DTypeLike) -> bytes:
-    """The whole ``.idx``. lengths: int32 [S] tokens; documents: int64 [D] from 0 to S."""
+    """Return the whole ``.idx``. ``lengths`` is int32 [S], in tokens. ``documents`` is int64 [D], from 0 to S."""
     sizes = np.ascontiguousarray(lengths, dtype="<i4")
     bounds = np.ascontiguousarray(documents, dtype="<i8")
     offsets = np.zeros(len(sizes), dtype="<i8")
@@ -62,7 +62,7 @@ def encode_index(lengths: ArrayLike, documents: ArrayLike, dtype: DTypeLike) -> 
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; they take their names together when the block ends without an error.
+    """It writes PREFIX.bin and PREFIX.idx. They take their names together when the block ends without an error.
 
     >>> with IndexedWriter("corpus_text_document", dtype=token_dtype(32000)) as writer:
     ...     writer.add_document([1, 2, 3])
@@ -83,7 +83,8 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """One document of one sequence, or of several whose ``lengths`` add up to the tokens.
+        """Add one document of one sequence, or of several whose ``lengths`` add up to the number of ``tokens``
+        (integers, [n]).
 
         A document without tokens and lengths is recorded as one with no sequence, as Megatron does.
         Raises ValueError for a token that ``dtype`` cannot hold.
@@ -107,7 +108,9 @@ class IndexedWriter:
         self.add_encoded(raw, np.asarray(lengths, np.int32), np.asarray([len(lengths)], np.int64))
 
     def add_encoded(self, raw: bytes, lengths: NDArray[np.int32], documents: NDArray[np.int64]) -> None:
-        """Append bytes already in the file's dtype. lengths: tokens per sequence; documents: sequences in each."""
+        """Append bytes already in the file's dtype. ``lengths`` is int32, the tokens of each sequence. ``documents``
+        is int64, the sequences of each document.
+        """
         self._bin.write(raw)
         self._lengths.append(lengths)
         self._documents.append(self._sequences + np.cumsum(documents))
@@ -142,10 +145,10 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """Reads PREFIX.bin and PREFIX.idx through memory maps. Everything about the files is checked on opening.
+    """It reads PREFIX.bin and PREFIX.idx through memory maps. Everything about the files is checked on opening.
 
-    lengths: int32 [S] tokens per sequence; offsets: int64 [S] bytes into .bin; documents: int64 [D].
-    Raises ValueError for files that are missing, empty, truncated, foreign or at odds with each other.
+    ``lengths`` is int32 [S], the tokens of each sequence. ``offsets`` is int64 [S], in bytes into .bin. ``documents``
+    is int64 [D]. Raises ValueError for files that are missing, empty, truncated, foreign or at odds with each other.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -181,11 +184,13 @@ class IndexedDataset:
             )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens [length] of one sequence from ``offset`` on (to its end by default); a read-only view."""
+        """Return tokens [length] of one sequence from ``offset`` on (to its end by default), in the file's dtype.
+        They are a read-only view.
+        """
         count = int(self.lengths[sequence]) - offset if length is None else length
         start = int(self.offsets[sequence]) + offset * self.dtype.itemsize
         return self._bin[start : start + count * self.dtype.itemsize].view(self.dtype)
@@ -193,7 +198,7 @@ class IndexedDataset:
     __getitem__ = get
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError when the files cannot have been made with a vocabulary of this size."""
+        """Raise ValueError when the files cannot have been made with a vocabulary of this size."""
         if self.dtype.kind not in "iu":
             raise ValueError(f"{self.prefix} holds {self.dtype.name} values, not tokens")
         if vocab_size - 1 > np.iinfo(self.dtype).max:
@@ -204,7 +209,7 @@ class IndexedDataset:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the index: sha256 of .idx, size of .bin. The same on every copy of the files."""
+        """Return sha256 of .idx and size of .bin: they identify the index, and every copy has the same."""
         with open(idx_path(self.prefix), "rb") as handle:
             digest = hashlib.file_digest(handle, "sha256").hexdigest()
         return {"idx_sha256": digest, "bin_bytes": bin_path(self.prefix).stat().st_size}

@@ -1,4 +1,4 @@
-"""Synthetic data with something to learn, for tests and for timing without a corpus."""
+"""Synthetic data with something to learn. It serves tests, and timing without a corpus."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MEAN_DOCUMENT = 64
 
 
 class MockDataset:
-    """Documents that count upwards: a random first token, then +stride modulo the vocabulary, then the eod.
+    """Its documents count upwards: a random first token, then +stride modulo the vocabulary, then the eod.
 
-    Lengths are geometric with mean 64, so the best loss is about (ln(vocabulary) + 5.2) / 65 nats per token:
-    all but the first token of a document can be learned, its end cannot. A sample depends on
-    (seed, split, index) alone. split: 0 train, 1 valid, 2 test.
+    Lengths are geometric with mean 64, so the best loss is about (ln(vocabulary) + 5.2) / 65 nats per token: all but
+    the first token of a document can be learned, its end cannot. A sample depends on (seed, split, index) alone.
+    ``split`` is 0 for train, 1 for valid and 2 for test.
     """
 
     ordered_for = 0

@@ -1,7 +1,7 @@
-"""Raw text to indexed files, in chunks that any number of workers make and a killed run finds again.
+"""Raw text becomes indexed files, in chunks that any number of workers make and a killed run finds again.
 
-The inputs alone decide how they are cut, so the output does not depend on the workers. A finished chunk lies
-in PREFIX.parts/ until the files are joined; job.json there says what the chunks were made from.
+The inputs alone decide how they are cut, so the output does not depend on the workers. A finished chunk lies in
+PREFIX.parts/ until the files are joined. The file job.json there says what the chunks were made from.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ Encoded = tuple[list[int], list[int]]  # tokens of a document, lengths of its se
 
 @dataclass(frozen=True)
 class Job:
-    """What to make. Everything here changes the output, and is what a resumed run must agree on.
+    """It says what to make. Everything here changes the output, and is what a resumed run must agree on.
 
-    files: in order; .jsonl, .json and .ndjson hold one JSON object a line, any other file is one document.
+    ``files`` are in order. A .jsonl, .json or .ndjson file holds one JSON object a line, any other file is one
+    document.
     """
 
     files: tuple[str, ...]
@@ -52,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Either lines of one JSON file that begin in bytes [start, stop), or whole text files (stop 0)."""
+    """It is either lines of one JSON file that begin in bytes [start, stop), or whole text files (stop 0)."""
 
     number: int
     files: tuple[str, ...]
@@ -71,7 +72,7 @@ class Counts:
 
 
 def cut(files: Sequence[str], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """About ``chunk_bytes`` of input each."""
+    """Cut the files into chunks of about ``chunk_bytes`` of input each."""
     chunks: list[Chunk] = []
     texts: list[str] = []
     gathered = 0
@@ -107,10 +108,10 @@ def preprocess(
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[str], Counts]:
-    """Make OUTPUT_KEY_document.bin, .idx and .meta.json for every key; returns their prefixes and the counts.
+    """Make OUTPUT_KEY_document.bin, .idx and .meta.json for every key. Returns their prefixes and the counts.
 
-    Interrupted and called again with the same job it continues; with another job, or changed inputs, it says
-    so and starts again. Raises ValueError for bad input, naming file and line.
+    Interrupted and called again with the same job, it continues. With another job, or changed inputs, it says so and
+    starts again. Raises ValueError for bad input, naming file and line.
     """
     info = job.tokenizer().info
     prefix = Path(output_prefix)
@@ -140,7 +141,7 @@ def preprocess(
 def _claim(
     parts: Path, job: Job, fingerprint: str, chunk_bytes: int, say: Callable[[str], None]
 ) -> dict[int, Counts]:
-    """The chunks that an earlier run of the same job finished; a folder of another job is emptied."""
+    """Return the chunks that an earlier run of the same job finished. A folder of another job is emptied."""
     stats = [os.stat(file) for file in job.files]
     identity = json.dumps(
         {
@@ -189,7 +190,7 @@ def _run(job: Job, chunks: list[Chunk], parts: Path, workers: int) -> Iterator[t
 
 @lru_cache(maxsize=1)
 def _encoder(job: Job, parts: Path) -> Encoder:
-    """One a process: loading a tokenizer for every chunk would cost more than encoding it."""
+    """Return the process's one encoder: loading a tokenizer for every chunk would cost more than encoding it."""
     return Encoder(job, parts)
 
 
@@ -198,7 +199,7 @@ def _work(job: Job, parts: Path, chunk: Chunk) -> tuple[int, Counts]:
 
 
 class Encoder:
-    """Turns a chunk into files NUMBER-KEY.bin and .npz, and at last NUMBER.done with the counts."""
+    """It turns a chunk into files NUMBER-KEY.bin and .npz, and at last NUMBER.done with the counts."""
 
     def __init__(self, job: Job, parts: Path) -> None:
         self.job, self.parts = job, parts
@@ -231,7 +232,7 @@ class Encoder:
         return chunk.number, total
 
     def _documents(self, chunk: Chunk) -> Iterator[dict[str, Encoded] | None]:
-        """Tokens by key of every document; None for a line that is left out."""
+        """Yield the tokens by key of every document, or None for a line that is left out."""
         if not chunk.stop:
             for file in chunk.files:
                 text = read_text(file)
@@ -251,7 +252,7 @@ class Encoder:
                 yield None
 
     def _encode(self, text: Text) -> Encoded:
-        """Tokens of a document and the lengths of its sequences: one, or one for each string of a list."""
+        """Return a document's tokens and its sequences' lengths: one, or one for each string of a list."""
         pieces = [self.tokenizer.encode(piece) for piece in ([text] if isinstance(text, str) else text)]
         pieces = [piece for piece in pieces if piece]
         if pieces and self.job.append_eod:

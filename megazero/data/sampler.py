@@ -1,8 +1,8 @@
-"""Which sample goes to which rank, and batches of them. The position is one number: consumed samples.
+"""This module says which sample goes to which rank, and makes batches. The position is one number: consumed samples.
 
-A step of m micro-batches of b samples on each of d data-parallel ranks takes samples consumed ..
-consumed + m*b*d; micro-batch i gives rank r the b samples from consumed + (i*d + r)*b on, as Megatron does.
-So the samples of a step, and the micro-batches that follow one another, do not depend on how steps are cut.
+A step of m micro-batches of b samples on each of d data-parallel ranks takes samples consumed .. consumed + m*b*d.
+Micro-batch i gives rank r the b samples from consumed + (i*d + r)*b on, as Megatron does. So the samples of a step,
+and the micro-batches that follow one another, do not depend on how steps are cut.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Batch = dict[str, torch.Tensor]
 
 
 def micro_batch_ids(consumed: int, micro_batch_size: int, rank: int, size: int) -> range:
-    """Sample ids of data-parallel rank ``rank`` of ``size`` in the micro-batch that begins at ``consumed``."""
+    """Return sample ids of data-parallel rank ``rank`` of ``size`` in the micro-batch that begins at ``consumed``."""
     first = consumed + rank * micro_batch_size
     return range(first, first + micro_batch_size)
 
 
 class Batches:
-    """Batches of one data-parallel rank, made one step ahead by a background thread.
+    """Batches of one data-parallel rank, which a background thread makes one step ahead.
 
-    ``consumed`` counts what ``next_step`` handed out, over all ranks; what the thread prepared beyond it
-    is not in the position, so saving it and starting again there gives neither gap nor repeat.
-    limit: samples that may be consumed; len(dataset) by default.
+    ``consumed`` counts what ``next_step`` handed out, over all ranks. What the thread prepared beyond it is not in
+    the position, so saving it and starting again there gives neither gap nor repeat. ``limit`` is the number of
+    samples that may be consumed (by default len(dataset)).
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
     def sample_ids(self, micro_batches: int) -> list[list[int]]:
-        """Ids [micro_batches][b] that ``next_step`` will give this rank."""
+        """Return the ids [micro_batches][b] that ``next_step`` will give this rank."""
         return [list(self._ids(i)) for i in range(micro_batches)]
 
     def next_step(self, micro_batches: int) -> list[Batch]:
-        """The step's batches: tokens and labels int64 [b, s], loss_mask float32 [b, s], and what else the
-        samples say.
+        """Return the step's batches. Each has tokens and labels int64 [b, s], loss_mask float32 [b, s], and whatever
+        else the samples say.
 
-        Raises ValueError when fewer samples are left than the step takes; the position then stays.
+        Raises ValueError when fewer samples are left than the step takes. The position then stays.
         """
         wanted = micro_batches * self._stride
         if self.consumed + wanted > self.limit:
@@ -94,7 +94,7 @@ class Batches:
 
     @property
     def _stride(self) -> int:
-        """Samples in a micro-batch over all ranks."""
+        """Return the number of samples in a micro-batch over all ranks."""
         return self.micro_batch_size * self.size
 
     def _ids(self, ahead: int) -> range:

@@ -1,4 +1,4 @@
-"""Reading raw text: which files, their lines, and errors that name file and line."""
+"""Raw text is read here: which files, their lines, and errors that name file and line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ Text = str | list[str]
 
 
 def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
-    """Files named, matched by a glob, or lying anywhere in a directory (``pattern``, hidden ones left out)."""
+    """Return the files that are named, matched by a glob, or lie anywhere in a directory (those that match
+    ``pattern``, without hidden ones).
+    """
     found: list[Path] = []
     for word in inputs:
         path = Path(word)
@@ -30,7 +32,7 @@ def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
 
 
 def is_json(file: str) -> bool:
-    """Whether a file holds one JSON object a line; any other file is one document of plain text."""
+    """Return whether a file holds one JSON object a line. Any other file is one document of plain text."""
     return Path(file).suffix in JSON_SUFFIXES
 
 
@@ -46,7 +48,7 @@ def read_text(file: str) -> str:
 
 
 def json_lines(file: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that begin in bytes [start, stop); blank ones are left out."""
+    """Yield (offset, line) of the lines that begin in bytes [start, stop). Blank ones are left out."""
     with open(file, "rb") as handle:
         if start:
             handle.seek(start - 1)
@@ -58,7 +60,7 @@ def json_lines(file: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
 
 
 def line_number(file: str, offset: int) -> int:
-    """From 1, of the line that begins at ``offset``."""
+    """Return the number, counted from 1, of the line that begins at ``offset``."""
     number = 1
     with open(file, "rb") as handle:
         while handle.tell() < offset:
@@ -68,7 +70,7 @@ def line_number(file: str, offset: int) -> int:
 
 
 def parse_line(line: bytes, keys: Iterable[str]) -> dict[str, Text]:
-    """The texts of a JSON line, by key. Raises ValueError saying what is wrong, not where."""
+    """Return the texts of a JSON line, by key. A ValueError says what is wrong, not where."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:

@@ -18,9 +18,10 @@ KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[E
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What data and model need of a tokenizer.
+    """Data and model need this of a tokenizer.
 
-    fingerprint: sha256 of the model; vocab_size: largest id + 1; eod: id of the end of document.
+    ``fingerprint`` is the sha256 of the model, ``vocab_size`` the largest id + 1, ``eod`` the id of the end of
+    document.
     """
 
     fingerprint: str
@@ -29,7 +30,7 @@ class TokenizerInfo:
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. ``encode`` adds no token of its own (no begin, no end of text)."""
+    """It turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text)."""
 
     info: TokenizerInfo
 
@@ -39,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece ``.model`` file; its end-of-sentence piece marks the end of a document."""
+    """It reads a SentencePiece ``.model`` file, whose end-of-sentence piece marks the end of a document."""
 
     def __init__(self, model: Path) -> None:
         import sentencepiece
@@ -65,10 +66,10 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
+    """It reads a ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
 
-    The end of document is the ``eos_token`` that tokenizer_config.json or special_tokens_map.json beside it
-    names, else the first of KNOWN_EOD in the vocabulary.
+    The end of document is the ``eos_token`` that tokenizer_config.json or special_tokens_map.json beside it names,
+    else the first of KNOWN_EOD in the vocabulary.
     """
 
     def __init__(self, model: Path) -> None:
@@ -100,7 +101,7 @@ class HuggingFaceTokenizer:
 
 
 class NullTokenizer:
-    """Text is integers in decimal, separated by spaces, below ``vocab_size``; that number itself is the eod."""
+    """Its text is decimal integers below ``vocab_size``, separated by spaces. The eod is ``vocab_size`` itself."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
@@ -122,9 +123,10 @@ class NullTokenizer:
 
 
 def load_tokenizer(kind: str, model: str | Path | None = None, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a kind in config.data_inputs.TOKENIZERS, from its model or (NullTokenizer) a vocabulary size.
+    """Load a tokenizer of a kind in config.data_inputs.TOKENIZERS, from its model or (NullTokenizer) a vocabulary
+    size.
 
-    Raises ValueError for another kind, and where that is missing or cannot be read.
+    Raises ValueError for another kind, and where the model or the size is missing or cannot be read.
     """
     if kind not in TOKENIZERS:
         raise ValueError(

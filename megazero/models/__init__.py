@@ -1,4 +1,4 @@
-"""One decoder; what it is made of is a model section, whose defaults come from a family."""
+"""There is one decoder. A model section says what it is made of, and the section's defaults come from a family."""
 
 from megazero.config.model import ModelConfig, from_hf_config, make_model
 from megazero.models.decoder import Decoder

@@ -1,7 +1,8 @@
-"""Which of torch's attention kernels runs: a fused one, or "math", which keeps a matrix [s, s] per head and sample.
+"""This module asks which of torch's attention kernels runs: a fused one, or "math".
 
-The fused kernels differ in dtypes (flash attention takes 16 bits), masks (flash attention takes none) and grouped
-key/value heads (of the memory-efficient kernel, which takes fp32, by the release of torch). So torch is asked.
+"math" keeps a matrix [s, s] per head and sample. The fused kernels differ in dtypes (flash attention takes 16 bits),
+in masks (flash attention takes none) and in grouped key/value heads (whether the memory-efficient kernel, which takes
+fp32, allows them depends on the release of torch). So torch is asked.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from megazero.tp import TensorParallel
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Whether a fused CUDA kernel takes q [b, heads, s, d], k and v [b, kv heads, s, d] as they are, causal where
-    there is no additive mask. False for tensors elsewhere.
+    """Return whether a fused CUDA kernel takes q [b, heads, s, d], k and v [b, kv heads, s, d] as they are.
 
-    cuDNN's kernel is not asked: where the other two refuse, torch prefers math to it.
+    Without an additive mask, attention is causal. The answer is False for tensors that are not on CUDA. cuDNN's
+    kernel is not asked: where the other two refuse, torch prefers math to it.
     """
     inputs = cuda.SDPAParams(q, k, v, mask, dropout, mask is None, q.shape[1] != k.shape[1])
     return cuda.can_use_flash_attention(inputs) or cuda.can_use_efficient_attention(inputs)
@@ -28,9 +29,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
 def math_note(
     config: ModelConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype, documents: bool = False
 ) -> str | None:
-    """What to say at the start of a run whose attention gets no fused kernel on a GPU; None where it gets one.
+    """Return what to say at the start of a run whose attention gets no fused kernel on a GPU, or None if it gets one.
 
-    documents: attention stays within them.
+    ``documents`` says that attention stays within documents.
     """
     if device.type == "cpu":
         return None

@@ -1,9 +1,9 @@
-"""The decoder: embedding, layers, head. Activations between them are [s, b, h].
+"""The decoder consists of embedding, layers and head. Activations between them are [s, b, h].
 
-Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the
-module is called, so all calls go through ``__call__`` and nothing reads another unit's parameters.
-Under tied embeddings the head holds the embedding's Parameter object; where they are on different
-pipeline ranks it holds one of its own, with the same values.
+Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the module is called.
+So all calls go through ``__call__``, and nothing reads another unit's parameters. Under tied embeddings the head
+holds the embedding's Parameter object. Where they are on different pipeline ranks, the head holds one of its own,
+with the same values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
     ) -> Tensor:
-        """tokens: int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
+        """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
         length = tokens.shape[1]
         x = self.tokens(tokens.t())
         if self.positions is not None:
@@ -80,9 +80,9 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, projection to the vocabulary, and the loss.
+    """It holds the final norm, the projection to the vocabulary, and the loss.
 
-    weight: [vocabulary rows of this rank, h]; the embedding's Parameter when tied.
+    ``weight`` is [vocabulary rows of this rank, h]. It is the embedding's Parameter when tied.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Head(nn.Module):
         self.weight = tied
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x: [s, b, h] or its slice under sequence parallel; labels: int [b, s].
+        """``x`` is [s, b, h], or its slice under sequence parallel. ``labels`` is int [b, s].
 
-        Returns the loss of each token [b, s] in at least fp32; without labels this rank's part of the
+        Returns the loss of each token [b, s] in at least fp32. Without labels it returns this rank's part of the
         padded vocabulary's logits, [b, s, rows].
         """
         (logits,) = column_parallel(self.norm(x), [(self.weight, None)], self.tp)
@@ -109,10 +109,10 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer on one tensor-parallel rank, whole or some of its pipeline stages.
+    """A decoder-only transformer on one tensor-parallel rank. It is whole, or some of its pipeline stages.
 
-    Built with uninitialised parameters on any device, meta included: ``initialize``,
-    ``load_hf_state_dict`` or the ZeRO engine (through ``initializer``) fills them.
+    It is built with uninitialised parameters on any device, meta included. ``initialize``, ``load_hf_state_dict`` or
+    the ZeRO engine (through ``initializer``) fills them.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """config: a model section whose sizes are all known, of a run or by ``make_model``.
+        """``config`` is a model section whose sizes are all known, of a run or from ``make_model``.
 
-        recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
+        recompute: The backward computes this again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
-        stages: the pipeline stages that this rank holds; default: one that is the whole model.
-        ValueError when the configuration cannot be built over ``tp``.
+        stages: These are the pipeline stages that this rank holds. The default is one that is the whole model.
+        Raises ValueError when the configuration cannot be built over ``tp``.
         """
         super().__init__()
         self.config = config
@@ -162,11 +162,12 @@ class Decoder(nn.Module):
         dropout_key: int | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """tokens, labels: int [b, s]; labels[:, i] is the token after tokens[:, i] (no shift here).
+        """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s].
 
-        dropout_key: names the micro-batch, differently on each data-parallel rank; needed when training
-        with dropout. documents: that the samples are packed of, if positions or attention go by them. Returns as
-        ``Head.forward``. Of a decoder that is whole.
+        labels: labels[:, i] is the token after tokens[:, i] (nothing is shifted here).
+        dropout_key: It names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
+        documents: The samples are packed of them. They are needed if positions or attention go by documents.
+        Returns the same as ``Head.forward``.
         """
         (whole,) = self.stages
         return self.run_stage(whole, tokens, labels, dropout_key, documents)
@@ -179,9 +180,11 @@ class Decoder(nn.Module):
         dropout_key: int | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """One of ``stages``. x: tokens [b, s] for the first of the model, else what the stage before returned.
+        """Run one of ``stages``. ``x`` is tokens [b, s] for the model's first stage, else what the stage before
+        returned.
 
-        Returns activations [s, b, h] (their slice under sequence parallel), of the last stage as ``Head.forward``.
+        Returns activations [s, b, h] (their slice under sequence parallel). The last stage returns as
+        ``Head.forward``.
         """
         config = self.config
         if self.training and dropout_key is None and max(config.hidden_dropout, config.attention_dropout) > 0:
@@ -198,7 +201,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def full_logits(self, tokens: Tensor) -> Tensor:
-        """Logits of the true vocabulary, [b, s, vocab_size], gathered over the tp axis; no gradient."""
+        """Return the true vocabulary's logits [b, s, vocab_size], gathered over the tp axis, without gradient."""
         local = self(tokens)
         if self.tp.size > 1:
             parts = start_all_gather(local.permute(2, 1, 0), self.tp).wait()
@@ -206,11 +209,11 @@ class Decoder(nn.Module):
         return local[..., : self.config.vocab_size]
 
     def units(self) -> list[tuple[nn.Module, ...]]:
-        """The modules whose parameters are gathered together, in order of use."""
+        """Return the modules whose parameters are gathered together, in order of use."""
         return [(module,) for part in self.parts() for module in part]
 
     def parts(self) -> list[list[nn.Module]]:
-        """The modules of each of ``stages``, in order of use."""
+        """Return the modules of each of ``stages``, in order of use."""
         return [
             [
                 *([self.embedding] if stage.embedding and self.embedding is not None else []),
@@ -221,35 +224,35 @@ class Decoder(nn.Module):
         ]
 
     def tied_ends(self) -> dict[str, str]:
-        """Name here to common name of the parameter that the pipeline's other end holds, too."""
+        """Map the name here of the parameter that the pipeline's other end holds, too, to its common name."""
         if not self.tied or (self.embedding is None) == (self.head is None):
             return {}
         return {_EMBEDDING_WEIGHT if self.head is None else "head.weight": _EMBEDDING_WEIGHT}
 
     def initialize(self, seed: int) -> None:
-        """Fill the parameters with the values ``initializer(self, seed)`` gives. Not on meta."""
+        """Fill the parameters with the values of ``initializer(self, seed)``. They must not be on meta."""
         value = initializer(self, seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(value(name))
 
     def placements(self) -> dict[str, Placement]:
-        """Where each parameter held here lies in the family's Hugging Face tensors; tied weights once."""
+        """Say where each parameter held here lies in the family's Hugging Face tensors. Tied weights come once."""
         whole = decoder_placements(self.config, self.tp)
         tied = self.tied_ends()
         return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
 
     def replicated_parameters(self) -> set[str]:
-        """Parameters that several ranks of the tp axis hold (they count once in a norm)."""
+        """Return the parameters that several ranks of the tp axis hold (they count once in a norm)."""
         return replicated_names(self.config, self.tp.size)
 
     def replica_span(self, name: str) -> int:
-        """How many ranks in a row hold the same of a replicated parameter; 0: all of the tp axis."""
+        """Return how many ranks in a row hold the same of a replicated parameter. 0 means all of the tp axis."""
         copies = head_copies(self.config, name, self.tp.size)
         return copies if copies > 1 else 0
 
     def partial_gradients(self) -> set[str]:
-        """Parameters whose gradient on this rank is one term of a sum over the tp axis.
+        """Return the parameters whose gradient on this rank is one term of a sum over the tp axis.
 
         Under sequence parallel a replicated parameter sees this rank's positions only. Key/value heads that several
         ranks hold see this rank's query heads only.
@@ -258,5 +261,5 @@ class Decoder(nn.Module):
         return {name for name in names if self.tp.sharded_sequence or self.replica_span(name)}
 
     def no_weight_decay(self) -> set[str]:
-        """Norms and biases."""
+        """Return the norms and biases, which get no weight decay."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}

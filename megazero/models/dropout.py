@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of a key, not of a generator's history.
+"""Here the mask of a dropout is a function of a key, not of a generator's history.
 
-The key names the micro-batch, the layer and the site (and the tensor-parallel rank where the
-activation is sharded), so a recompute draws the same mask, ranks that hold the same activation draw
-the same mask, and no other random stream moves.
+The key names the micro-batch, the layer and the site (and the tensor-parallel rank where the activation is sharded).
+So a recompute draws the same mask, ranks that hold the same activation draw the same mask, and no other random stream
+moves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Key = tuple[int, ...]
 
 @contextmanager
 def keyed_randomness(device: torch.device, key: Key) -> Iterator[None]:
-    """Seed the device's default generator from ``key`` inside the block; put its state back after."""
+    """Seed the device's default generator from ``key`` inside the block, and put its state back after."""
     if device.type == "cuda":
         torch.cuda.init()
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -37,7 +37,9 @@ def keyed_randomness(device: torch.device, key: Key) -> Iterator[None]:
 
 
 def keyed_dropout(x: Tensor, probability: float, key: Key | None) -> Tensor:
-    """Dropout of ``x`` with the mask of ``key``; ``x`` itself for no key or probability 0."""
+    """Return ``x`` (any shape and dtype) after dropout with the mask of ``key``. Without a key, or with probability
+    0, return ``x`` itself.
+    """
     if key is None or probability == 0:
         return x
     with keyed_randomness(x.device, key):

@@ -1,4 +1,4 @@
-"""Parameter counts and floating-point operations, from the configuration alone."""
+"""Parameters and floating-point operations are counted here from the configuration alone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from megazero.models.placements import parameter_roles
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the whole model: true vocabulary, tied weights once."""
+    """Count the parameters of the whole model, with the true vocabulary and with tied weights once."""
     return sum(math.prod(role.shape) for role in parameter_roles(config))
 
 
 def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size: int = 1) -> int:
-    """Operations of forward and backward over sequences of these lengths (T = their sum):
+    """Count the operations of forward and backward over sequences of these lengths (T is their sum):
 
         6 T [L n + h V] + 6 q L sum(length^2)
 
-    with n the elements of a layer's matrices (``layer_matrix_numel``), q the width of the query linear,
-    V the padded vocabulary. A multiply-add is 2 operations and the backward twice the forward; attention
-    counts the causal half of its score matrix; recompute, norms, softmax and the optimizer are left out
-    (Megatron's accounting, Narayanan et al. 2021 section 5.1, with the causal half).
+    Here n is the number of elements of a layer's matrices (``layer_matrix_numel``), q the width of the query linear
+    and V the padded vocabulary. A multiply-add counts as 2 operations, and the backward as twice the forward.
+    Attention counts the causal half of its score matrix. Recompute, norms, softmax and the optimizer are left out.
+    This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
     """
     lengths = list(sequence_lengths)
     h, q, layers = config.hidden_size, config.query_projection_size, config.num_layers

@@ -1,4 +1,4 @@
-"""Hugging Face state dicts in and out, through the placements."""
+"""Hugging Face state dicts are read and written here, through the placements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
 
 def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equal-shaped views: a box of the local tensor, and where it lies in the stored one."""
+    """Yield pairs of equal-shaped views: a box of the local tensor, and where it lies in the stored one."""
     stored = stored.t() if placement.transposed else stored
     for segment in placement.segments:
         rows = stored[segment.stored : segment.stored + segment.length]
@@ -26,11 +26,11 @@ def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tupl
 
 @torch.no_grad()
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
-    """Copy a family's Hugging Face tensors into this rank's parameters (padding rows become zero).
+    """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
 
-    state_dict: names as in the family's ForCausalLM model, or as in its bare model (without the
-        leading "model." or "transformer."), as GPT-2 and BLOOM are published.
-    Raises ValueError listing every missing, unexpected or misshapen tensor; nothing is written then.
+    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (without the leading "model."
+    or "transformer."), as GPT-2 and BLOOM are published.
+    Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
     placements = decoder.placements()
     available = _with_prefix(state_dict, placements)
@@ -67,11 +67,11 @@ def _with_prefix(state_dict: Mapping[str, Tensor], placements: Mapping[str, Plac
 
 @torch.no_grad()
 def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The family's Hugging Face tensors, in the parameters' dtype on the CPU.
+    """Return the family's Hugging Face tensors, in the parameters' dtype, on the CPU.
 
-    This rank's slices are written over ``into`` (missing tensors start as zeros), so passing the same
-    dict with the decoder of each tp rank in turn fills it; on one rank the result is complete. Tied
-    weights appear once, under the embedding's name.
+    This rank's slices are written over ``into`` (missing tensors start as zeros). So it is filled by passing the same
+    dict with the decoder of each tp rank in turn. On one rank the result is complete. Tied weights appear once, under
+    the embedding's name.
     """
     tensors = {} if into is None else into
     placements = decoder.placements()

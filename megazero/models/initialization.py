@@ -1,7 +1,7 @@
-"""Initial weights that depend on the seed and the model, not on how the model is laid out.
+"""Initial weights depend on the seed and the model, not on how the model is laid out.
 
-A stored tensor (the family's Hugging Face shape, true vocabulary) is a stack of blocks of rows, each
-drawn from its own generator, seeded by (seed, tensor name, block number). A rank draws the blocks its
+A stored tensor (in the family's Hugging Face shape, with the true vocabulary) is a stack of blocks of rows. Each
+block is drawn from its own generator, seeded by (seed, tensor name, block number). A rank draws the blocks that its
 slice touches and no others, always in fp32.
 """
 
@@ -25,14 +25,14 @@ BLOCK_ROWS = 256
 
 
 def _block(seed: int, name: str, block: int, shape: tuple[int, int]) -> Tensor:
-    """Standard normal fp32 values of one block of rows."""
+    """Draw standard normal fp32 values of one block of rows."""
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _normal(seed: int, placement: Placement) -> Tensor:
-    """Standard normal values of the local tensor: fp32 [r, c]; rows in no segment are zero."""
+    """Draw standard normal values of the local tensor, fp32 [r, c]. Rows in no segment are zero."""
     stored = placement.shape[::-1] if placement.transposed else placement.shape
     total, width = stored
     columns = slice(placement.offset1, placement.offset1 + placement.local_shape[1])
@@ -53,10 +53,10 @@ def _normal(seed: int, placement: Placement) -> Tensor:
 
 
 def init_tensor(config: ModelConfig, seed: int, name: str, placement: Placement) -> Tensor:
-    """The local fp32 tensor of parameter ``name``.
+    """Return the local fp32 tensor of parameter ``name``.
 
-    Biases 0, norms 1, weights normal with ``init_method_std``, those that write to the residual (o_proj,
-    down_proj) divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3; Megatron's default).
+    Biases are 0 and norms 1. Weights are normal with ``init_method_std``. For those that write to the residual
+    (o_proj, down_proj) it is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3; Megatron's default).
     """
     if len(placement.local_shape) == 1:
         value = 0.0 if name.endswith(".bias") else 1.0
@@ -67,6 +67,6 @@ def init_tensor(config: ModelConfig, seed: int, name: str, placement: Placement)
 
 
 def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:
-    """A function from parameter name to this rank's fp32 initial tensor (on the CPU)."""
+    """Return a function from parameter name to this rank's fp32 initial tensor (on the CPU)."""
     placements = decoder.placements()
     return lambda name: init_tensor(decoder.config, seed, name, placements[name])

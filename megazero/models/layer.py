@@ -1,4 +1,4 @@
-"""One transformer layer: attention and feed-forward, each behind a norm and added to the residual."""
+"""One transformer layer has attention and feed-forward. Each is behind a norm and is added to the residual."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ATTENTION, _ATTENTION_OUTPUT, _MLP_OUTPUT = range(3)
 
 
 def make_norm(config: ModelConfig, **factory: Any) -> nn.Module:
-    """The configuration's norm over the hidden dim."""
+    """Return the configuration's norm over the hidden dim."""
     kind = RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
     return kind(config.hidden_size, config.norm_epsilon, **factory)
 
 
 def sharded_key(key: Key | None, tp: TensorParallel, *, sharded: bool) -> Key | None:
-    """``key`` extended by the tp rank where the activation is this rank's own part."""
+    """Return ``key``, extended by the tp rank where the activation is this rank's own part."""
     return None if key is None else (*key, tp.rank if sharded else 0)
 
 
@@ -41,9 +41,9 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, heads split over the tp axis, grouped key/value heads.
+    """Causal self-attention. Its heads are split over the tp axis, and its key/value heads may be grouped.
 
-    With fewer of these than ranks, neighbouring ranks hold the one that their query heads share.
+    With fewer key/value heads than ranks, neighbouring ranks hold the one that their query heads share.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, key: Key | None, documents: Documents | None = None) -> Tensor:
-        """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
+        """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (
             y.unflatten(-1, (-1, self.config.kv_channels)) for y in column_parallel(x, linears, self.tp)
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return self.o_proj(self._core(q, k, v, key, documents))
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
-        """q: [s, b, heads, d], k and v: [s, b, kv heads, d]; returns [s, b, heads * d]."""
+        """``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d]. Returns [s, b, heads * d]."""
         if self.config.position_embedding_type == "rope":
             q, k = self.positions.rotate(q, documents), self.positions.rotate(k, documents)
         mask = self.positions.mask(q, documents)
@@ -100,8 +100,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)); or down(f(up(x))), with f GELU or relu(x)^2 (So et al.
-    2021)."""
+    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU or relu(x)^2
+    (So et al. 2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class FeedForward(nn.Module):
         self.down_proj = RowParallelLinear(ffn, h, tp, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
+        """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         if self.gate_proj is None:
             up = self.up_proj(x)
             return self.down_proj(
@@ -124,9 +124,9 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """It computes x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    index: the layer's number in the whole model (part of its dropout keys). recompute: as Decoder's.
+    ``index`` is the layer's number in the whole model (part of its dropout keys). ``recompute`` is as in Decoder.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, dropout_key: int | None = None, documents: Documents | None = None
     ) -> Tensor:
-        """x: [s, b, h] or its slice under sequence parallel; the same shape out."""
+        """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         key = (dropout_key, self.index) if dropout_key is not None and self.training else None
         if self.recompute == "full" and torch.is_grad_enabled():
             return recomputed(self._layer, x, key, documents)

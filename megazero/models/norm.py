@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class _RMSNormCPU(torch.autograd.Function):
-    """Forward and backward in few passes, in at least fp32.
+    """Compute forward and backward in few passes, in at least fp32.
 
-    Forward + backward of [2048, 1024] on one CPU thread: 9.2 ms in fp32 and 14.2 ms in bf16, against
-    17.6 and 20.3 ms with F.rms_norm and 18.0 and 18.8 ms written out with autograd.
+    Forward and backward of [2048, 1024] on one CPU thread take 9.2 ms in fp32 and 14.2 ms in bf16. F.rms_norm takes
+    17.6 and 20.3 ms, and the norm written out with autograd 18.0 and 18.8 ms.
     """
 
     @staticmethod
@@ -37,7 +37,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim; same shape and dtype out."""
+    """It computes x / sqrt(mean(x^2) + eps) * weight over the last dim. The result has the shape and dtype of x."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Where the decoder's parameters lie in the Hugging Face tensors of its family.
+"""This module says where the decoder's parameters lie in the Hugging Face tensors of its family.
 
-What the parameters are is said here (shape, and the dim cut over the tp axis); what a family calls them and how it
-stores them, in its record (megazero/families).
+It says what the parameters are (their shape, and the dim that is cut over the tp axis). What a family calls them, and
+how it stores them, is in the family's record (megazero/families).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megazero.tp import TensorParallel, VocabShard
 
 @dataclass(frozen=True)
 class ParameterRole:
-    """One parameter of the whole model: its name, its full shape, the dim cut over tp (None: whole)."""
+    """One parameter of the whole model: it has a name, a full shape, and the dim cut over tp (None if whole)."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ def _layer_roles(c: ModelConfig) -> Iterator[ParameterRole]:
 
 
 def parameter_roles(c: ModelConfig) -> Iterator[ParameterRole]:
-    """Every parameter of the whole model, true vocabulary, in the order of ``named_parameters``."""
+    """Yield every parameter of the whole model, true vocabulary, in the order of ``named_parameters``."""
     yield from (role for role in _embedding_roles(c))
     for index in range(c.num_layers):
         for role in _layer_roles(c):
@@ -70,26 +70,26 @@ def _embedding_roles(c: ModelConfig) -> Iterator[ParameterRole]:
 
 
 def replicated_names(c: ModelConfig, tp_size: int) -> set[str]:
-    """Parameters that several of ``tp_size`` ranks hold: those that are not cut, and shared key/value heads."""
+    """Return the parameters that several of ``tp_size`` ranks hold: the uncut ones, and shared key/value heads."""
     return {r.name for r in parameter_roles(c) if r.split is None or head_copies(c, r.name, tp_size) > 1}
 
 
 def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
-    """How many tensor-parallel ranks in a row hold the same rows of a parameter that is cut.
+    """Return how many tensor-parallel ranks in a row hold the same rows of a parameter that is cut.
 
-    With fewer key/value heads than ranks each rank holds the one that its query heads use.
+    With fewer key/value heads than ranks, each rank holds the one that its query heads use.
     """
     return max(1, tp_size // c.num_query_groups) if ".k_proj." in name or ".v_proj." in name else 1
 
 
 def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placement]:
-    """Parameter name to placement, for the rank ``tp.rank``."""
+    """Map each parameter's name to its placement, for the rank ``tp.rank``."""
     names = c.tensor_names
     return {role.name: _placement(c, names, tp, role) for role in parameter_roles(c)}
 
 
 def _stored_name(names: TensorNames, name: str) -> tuple[str, int | None]:
-    """The stored tensor's name, and which of q, k, v the parameter is within it if it is fused."""
+    """Return the stored tensor's name and, if it is fused, which of q, k, v the parameter is within it."""
     if name == "embedding.positions":
         return f"{names.model[name]}.weight", None
     module, kind = name.rsplit(".", 1)
@@ -124,7 +124,7 @@ def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: Par
 def _fused_segments(
     c: ModelConfig, names: TensorNames, part: int, first: int, rows: int
 ) -> tuple[Segment, ...]:
-    """Rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
+    """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
     if names.fused == "sides":
         return (Segment(0, rows, part * c.query_projection_size + first),)
     d = c.kv_channels

@@ -1,4 +1,4 @@
-"""Rotary tables (Su et al. 2021) and ALiBi biases (Press et al. 2022), computed when first needed."""
+"""Rotary tables (Su et al. 2021) and ALiBi biases (Press et al. 2022) are computed when first needed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megazero.tp import TensorParallel
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each pair of a head's rotary channels: fp64 [rotary_channels / 2].
+    """Return the radians per position of each pair of a head's rotary channels, fp64 [rotary_channels / 2].
 
-    rotary_scaling stretches positions beyond the trained length. "linear": positions divided by the factor (Chen et
-    al. 2023). "llama3": wavelengths above original length / low_freq_factor divided by the factor, below original
-    length / high_freq_factor kept, interpolated between (Llama 3.1).
+    rotary_scaling stretches positions beyond the trained length. "linear" divides positions by the factor (Chen et
+    al. 2023). "llama3" (Llama 3.1) divides the frequencies of wavelengths above original length / low_freq_factor by
+    the factor, keeps those of wavelengths below original length / high_freq_factor, and interpolates between.
     """
     pairs = torch.arange(0, config.rotary_channels, 2, dtype=torch.float64)
     frequencies = config.rotary_base ** (-pairs / config.rotary_channels)
@@ -34,7 +34,7 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Slope of each head, fp64 [num_heads]; for heads that are no power of two as in BLOOM."""
+    """Return the slope of each head, fp64 [num_heads]. If that is no power of two, they are as in BLOOM."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
@@ -42,11 +42,11 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of each pair (i, i + r/2) of the first r channels, r twice the tables' width; the others pass.
+    """Rotate each pair (i, i + r/2) of the first r channels, where r is twice the tables' width. The others pass.
 
-    Its backward is the rotation back. Saves the tables only.
+    Its backward is the rotation back. It saves the tables only.
 
-    Forward + backward of [512, 4, 16, 64] in fp32 on one CPU thread: 10.5 ms, against 15.6 ms for
+    Forward and backward of [512, 4, 16, 64] in fp32 on one CPU thread take 10.5 ms, against 15.6 ms for
     x * cos + rotate_half(x) * sin with autograd.
     """
 
@@ -73,10 +73,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class Documents:
-    """The documents that the samples of one micro-batch are packed of, and what layers share of that.
+    """The samples of one micro-batch are packed of these documents. Layers share what they compute from them.
 
-    position_ids: int64 [b, s], of each token within its document; None: within the sample. starts: int64 [b, s],
-    where in the sample each token's document begins, and attention with it; None: attention crosses documents.
+    position_ids: It is int64 [b, s], the position of each token within its document. None means within the sample.
+    starts: It is int64 [b, s], where in the sample each token's document begins, and attention with it. None means
+    that attention crosses documents.
     """
 
     def __init__(self, position_ids: Tensor | None = None, starts: Tensor | None = None) -> None:
@@ -84,7 +85,7 @@ class Documents:
         self._made: dict[tuple[str, torch.device, torch.dtype], Any] = {}
 
     def shared(self, kind: str, x: Tensor, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` gives the first layer that asks, for activations like ``x``."""
+        """Return what ``compute`` gives the first layer that asks, for the device and dtype of ``x``."""
         key = (kind, x.device, x.dtype)
         if key not in self._made:
             with torch.no_grad():
@@ -92,14 +93,16 @@ class Documents:
         return self._made[key]
 
     def outside(self, length: int) -> Tensor:
-        """bool [b, 1, s, s]: keys that a query must not see, later ones and those of earlier documents."""
+        """Return bool [b, 1, s, s]. It is True for keys that a query must not see: later ones, and those of earlier
+        documents.
+        """
         assert self.starts is not None
         at = torch.arange(length, device=self.starts.device)
         return ((at > at[:, None]) | (at < self.starts.unsqueeze(-1))).unsqueeze(1)
 
 
 class Positions:
-    """Position tables of one decoder, shared by its layers: a cache, neither parameters nor state."""
+    """Position tables of one decoder, which its layers share. They are a cache, neither parameters nor state."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.config, self.tp = config, tp
@@ -113,8 +116,9 @@ class Positions:
         return self._cache[key]
 
     def rotate(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """Rotary positions, 0 .. s-1 unless ``documents`` says others, applied to x [s, b, heads, d]; tables computed
-        in fp64."""
+        """Apply rotary positions to x [s, b, heads, d]. They are 0 .. s-1 unless ``documents`` says others. The
+        tables are computed in fp64.
+        """
 
         def tables(length: int) -> tuple[Tensor, Tensor]:
             frequencies = rotary_frequencies(self.config)
@@ -129,10 +133,11 @@ class Positions:
         return _Rotate.apply(x, *own)
 
     def mask(self, x: Tensor, documents: Documents | None = None) -> Tensor | None:
-        """Additive attention mask for x [s, b, heads, d]: None where the causal mask is all there is.
+        """Return the additive attention mask for x [s, b, heads, d], or None where the causal mask is all there is.
 
-        ALiBi: [1, heads of this rank, s, s], slope * (key - query), -inf above the diagonal. Where attention stays
-        within documents [b, 1 or heads, s, s], -inf outside of them, one for all layers of a micro-batch.
+        The mask of ALiBi is [1, heads of this rank, s, s]: slope * (key - query), and -inf above the diagonal. Where
+        attention stays within documents, the mask is [b, 1 or heads, s, s], with -inf outside of them, and all layers
+        of a micro-batch share it.
         """
         bias = self._alibi(x) if self.config.position_embedding_type == "alibi" else None
         if documents is None or documents.starts is None:

@@ -1,9 +1,9 @@
-"""The one executor of pipeline schedules: F, B, I and W of this rank's stages, and the messages between them.
+"""The one executor of pipeline schedules: it runs F, B, I and W of this rank's stages, and their messages.
 
-Why not torch.distributed.pipelining's runtime (docs/pipeline.md has the measurements): the W of its split backward
-walks the graph again for every group of parameters, which computes a recomputed Llama layer nine more times, and
-assigns gradients past the engine's hooks; its schedules are made for one number of micro-batches, ours follow a
-ramp-up; and its failures name no action.
+There are three reasons not to use torch.distributed.pipelining's runtime (docs/pipeline.md has the measurements). The
+W of its split backward walks the graph again for every group of parameters, which computes a recomputed Llama layer
+nine more times, and it assigns gradients past the engine's hooks. Its schedules are made for one number of
+micro-batches, while ours follow a ramp-up. Its failures name no action.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ StageForward = Callable[[StageSpec, Tensor | None, Any], Tensor]
 
 
 class ShardedParameters(Protocol):
-    """What the executor tells the ZeRO engine: which stage computes, and the gradients that were put off."""
+    """The executor tells the ZeRO engine which stage computes, and hands it the gradients that were put off."""
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]: ...
     def weight_gradients(self, part: int, micro_batch: int, pairs: Iterable[tuple[Any, Tensor]]) -> None: ...
@@ -39,7 +39,7 @@ class ShardedParameters(Protocol):
 
 
 class WeightGradients(Protocol):
-    """Puts the gradients of weights off, and computes them (tp.DeferredGradients)."""
+    """It puts the gradients of weights off, and computes them later (tp.DeferredGradients)."""
 
     def recording(self, key: Any) -> AbstractContextManager[None]: ...
     def compute(self, key: Any) -> Iterable[tuple[Any, Tensor]]: ...
@@ -47,7 +47,7 @@ class WeightGradients(Protocol):
 
 
 class Carrier(Protocol):
-    """What of an activation travels between stages, and how it is put together again."""
+    """It says which part of an activation travels between stages, and how the whole is put together again."""
 
     def pack(self, x: Tensor) -> Tensor: ...
     def unpack(self, x: Tensor) -> Tensor: ...
@@ -60,10 +60,11 @@ class _Plan(NamedTuple):
 
 
 class Pipeline:
-    """This rank's part of one pipeline.
+    """This is this rank's part of one pipeline.
 
-    stages: all virtual stages. schedule: a name of schedules.py. A pipeline of one stage is a plain loop.
-    Collective over the pipeline. After a step or an evaluation that raised, one of several stages takes no other.
+    ``stages`` are all virtual stages. ``schedule`` is a name of schedules.py. A pipeline of one stage is a plain
+    loop. It is collective over the pipeline. A pipeline of several stages takes no other step after a step or an
+    evaluation that raised.
     """
 
     def __init__(
@@ -90,17 +91,17 @@ class Pipeline:
 
     @property
     def loss_rank(self) -> int:
-        """The pipeline rank that computes the loss."""
+        """This is the pipeline rank that computes the loss."""
         return self.stages[-1].rank
 
     def program(self, micro_batches: int) -> list[tuple[str, int]]:
-        """For ``engine.begin_step``: kind and part of every action of this rank."""
+        """Return kind and part of every action of this rank, for ``engine.begin_step``."""
         return [(a.kind.value, self._part(a)) for a in self.plan(micro_batches).actions]
 
     def step(self, micro_batches: Sequence[Any], loss_factor: float = 1.0) -> Tensor:
-        """All forwards and backwards of a step. Returns this rank's summed loss, fp64 (0 without the last stage).
+        """Run a step's forwards and backwards. Returns this rank's summed loss, fp64 (0 without the last stage).
 
-        loss_factor: what backwards multiply the loss by (a loss scale); the loss that is returned is without it.
+        loss_factor: Backwards multiply the loss by it (a loss scale). The loss that is returned is without it.
         """
         self.loss_factor = loss_factor
         plan = self.plan(len(micro_batches))
@@ -120,7 +121,7 @@ class Pipeline:
         return total
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor | None:
-        """Forwards only: losses of the micro-batches [k] on ranks with the last stage, None elsewhere."""
+        """Run forwards only. Returns the micro-batches' losses [k] on ranks with the last stage, None elsewhere."""
         plan = self._evaluation(len(micro_batches))
         self.links.open(plan.incoming, plan.after)
         losses: list[Tensor] = []
@@ -145,7 +146,7 @@ class Pipeline:
     # -- actions ---------------------------------------------------------------------------------
 
     def _run(self, action: Action, micro_batch: Any) -> Tensor | None:
-        """The detached loss of a last stage's forward, else None."""
+        """Run one action. Returns the detached loss if it is a last stage's forward, else None."""
         if action.kind == Kind.FORWARD:
             return self._forward(action, micro_batch)
         if action.kind == Kind.WEIGHT:
@@ -233,7 +234,7 @@ class Pipeline:
         return _Plan(tuple(schedule[self.rank]), incoming, post_after(schedule, self.size))
 
     def _part(self, action: Action) -> int:
-        """The engine's number of a stage: its place among this rank's."""
+        """Return the engine's number of a stage, which is its place among this rank's stages."""
         return action.stage // self.size
 
     def _segment(self, action: Action) -> AbstractContextManager[None]:
@@ -241,7 +242,8 @@ class Pipeline:
 
     @contextmanager
     def _measured(self, action: Action) -> Iterator[None]:
-        """Label the action's compute, and note its span if someone asked (host clock; CUDA is waited for)."""
+        """Label the action's compute. If someone asked for its span, note that, too (by the host clock, and CUDA is
+        waited for)."""
         if self.spans is None:
             with self.label("compute", str(action)):
                 yield

@@ -1,13 +1,14 @@
 """Point-to-point messages between the stages of one pipeline.
 
-Sends do not block. Receives are posted in the order in which the sender computes (schedules.py: sends), some ahead
-of use, but none before this rank has issued the actions that it must not delay (timeline.py: post_after). So the
-messages from one rank to another match by their order alone, as NCCL needs it, what waits for the whole device waits
-for no own action, and a message is there when a stage asks for it if the link was fast enough.
+Sends do not block. Receives are posted in the order in which the sender computes (schedules.py: sends). Some are
+posted ahead of use, but none before this rank has issued the actions that it must not delay (timeline.py:
+post_after). This has three effects. The messages from one rank to another match by their order alone, as NCCL needs
+it. What waits for the whole device waits for no own action. A message is there when a stage asks for it, if the link
+was fast enough.
 
-On gloo a send or receive cannot be asked whether it is done: a thread for each peer and direction waits for it, and
-the stage waits for the thread, letting the engine's chains move on meanwhile. On CUDA waiting is the stream's
-business.
+On gloo a send or receive cannot be asked whether it is done. So a thread for each peer and direction waits for it,
+and the stage waits for the thread and lets the engine's chains move on meanwhile. On CUDA the stream does the
+waiting.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ POLL_S = 0.0005  # how often the engine's chains are looked at while a stage wai
 class Links:
     """This rank's messages with the other pipeline ranks. All have one shape and dtype.
 
-    shape, dtype: of a message as it travels. poll: called while the host waits; True if there is more for it to do.
-    timed: context manager factory for these waits.
+    ``shape`` and ``dtype`` are those of a message as it travels. ``poll`` is called while the host waits, and returns
+    True if there is more for it to do. ``timed`` makes a context manager for each of these waits.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class Links:
         self.aborted = False
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Send a number each way between these pipeline ranks. Collective, before the first message.
+        """Send a number each way between these pipeline ranks. This is collective and comes before the first message.
 
         NCCL makes a pair's communicator at its first message, and the two ranks wait for each other in that. If each
-        began with the receive that its own schedule posts first, they would wait in a ring; here all have one order.
+        began with the receive that its own schedule posts first, they would wait in a ring. Here all have one order.
         """
         token, own = torch.zeros(1, device=self.mesh.device), self.mesh.pp.index
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
@@ -71,10 +72,10 @@ class Links:
                     dist.recv(token, ranks[source], group=group)
 
     def open(self, expected: Mapping[int, Sequence[Message]], after: Mapping[Message, int]) -> None:
-        """Begin a step or an evaluation.
+        """Begin a step or an evaluation. Raises RuntimeError after ``abort``.
 
-        expected: the messages to receive, by source rank, in the order of sending. after: how many own actions must
-        be issued before each may be posted (timeline.py: post_after). RuntimeError after ``abort``.
+        ``expected`` holds the messages to receive, by source rank, in the order of sending. ``after`` says for each
+        message how many own actions must be issued before its receive may be posted (timeline.py: post_after).
         """
         if self.aborted and self.mesh.pp.size > 1:
             raise RuntimeError(
@@ -87,12 +88,12 @@ class Links:
         self._post_all()
 
     def advance(self) -> None:
-        """One more own action is issued: its kernels are launched, its message is on its way."""
+        """Note that one more own action is issued: its kernels are launched and its message is on its way."""
         self.issued += 1
         self._post_all()
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """tensor: contiguous, of the links' shape. target: pipeline rank."""
+        """Send ``tensor`` to the pipeline rank ``target``. It is contiguous and has the links' shape and dtype."""
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (tensor.shape, self.shape)
         peer = self.mesh.pp.ranks[target]
         self.traffic.add("pp", self.mesh.grid.link(self.mesh.rank, peer), tensor.nbytes)
@@ -102,7 +103,7 @@ class Links:
             self._finish_oldest()
 
     def receive(self, message: Message, source: int) -> Tensor:
-        """The message's tensor, when it may be used on the current stream."""
+        """Return the message's tensor, of the links' shape and dtype, when it may be used on the current stream."""
         self._post(source, message)
         tensor, work = self.posted[source].pop(message)
         self._post(source)
@@ -132,7 +133,7 @@ class Links:
             self._post(source)
 
     def _post(self, source: int, wanted: Message | None = None) -> None:
-        """Post receives that may be posted by now, until ``wanted`` is among them and AHEAD are."""
+        """Post receives that may be posted by now, until AHEAD are posted and ``wanted`` is among them."""
         expected, posted = self.expected[source], self.posted[source]
         while (
             expected
@@ -146,7 +147,7 @@ class Links:
             posted[message] = tensor, self._watched("receive", source, work)
 
     def _watched(self, direction: str, other: int, work: Any) -> Any:
-        """Something to wait for: on gloo a future whose thread waits for the work."""
+        """Return something to wait for. On gloo it is a future whose thread waits for the work."""
         if self.mesh.device.type == "cuda":
             return work
         key = direction, other

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds. Pure; no torch.
+"""This module decides which layers each pipeline stage holds. It is pure and needs no torch.
 
 A model is the embedding, ``num_layers`` equal layers and the head (final norm, output projection, loss), cut into
 ``pp * virtual`` stages. Placement is looped (Narayanan et al. 2021, section 2.2): stage i lies on rank i % pp.
@@ -16,7 +16,7 @@ METHODS = ("balanced", UNIFORM, BY_TYPE)
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One virtual stage. ``layers``: global layer numbers, at least one."""
+    """One virtual stage. ``layers`` are global layer numbers, and there is at least one."""
 
     index: int
     rank: int
@@ -27,7 +27,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Costs:
-    """Relative compute of forward and backward: of the embedding, of one layer, of the head."""
+    """The relative compute, forward and backward together, of the embedding, of one layer and of the head."""
 
     embedding: float = 0.0
     layer: float = 1.0
@@ -47,12 +47,13 @@ def partition(
     first: int | None = None,
     last: int | None = None,
 ) -> tuple[StageSpec, ...]:
-    """The stages in the order of the model.
+    """Return the stages in the order of the model.
 
     method: 'balanced' makes the largest cost of a stage the smallest possible. 'uniform' counts layers only.
     'type:transformer|embedding' (DeepSpeed's word for what BLOOM used) counts the embedding and the head as one layer
-    each. A tuple gives the layers of every stage. first, last: layers of the outer stages, the method spreads the
-    rest. Where stages tie, earlier ones get fewer layers: under 1F1B they hold more activations.
+    each. A tuple gives the layers of every stage.
+    first, last: These are the layers of the outer stages. The method spreads the rest.
+    Where stages tie, earlier ones get fewer layers, because under 1F1B they hold more activations.
     Raises ValueError with every fault, each with the nearest legal choice.
     """
     problems = partition_problems(num_layers, pp, virtual, method, first, last)
@@ -75,11 +76,9 @@ def partition(
 
 
 def _spread(num_layers: int, stages: int, costs: Costs, first: int | None, last: int | None) -> list[int]:
-    """Layers per stage with the smallest largest cost, and of those the smallest sum of squares.
-
-    Layers cost the same, so costs depend on the counts only, and giving each layer to the stage that costs the least
-    with it is optimal (convex separable resource allocation).
-    """
+    """Return the layers per stage with the smallest largest cost, and of those with the smallest sum of squares.
+    Layers cost the same, so costs depend on the counts only, and it is optimal to give each layer to the stage that
+    costs the least with it (convex separable resource allocation)."""
     fixed = {0: first, stages - 1: last}
     counts = [fixed.get(i) or 1 for i in range(stages)]
     extra = [costs.embedding * (i == 0) + costs.head * (i == stages - 1) for i in range(stages)]
@@ -99,7 +98,7 @@ def partition_problems(
     first: int | None = None,
     last: int | None = None,
 ) -> list[str]:
-    """Every rule that a partition breaks, each with the nearest legal choice; empty if it is legal."""
+    """Return every rule that a partition breaks, each with the nearest legal choice, or [] if it is legal."""
     if min(num_layers, pp, virtual) < 1:
         return [f"{num_layers} layers, {pp} ranks and {virtual} stages per rank must each be at least 1"]
     if isinstance(method, str) and method not in METHODS:
@@ -142,7 +141,7 @@ def _tuple_problems(
 
 
 def nearest_layers(num_layers: int, stages: int, wanted: Sequence[int]) -> tuple[int, ...]:
-    """Legal layers per stage near ``wanted``: surplus comes off the largest, what lacks goes to the smallest."""
+    """Return legal layers per stage near ``wanted``: the largest lose the surplus, the smallest get what lacks."""
     if len(wanted) != stages:
         return tuple(_spread(num_layers, stages, Costs(), None, None))
     layers = [min(max(1, count), num_layers) for count in wanted]
@@ -178,7 +177,7 @@ def _show(layers: Sequence[int]) -> str:
 
 
 def partition_table(stages: Sequence[StageSpec], costs: Costs) -> str:
-    """A readable table: stage, rank, layers, what else it holds, cost, share of the largest cost."""
+    """Return a readable table: stage, rank, layers, what else it holds, cost, share of the largest cost."""
     largest = max(costs.of(stage) for stage in stages)
     lines = ["stage  rank  layers        holds                       cost in layers  of the largest"]
     for stage in stages:

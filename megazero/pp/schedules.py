@@ -1,16 +1,16 @@
-"""Pipeline schedules as data: what every rank computes, in which order, and what it sends. Pure; no torch.
+"""Pipeline schedules are data here: what every rank computes, in which order, and what it sends. Pure; no torch.
 
-Stage i lies on rank i % pp (partition.py). Every schedule here is one rule with other numbers: ``warmup`` forwards,
-then one forward and one backward in turn, then the backwards that are left. With split backwards, the gradient of the
-weights of a micro-batch is computed ``delay`` backwards after that of its input.
+Stage i lies on rank i % pp (partition.py). Every schedule here is one rule with other numbers: first ``warmup``
+forwards, then one forward and one backward in turn, then the backwards that are left. With split backwards, the
+gradient of the weights of a micro-batch is computed ``delay`` backwards after that of its input.
 
-- gpipe: all forwards first (Huang et al. 2019).
-- 1f1b: PipeDream-flush (Narayanan et al. 2021, section 2.2.1).
-- interleaved: 1F1B over several stages per rank, in groups of pp micro-batches (ibid., section 2.2.2; the order is
-  Megatron's).
-- zb-h1: 1F1B with split backwards (Qi et al. 2023, section 3.1). Rank r puts weights' gradients off by r
-  micro-batches, so that every rank has at most pp in flight, as the first rank has under 1F1B, and the gradients that
-  were put off fill the end. The first rank sends no gradient on and does not split; on one rank it is 1f1b.
+- gpipe runs all forwards first (Huang et al. 2019).
+- 1f1b is PipeDream-flush (Narayanan et al. 2021, section 2.2.1).
+- interleaved is 1F1B over several stages per rank, in groups of pp micro-batches (ibid., section 2.2.2). The order is
+  Megatron's.
+- zb-h1 is 1F1B with split backwards (Qi et al. 2023, section 3.1). Rank r puts weights' gradients off by r
+  micro-batches. So every rank has at most pp in flight, as the first rank has under 1F1B, and the gradients that
+  were put off fill the end. The first rank sends no gradient on and does not split. On one rank it is 1f1b.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Rule:
-    """What tells one schedule from another.
+    """A rule tells one schedule from another.
 
-    warmup: forwards before the first backward, of (ranks, stages per rank, micro-batches, rank).
-    several_stages: it takes several stages per rank, and only those, in groups of as many micro-batches as ranks.
-    splits_backward: into INPUT and WEIGHT; rank r computes the latter r micro-batches later.
+    warmup: It gives the forwards before the first backward, from (ranks, stages per rank, micro-batches, rank).
+    several_stages: The schedule takes several stages per rank, and only those, in groups of as many micro-batches as
+    there are ranks.
+    splits_backward: Backwards are split into INPUT and WEIGHT. Rank r computes the latter r micro-batches later.
     """
 
     warmup: Callable[[int, int, int, int], int]
@@ -51,7 +52,7 @@ SCHEDULES: Mapping[str, Rule] = MappingProxyType(
 
 
 class Kind(StrEnum):
-    """INPUT and WEIGHT are the halves of BACKWARD: gradient of the stage's input, gradient of its weights."""
+    """INPUT and WEIGHT are the halves of BACKWARD: the gradients of the stage's input and of its weights."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -61,7 +62,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Action:
-    """One computation of one rank. ``stage``: virtual stage."""
+    """One computation of one rank. ``stage`` is a virtual stage."""
 
     kind: Kind
     stage: int
@@ -76,7 +77,7 @@ Schedule = tuple[tuple[Action, ...], ...]  # by pipeline rank
 
 @dataclass(frozen=True)
 class Message:
-    """kind: 'activation' (to the next stage) or 'gradient' (to the one before)."""
+    """``kind`` is 'activation' (it goes to the next stage) or 'gradient' (it goes to the one before)."""
 
     kind: str
     source_stage: int
@@ -85,7 +86,7 @@ class Message:
 
 
 def schedule_problem(name: str, pp: int, virtual: int, micro_batches: int) -> str:
-    """The rule that a schedule of this size breaks, with the nearest legal choice; '' if it is legal."""
+    """Return the rule that a schedule of this size breaks, with the nearest legal choice, or '' if it is legal."""
     if name not in SCHEDULES:
         return f"schedule {name!r} is not one of {', '.join(SCHEDULES)}; nearest: 1f1b"
     if min(pp, virtual, micro_batches) < 1:
@@ -113,19 +114,20 @@ def schedule_problem(name: str, pp: int, virtual: int, micro_batches: int) -> st
 
 
 def micro_batch_multiple(name: str, pp: int, virtual: int) -> int:
-    """What the micro-batches of a step must be a multiple of. Of an unknown schedule: 1."""
+    """The micro-batches of a step must be a multiple of this number. It is 1 for an unknown schedule."""
     return pp if virtual > 1 and name in SCHEDULES and SCHEDULES[name].several_stages else 1
 
 
 def make_schedule(name: str, pp: int, virtual: int, micro_batches: int) -> Schedule:
-    """The actions of every pipeline rank in order. Raises ValueError as schedule_problem says."""
+    """Return the actions of every pipeline rank in order. Raises ValueError as schedule_problem says."""
     if problem := schedule_problem(name, pp, virtual, micro_batches):
         raise ValueError(problem)
     return tuple(tuple(_actions(name, pp, virtual, micro_batches, rank)) for rank in range(pp))
 
 
 def make_evaluation(pp: int, virtual: int, micro_batches: int) -> Schedule:
-    """Forwards, stage by stage over groups of as many micro-batches as ranks: all are busy, few messages wait."""
+    """Return forwards, stage by stage over groups of as many micro-batches as ranks. So all ranks are busy, and few
+    messages wait."""
     groups = [range(i, min(i + pp, micro_batches)) for i in range(0, micro_batches, pp)]
     return tuple(
         tuple(
@@ -153,24 +155,25 @@ def _actions(name: str, pp: int, virtual: int, micro_batches: int, rank: int) ->
 
 
 def _phases(name: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, int]:
-    """(warmup, delay) of the rule in the module's docstring; delay 0: whole backwards."""
+    """Return (warmup, delay) of the rule in the module's docstring. A delay of 0 means whole backwards."""
     rule = SCHEDULES[name]
     return rule.warmup(pp, virtual, micro_batches, rank), rank if rule.splits_backward else 0
 
 
 def peak_activations(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
-    """Per rank, the most forwards (of one stage and micro-batch) whose backward, weights' half too, has not ended."""
+    """Return, per rank, the most forwards (of one stage and micro-batch) whose backward has not
+    ended. The weights' half is part of the backward."""
     phases = (_phases(name, pp, virtual, micro_batches, rank) for rank in range(pp))
     return tuple(min(warmup + 1 + delay, virtual * micro_batches) for warmup, delay in phases)
 
 
 def done_by(action: Action) -> Action:
-    """The event that others wait for: the gradient of a stage's input is there after INPUT as after BACKWARD."""
+    """Return the event that others wait for: a stage's input gradient is there after INPUT as after BACKWARD."""
     return Action(Kind.INPUT, action.stage, action.micro_batch) if action.kind == Kind.BACKWARD else action
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """Events (done_by) that an action waits for. stages: virtual stages in all."""
+    """Return the events (done_by) that an action waits for. ``stages`` counts all virtual stages."""
     kind, stage, m = action.kind, action.stage, action.micro_batch
     if kind == Kind.FORWARD:
         return (Action(kind, stage - 1, m),) if stage else ()
@@ -181,7 +184,7 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
 
 
 def in_order(schedule: Sequence[Sequence[Action]], stages: int) -> Iterator[tuple[int, Action]]:
-    """(rank, action) of a whole schedule, each after what it needs. Raises ValueError naming the cycle if it hangs.
+    """Yield (rank, action) of a whole schedule, each after what it needs. If it hangs, a ValueError names the cycle.
 
     Sends do not block, and the messages from one rank to another are received in the order in which they are sent.
     So a message is there as soon as it is computed, and a schedule ends exactly if no wait is circular.
@@ -202,7 +205,7 @@ def in_order(schedule: Sequence[Sequence[Action]], stages: int) -> Iterator[tupl
 
 
 def _cycle(queues: Sequence[Sequence[Action]], done: set[Action], stages: int) -> str:
-    """'rank 0: A waits for B; rank 1: ...' along the ranks that wait for each other, or to what nobody computes."""
+    """Name the waits, 'rank 0: A waits for B; rank 1: ...', along the cycle, or to what nobody computes."""
     holder = {done_by(action): rank for rank, queue in enumerate(queues) for action in queue}
     rank, waits = next(rank for rank, queue in enumerate(queues) if queue), dict[int, str]()
     while rank not in waits:
@@ -217,7 +220,7 @@ def _cycle(queues: Sequence[Sequence[Action]], done: set[Action], stages: int) -
 
 
 def sends(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[tuple[int, int], tuple[Message, ...]]:
-    """(source rank, target rank) -> its messages in the order in which the source computes them.
+    """Map (source rank, target rank) to its messages, in the order in which the source computes them.
 
     Every pair of distinct ranks is a key.
     """
@@ -231,10 +234,10 @@ def sends(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[tuple[int, i
 
 
 def sent_by(action: Action, stages: int, pp: int) -> Message | None:
-    """What an action sends to another rank. stages: virtual stages in all.
+    """Return what an action sends to another rank, or None. ``stages`` counts all virtual stages.
 
-    A forward sends its activation to the next stage, a backward (its input's half, if split) a gradient to the one
-    before; nothing is sent where one rank holds both.
+    A forward sends its activation to the next stage. A backward (its input's half, if split) sends a gradient to the
+    stage before. Nothing is sent where one rank holds both.
     """
     if action.kind == Kind.WEIGHT:
         return None
@@ -246,5 +249,5 @@ def sent_by(action: Action, stages: int, pp: int) -> Message | None:
 
 
 def stage_count(schedule: Sequence[Sequence[Action]]) -> int:
-    """Virtual stages in all."""
+    """Return the number of all virtual stages."""
     return 1 + max(action.stage for actions in schedule for action in actions)

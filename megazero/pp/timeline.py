@@ -1,7 +1,7 @@
-"""When every action of a schedule runs: simulated from times per action, or measured. Pure.
+"""This module says when every action of a schedule runs: simulated from times per action, or measured. It is pure.
 
-A span is one action of one rank; a timeline is all of them. Bubbles and peaks are read off the spans, so measured and
-simulated runs are judged by the same code. When a rank may post a receive is read off a simulated timeline, too.
+A span is one action of one rank, and a timeline is all of them. Bubbles and peaks are read off the spans, so measured
+and simulated runs are judged by the same code. When a rank may post a receive is read off a simulated timeline, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POSTING_LATENCY = 2.0
 
 @dataclass(frozen=True)
 class Times:
-    """Of one stage and micro-batch, in seconds or any one unit. A whole backward is the sum of its halves."""
+    """Times of one stage and micro-batch, in seconds or any one unit. A whole backward is the sum of its halves."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -47,7 +47,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Span:
-    """One action of one pipeline rank, from ``start`` to ``stop`` (seconds or units)."""
+    """One action of one pipeline rank. It lasts from ``start`` to ``stop`` (seconds or units)."""
 
     rank: int
     action: Action
@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of one step, in any order. At least one."""
+    """A timeline holds all spans of one step, in any order. There is at least one."""
 
     pp: int
     spans: tuple[Span, ...]
@@ -68,21 +68,21 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time computing, per rank."""
+        """Return the time that each rank computes."""
         return tuple(sum(s.stop - s.start for s in self.spans if s.rank == rank) for rank in range(self.pp))
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time not computing between the first start and the last stop of any rank, per rank."""
+        """Return, per rank, the time not computing between the first start and the last stop of any rank."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time that is idle."""
+        """Return the share of all ranks' time that is idle."""
         return 1 - sum(self.busy) / (self.pp * self.makespan)
 
     def peak_activations(self) -> tuple[int, ...]:
-        """Per rank, the most forwards whose backward (the weights' half, if split) has not ended."""
+        """Return, per rank, the most forwards whose backward (the weights' half, if split) has not ended."""
         held, peak = [0] * self.pp, [0] * self.pp
         for span in sorted(self.spans, key=lambda span: span.start):
             if span.action.kind == Kind.FORWARD:
@@ -100,10 +100,11 @@ def simulate(
     times: Times | Sequence[Times] | Callable[[Action], float],
     latency: float = 0.0,
 ) -> Timeline:
-    """Every action as soon as its rank is free and what it needs is there.
+    """Run every action as soon as its rank is free and what it needs is there.
 
-    times: one for all stages, one for each virtual stage, or a function of the action. latency: from the end of an
-    action to the start of one on another rank that needs it. Raises ValueError if the schedule hangs.
+    times: It is one for all stages, one for each virtual stage, or a function of the action.
+    latency: It passes between the end of an action and the start of one on another rank that needs it.
+    Raises ValueError if the schedule hangs.
     """
     stages = stage_count(schedule)
     if isinstance(times, Sequence) and len(times) != stages:
@@ -120,16 +121,17 @@ def simulate(
 
 
 def post_after(schedule: Sequence[Sequence[Action]], pp: int) -> Mapping[Message, int]:
-    """Of every message between ranks: how many actions its receiver must have issued before it posts the receive.
+    """Map every message between ranks to the actions that its receiver must have issued before it posts the receive.
 
     On NCCL a posted receive occupies the device until the message comes. Whatever waits for the whole device then
     waits for it, too: the first launch of a kernel that is loaded lazily, a retry of the allocator, a new
-    communicator. That must not wait for itself, neither on one rank (the message depends on an own action that comes
-    later) nor on two (each has posted a receive that the other's next action must feed; so it is not enough that a
-    rank has issued what a message depends on). So all ranks agree on one order of all actions in which each stands
-    after what it needs, by start on a simulated timeline. A receive is posted when the receiver has issued its own
-    actions that come before the one that sends. Then every wait is for what comes earlier in that order, and no
-    schedule hangs even if each action waits for all messages that its rank has posted.
+    communicator. That must not wait for itself on one rank (the message depends on an own action that comes later).
+    It must not do so on two ranks either (each has posted a receive that the other's next action must feed), so it is
+    not enough that a rank has issued what a message depends on.
+    So all ranks agree on one order of all actions in which each stands after what it needs, by start on a simulated
+    timeline. A receive is posted when the receiver has issued its own actions that come before the one that sends.
+    Then every wait is for what comes earlier in that order, and no schedule hangs even if each action waits for all
+    messages that its rank has posted.
     """
     stages = stage_count(schedule)
     order = simulate(schedule, pp, times=Times(), latency=POSTING_LATENCY).spans
@@ -148,11 +150,11 @@ def _time(times: Times | Sequence[Times] | Callable[[Action], float], action: Ac
 
 
 def ideal_bubble(name: str, pp: int, virtual: int, micro_batches: int, times: Times = Times()) -> float:  # noqa: B008
-    """Idle share of a schedule with equal stages and no latency. times: of one virtual stage.
+    """Return the idle share of a schedule with equal stages and no latency. ``times`` are those of one virtual stage.
 
-    (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). With split
-    backwards it idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at least pp
-    micro-batches. In general a W that was put off hides no more than an I, and a rank puts off at most
+    It is (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). With
+    split backwards the schedule idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at
+    least pp micro-batches. In general a W that was put off hides no more than an I, and a rank puts off at most
     micro_batches - 1 of them.
     """
     if pp == 1:

@@ -1,4 +1,4 @@
-"""Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy, sequence parallel."""
+"""Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy and sequence parallel live here."""
 
 from megazero.tp.collectives import reduce_output, sequence_slice, start_all_gather
 from megazero.tp.context import TensorParallel

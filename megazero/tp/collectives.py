@@ -1,6 +1,7 @@
 """Collectives on the tp axis, plain and differentiable.
 
-All act on dim 0 (the sequence, in [s, b, h] activations). Sums run in the order of source ranks.
+All of them act on dim 0 (the sequence, in [s, b, h] activations) and keep the dtype. Sums run in the order of source
+ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from megazero.tp.context import TensorParallel
 
 
 class Pending(NamedTuple):
-    """A collective under way. ``inputs`` keeps its buffers alive until ``wait``."""
+    """A collective that is under way. ``inputs`` keeps its buffers alive until ``wait``."""
 
     work: Any
     inputs: Tensor
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """The result, once the collective is done (on CUDA: once the current stream waits for it)."""
+        """Return the result once the collective is done (on CUDA: once the current stream waits for it)."""
         self.work.wait()
         return self.finish()
 
@@ -35,7 +36,7 @@ def _group(tp: TensorParallel) -> dist.ProcessGroup:
 
 
 def start_all_reduce(x: Tensor, tp: TensorParallel) -> Pending:
-    """Sum ``x`` over the axis, in place where it is contiguous."""
+    """Sum ``x`` (any shape) over the axis, in place where it is contiguous."""
     x = x.contiguous()
     tp.count(2 * (tp.size - 1) * x.nbytes // tp.size)  # a ring's share
     work = dist.all_reduce(x, group=_group(tp), async_op=True)
@@ -43,7 +44,7 @@ def start_all_reduce(x: Tensor, tp: TensorParallel) -> Pending:
 
 
 def start_all_gather(x: Tensor, tp: TensorParallel) -> Pending:
-    """Concatenate the ranks' [n, ...] along dim 0: [size * n, ...]."""
+    """Concatenate the ranks' [n, ...] along dim 0. The result is [size * n, ...]."""
     x = x.contiguous()
     tp.count((tp.size - 1) * x.nbytes)
     out = x.new_empty(tp.size * x.shape[0], *x.shape[1:])
@@ -54,8 +55,8 @@ def start_all_gather(x: Tensor, tp: TensorParallel) -> Pending:
 def start_reduce_scatter(x: Tensor, tp: TensorParallel) -> Pending:
     """Sum [size * n, ...] over the axis and keep this rank's [n, ...].
 
-    On the CPU as all-to-all and a sum by source: gloo's own reduce-scatter took 54 ms for a million
-    fp32 values on 4 ranks, this 10 ms, and the order of the sum is fixed.
+    On the CPU this is an all-to-all and a sum by source. For a million fp32 values on 4 ranks it took 10 ms, and
+    gloo's own reduce-scatter 54 ms. The order of the sum is fixed, too.
     """
     x = x.contiguous()
     tp.count((tp.size - 1) * x.nbytes // tp.size)
@@ -70,7 +71,7 @@ def start_reduce_scatter(x: Tensor, tp: TensorParallel) -> Pending:
 
 
 class _ReduceForward(torch.autograd.Function):
-    """Forward: sum over the axis, in place. Backward: the gradient as it is (all ranks hold the same)."""
+    """Forward sums over the axis, in place. Backward passes the gradient on (all ranks hold the same)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
@@ -85,7 +86,7 @@ class _ReduceForward(torch.autograd.Function):
 
 
 class _ReduceScatterForward(torch.autograd.Function):
-    """Forward: reduce-scatter along dim 0. Backward: all-gather along dim 0."""
+    """Forward is a reduce-scatter along dim 0. Backward is an all-gather along dim 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
@@ -98,9 +99,10 @@ class _ReduceScatterForward(torch.autograd.Function):
 
 
 def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum the ranks' partial [s, b, h]: whole, or this rank's [s / size, b, h] under sequence parallel.
+    """Sum the ranks' partial [s, b, h]. The sum is returned whole, or as this rank's [s / size, b, h] under sequence
+    parallel, in the dtype of ``x``.
 
-    ``x`` may be overwritten: it must be a fresh result that no backward needs.
+    ``x`` may be overwritten, so it must be a fresh result that no backward needs.
     """
     if tp.size == 1:
         return x
@@ -115,7 +117,7 @@ def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def sequence_slice(length: int, tp: TensorParallel) -> slice:
-    """The positions of a sequence of ``length`` that this rank holds between the parallel linears."""
+    """Return the positions of a sequence of ``length`` that this rank holds between the parallel linears."""
     if not tp.sharded_sequence:
         return slice(0, length)
     share = tp.share(length, "sequence length")

@@ -1,4 +1,4 @@
-"""The tensor-parallel context that layers are given."""
+"""The tensor-parallel context, which layers are given."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megazero.tp.deferred import DeferredGradients
 class TensorParallel:
     """The tp axis as one rank sees it: its group, its index in it, and the group's size.
 
-    With ``size`` 1 nothing communicates and ``group`` is not looked at. With ``group`` None and a
-    larger size the context serves for shapes, placements and initialisation only: communication
-    needs the group by name, since torch.distributed reads None as the whole world.
+    With ``size`` 1 nothing communicates and ``group`` is not looked at. With ``group`` None and a larger size the
+    context serves for shapes, placements and initialisation only. Communication needs the group by name, since
+    torch.distributed reads None as the whole world.
 
-    sequence_parallel: between the parallel linears, activations are cut along the sequence (dim 0)
-        over the axis (Korthikanti et al. 2022, section 4.2.2).
-    traffic: counts the bytes this rank sends, if given. The axis never leaves a node.
-    deferred: lets backwards put weight gradients off, if given; for every size, 1 included.
+    sequence_parallel: Between the parallel linears, activations are cut along the sequence (dim 0) over the axis
+        (Korthikanti et al. 2022, section 4.2.2).
+    traffic: It counts the bytes this rank sends, if given. The axis never leaves a node.
+    deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
     """
 
     group: ProcessGroup | None = None
@@ -38,7 +38,7 @@ class TensorParallel:
 
     @property
     def sharded_sequence(self) -> bool:
-        """Whether activations between the parallel linears hold only this rank's part of the sequence."""
+        """Return whether activations between the parallel linears hold only this rank's part of the sequence."""
         return self.sequence_parallel and self.size > 1
 
     def count(self, sent: int) -> None:
@@ -47,7 +47,7 @@ class TensorParallel:
             self.traffic.add("tp", INTRA, sent)
 
     def share(self, total: int, what: str) -> int:
-        """``total / size``; ValueError naming ``what`` when it does not divide."""
+        """Return ``total / size``. Raises ValueError naming ``what`` when it does not divide."""
         if total % self.size:
             raise ValueError(
                 f"{what} = {total} does not divide over tensor parallel size {self.size}; "

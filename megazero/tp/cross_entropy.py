@@ -21,7 +21,7 @@ _CPU_CHUNK, _CUDA_CHUNK = 1 << 19, 1 << 26
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the logits and each token's log-sum-exp; the backward writes the gradient over the logits."""
+    """It saves the logits and each token's log-sum-exp. The backward writes the gradient over the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel) -> Tensor:
@@ -77,14 +77,14 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel
 ) -> Tensor:
-    """Per-token -log softmax(logits)[label], in at least fp32, without ever holding all the logits.
+    """Return -log softmax(logits)[label] of each token, in at least fp32, without ever holding all the logits.
 
-    logits: [..., shard.rows], contiguous, this rank's part of the padded vocabulary; padded columns
-    are left out of the softmax. The backward overwrites them with their gradient, so they must not be
-    used for anything else, and it can run once.
-    labels: int [...]; IGNORED_LABEL gives zero loss and gradient. Labels outside the vocabulary belong
-    to no rank and must not occur (the data layer checks them).
-    Returns [...], the same on every rank of the axis.
+    logits: They are [..., shard.rows], contiguous, this rank's part of the padded vocabulary. Padded columns are left
+    out of the softmax. The backward overwrites the logits with their gradient, so they must not be used for anything
+    else, and it can run once.
+    labels: They are int [...]. IGNORED_LABEL gives zero loss and gradient. Labels outside the vocabulary belong to no
+    rank and must not occur (the data layer checks them).
+    The result is [...], the same on every rank of the axis.
     """
     loss = _VocabParallelCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels, shard, tp)
     return loss.view(labels.shape)

@@ -1,7 +1,9 @@
-"""Weight gradients put off: the W of a backward that is split into I and W (Qi et al. 2023, zero bubble, section 2).
+"""Weight gradients are put off here: the W of a backward that is split into I and W (Qi et al. 2023, section 2).
 
-    I   a backward inside ``recording(key)``: gradients of the inputs, with their tensor-parallel reductions
-    W   ``compute(key)``, any time later: gradients of the linears' weights and biases and of the embedding
+    I   is a backward inside ``recording(key)``. It computes gradients of the inputs, with their tensor-parallel
+        reductions.
+    W   is ``compute(key)``, any time later. It computes gradients of the linears' weights and biases and of the
+        embedding.
 
 An entry is what one call of an operator left behind: its input and the gradient of its output. It holds no
 weights and no graph, so parameters may be dropped between I and W.
@@ -30,10 +32,10 @@ class _Entry(NamedTuple):
 class DeferredGradients:
     """Queues of weight gradients that are owed, by key (say, a micro-batch's number).
 
-    While ``recording(key)`` is open, backwards of the linears and of the embedding whose context holds this
-    object enqueue instead of computing. Outside of it they compute everything. Parameters that need no
-    gradient are never enqueued. Norms and whatever is added after a reduction get their gradients in I.
-    In I torch calls the post-accumulate hooks of the parameters that wait, too: with nothing added to ``grad``.
+    While ``recording(key)`` is open, the linears and the embedding whose context holds this object enqueue in their
+    backward instead of computing. Outside of it they compute everything. Parameters that need no gradient are never
+    enqueued. Norms, and whatever is added after a reduction, get their gradients in I. In I torch calls the
+    post-accumulate hooks of the parameters that wait, too, although nothing was added to their ``grad``.
     """
 
     def __init__(self) -> None:
@@ -47,9 +49,9 @@ class DeferredGradients:
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
-        """Backwards run inside put their weights' gradients off to ``compute(key)``.
+        """Backwards that run inside put their weights' gradients off to ``compute(key)``.
 
-        Opened again for a key that is not computed yet, it adds to what is there.
+        If it is opened again for a key that is not computed yet, it adds to what is there.
         Raises RuntimeError inside another recording.
         """
         if self.is_recording:
@@ -65,7 +67,7 @@ class DeferredGradients:
     def put_off(self, parameters: Iterable[Tensor], start: Start) -> None:
         """Owe ``parameters`` the gradients that ``start()()`` will yield, one each, in their order.
 
-        start: called once; what it returns is called after it, with at most one other entry's start between.
+        ``start`` is called once. What it returns is called after it, with at most one other entry's start between.
         """
         assert self._queue is not None, "put_off outside of a recording"
         owed = tuple(parameters)
@@ -73,14 +75,14 @@ class DeferredGradients:
         self._queue.append(_Entry(owed, start))  # type: ignore[arg-type]
 
     def compute(self, key: Hashable) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The (parameter, gradient) pairs put off under ``key``, each computed when it is asked for.
+        """Yield the (parameter, gradient) pairs put off under ``key``, each computed when it is asked for.
 
-        They come in the order in which they were enqueued, each parameter once: a parameter used several
-        times comes with the sum, at the place of its last use. An entry's tensors are free once the pair after
-        its last is drawn. Every rank of a tensor-parallel group must draw them in the same order of keys: under
-        sequence parallel each column-parallel entry gathers its input. Call it on the stream of the backward.
-        Raises KeyError for a key that was not recorded (or is computed already), RuntimeError inside its
-        recording.
+        They come in the order in which they were enqueued, each parameter once. A parameter used several times comes
+        with the sum, at the place of its last use. A gradient has its parameter's shape. An entry's tensors are free
+        once the pair after its last is drawn. Every rank of a tensor-parallel group must draw the pairs in the same
+        order of keys, because under sequence parallel each column-parallel entry gathers its input. Call it on the
+        stream of the backward. Raises KeyError for a key that was not recorded (or is computed already), and
+        RuntimeError inside its recording.
         """
         if key not in self._queues:
             raise KeyError(f"no weight gradients were put off under {key!r}; known: {list(self._queues)}")
@@ -89,7 +91,7 @@ class DeferredGradients:
         return _drain(self._queues.pop(key))
 
     def discard(self) -> None:
-        """Forget everything that is owed (an aborted step); closes a recording that is open."""
+        """Forget everything that is owed (an aborted step), and close a recording that is open."""
         self._queues.clear()
         self._open = self._queue = None
 

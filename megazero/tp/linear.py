@@ -18,11 +18,11 @@ from megazero.tp.deferred import DeferredGradients
 
 
 class _Linears(torch.autograd.Function):
-    """Several linears on one input: one gather forward, one reduction backward for all of them.
+    """Apply several linears to one input, with one gather forward and one reduction backward for all of them.
 
-    Under sequence parallel only the input's own slice is kept; the backward gathers it again while the
-    gradient of the input is computed, and reduces that gradient while those of the weights are. A backward
-    that puts these off leaves the gather to them.
+    Under sequence parallel only the input's own slice is kept. The backward gathers it again while the gradient of
+    the input is computed, and reduces that gradient while those of the weights are computed. A backward that puts the
+    weights' gradients off leaves the gather to them.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class _Linears(torch.autograd.Function):
 def _start_input_gradient(
     rows: list[Tensor], weights: list[Tensor], shape: torch.Size, tp: TensorParallel
 ) -> Callable[[], Tensor]:
-    """Compute the ranks' partial gradient of the input and start to reduce it; the result waits for that."""
+    """Compute the ranks' partial gradient of the input and start to reduce it. The result waits for that."""
     grad_x = rows[0] @ weights[0]
     for g, w in zip(rows[1:], weights[1:], strict=True):
         grad_x.addmm_(g, w)
@@ -68,10 +68,10 @@ def _start_input_gradient(
 def _start_gradients(
     x: Tensor | None, rows: list[Tensor], needs: Sequence[bool], tp: TensorParallel
 ) -> Callable[[], Iterator[Tensor]]:
-    """Start to gather the input; the result yields the gradients that ``needs`` marks, one at a time.
+    """Start to gather the input. The result yields the gradients that ``needs`` marks, one at a time.
 
-    x: [s, b, in], its slice under sequence parallel, or None where no weight needs a gradient. rows: one
-    [s * b, out_i] for each linear. needs: for the weights, then for the biases.
+    ``x`` is [s, b, in], its slice under sequence parallel, or None where no weight needs a gradient. ``rows`` holds
+    one [s * b, out_i] for each linear. ``needs`` is for the weights, then for the biases.
     """
     gather = start_all_gather(x, tp) if x is not None and tp.sharded_sequence else None
 
@@ -85,17 +85,17 @@ def _start_gradients(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
-    """F.linear on this rank alone, whose weight's and bias's gradients can be put off."""
+    """Compute F.linear on this rank alone. The gradients of weight and bias can be put off."""
     if deferred is None:
         return F.linear(x, weight, bias)
     return _Linears.apply(x, TensorParallel(deferred=deferred), 1, weight, bias)[0]
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W [out, in] split over the axis; y is this rank's columns.
+    """It computes y = x W^T + b. The rows of W [out, in] are split over the axis, and y is this rank's columns.
 
-    weight: [out / size, in]; bias: [out / size] or None. The input is [s, b, in], or its slice
-    [s / size, b, in] under sequence parallel; the output [s, b, out / size] in both cases.
+    ``weight`` is [out / size, in], and ``bias`` is [out / size] or None. The input is [s, b, in], or its slice
+    [s / size, b, in] under sequence parallel. The output is [s, b, out / size] in both cases.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def column_parallel(
 ) -> tuple[Tensor, ...]:
     """Apply several column-parallel (weight, bias) to one input, communicating once for all of them.
 
-    x: [s, b, in], or [s / size, b, in] under sequence parallel. Returns one [s, b, out_i / size] each.
+    ``x`` is [s, b, in], or [s / size, b, in] under sequence parallel. Each linear gives one [s, b, out_i / size].
     """
     if tp.size == 1:
         # One by one, so that autograd sums the gradients of x in the same order with and without deferral.
@@ -133,10 +133,10 @@ def column_parallel(
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W [out, in] split over the axis; x is this rank's columns.
+    """It computes y = x W^T + b. The columns of W [out, in] are split over the axis, and x is this rank's columns.
 
-    weight: [out, in / size]; bias: [out], replicated, added after the reduction. The input is
-    [s, b, in / size]; the output [s, b, out], or [s / size, b, out] under sequence parallel.
+    ``weight`` is [out, in / size]. ``bias`` is [out], replicated, and is added after the reduction. The input is
+    [s, b, in / size]. The output is [s, b, out], or [s / size, b, out] under sequence parallel.
     """
 
     def __init__(

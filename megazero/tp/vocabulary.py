@@ -1,4 +1,4 @@
-"""The vocabulary over the tp axis: padding, and the embedding of it (Shoeybi et al. 2019, section 3)."""
+"""The vocabulary over the tp axis: its padding, and its embedding (Shoeybi et al. 2019, section 3)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from megazero.tp.deferred import DeferredGradients
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the padded vocabulary: ``rows`` of them from ``start``, ``valid`` of them true.
+    """This rank's ``rows`` rows of the padded vocabulary begin at ``start``. The first ``valid`` of them are true.
 
-    The padding is at the end of the padded vocabulary, so a rank's true rows come first; a rank may
-    have none.
+    The padding is at the end of the padded vocabulary, so a rank's true rows come first. A rank may have none.
     """
 
     start: int
@@ -30,20 +29,22 @@ class VocabShard:
 
     @staticmethod
     def of(vocab_size: int, padded: int, tp: TensorParallel) -> VocabShard:
-        """The shard of rank ``tp.rank``. padded: rows of all ranks."""
+        """Return the shard of rank ``tp.rank``. ``padded`` counts the rows of all ranks."""
         rows = tp.share(padded, "padded vocabulary")
         start = tp.rank * rows
         return VocabShard(start, rows, min(max(vocab_size - start, 0), rows))
 
     def localise(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Row indices within this shard (0 for tokens elsewhere) and a bool mask of the tokens elsewhere."""
+        """Return, in the shape of ``tokens`` (int), the row indices within this shard (0 for tokens elsewhere) and a
+        bool mask of the tokens elsewhere.
+        """
         local = tokens - self.start
         elsewhere = (local < 0) | (local >= self.valid)
         return local.masked_fill(elsewhere, 0), elsewhere
 
 
 class _Embedding(torch.autograd.Function):
-    """F.embedding, whose weight's gradient can be put off."""
+    """F.embedding, but the gradient of its weight can be put off."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, deferred: DeferredGradients) -> Tensor:
@@ -72,7 +73,7 @@ def _embedding(tokens: Tensor, weight: Tensor, deferred: DeferredGradients | Non
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding whose rows are split over the axis. weight: [shard.rows, h]."""
+    """Token embedding whose rows are split over the axis. ``weight`` is [shard.rows, h]."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(shard.rows, hidden_size, device=device, dtype=dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: int [s, b]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
+        """Embed int [s, b] as [s, b, h], or [s / size, b, h] under sequence parallel, in the weight's dtype."""
         if self.tp.size == 1:
             return _embedding(tokens, self.weight, self.tp.deferred)
         local, elsewhere = self.shard.localise(tokens)
