@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""From nothing to a trained, stopped and resumed language model in a few minutes, on this machine alone.
+"""Go from nothing to a trained, stopped and resumed language model in a few minutes, on this machine alone.
 
     python pretrain/quickstart.py --out runs/quickstart
 
@@ -50,7 +50,7 @@ ITERATIONS = {"cuda": 600, "bf16": 324, "fp32": 168}  # sized for 5 minutes on 2
 
 @dataclass(frozen=True)
 class Layout:
-    """How one leg of the training lays out its ranks; node: ranks that are to count as one node."""
+    """How one leg of the training lays out its ranks. ``node`` is the number of ranks that count as one node."""
 
     preset: str
     tp: int = 1
@@ -76,7 +76,7 @@ LAYOUTS = {  # by ranks: one leg each; every leg but the first resumes from the 
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides the outcome; an --out folder belongs to one plan. device: 'cuda' or 'cpu'."""
+    """What decides the outcome. An --out folder belongs to one plan. ``device`` is 'cuda' or 'cpu'."""
 
     python: str
     device: str
@@ -86,14 +86,14 @@ class Plan:
 
     @property
     def leg_ends(self) -> list[int]:
-        """Iterations at which a leg ends."""
+        """The iterations at which a leg ends."""
         legs = len(LAYOUTS[self.ranks])
         return [self.iterations * leg // legs for leg in range(1, legs + 1)]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do. outcome: exists when it is done."""
+    """One thing to do. The path ``outcome`` exists when it is done."""
 
     name: str
     outcome: Path
@@ -161,7 +161,7 @@ class Quickstart:
     # -- the steps -------------------------------------------------------------------------------
 
     def _write_corpus(self, _: Path) -> None:
-        """JSON lines in an order without meaning, since the last documents become the validation split."""
+        """Write JSON lines in an order without meaning, since the last documents become the validation split."""
         sources = sorted(
             stdlib_sources(), key=lambda p: hashlib.sha256("/".join(p.parts[-3:]).encode()).digest()
         )
@@ -256,12 +256,12 @@ class Quickstart:
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def count_gpus() -> int:
-    """As torch sees them, asked in a process of its own: this one stays without torch."""
+    """Ask torch for the number of GPUs, in a process of its own, because this one stays without torch."""
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if answer.returncode:
@@ -272,7 +272,7 @@ def count_gpus() -> int:
 
 
 def cpu_dtype() -> str:
-    """bf16 on a CPU that multiplies it in hardware (3 times fp32's rate on AVX512-BF16, measured), else fp32."""
+    """Return bf16 on a CPU that multiplies it in hardware (3x fp32's rate on AVX512-BF16, measured), else fp32."""
     with suppress(OSError):
         flags = Path("/proc/cpuinfo").read_text()
         if "avx512_bf16" in flags or "amx_bf16" in flags:
@@ -281,7 +281,7 @@ def cpu_dtype() -> str:
 
 
 def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
-    """Run a command, its output shown as it comes and kept in ``log``; StepFailed if it fails.
+    """Run a command, show its output as it comes, and keep it in ``log``. Raises StepFailed if it fails.
 
     Where we write to a terminal the command gets one too, so that its progress bars move.
     """
@@ -331,7 +331,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_plan(ranks: int, iterations: int | None, gpus: int) -> Plan:
-    """As many ranks as asked for, or as there are GPUs to hold them."""
+    """Plan as many ranks as were asked for, or as there are GPUs to hold them."""
     if gpus:
         ranks = max(known for known in LAYOUTS if known <= min(ranks, gpus))
     legs = len(LAYOUTS[ranks])
@@ -346,7 +346,7 @@ def make_plan(ranks: int, iterations: int | None, gpus: int) -> Plan:
 
 
 def claim(out: Path, plan: Plan, fresh: bool) -> None:
-    """Make ``out`` this plan's folder. ValueError if it holds anything else."""
+    """Make ``out`` this plan's folder. Raises ValueError if it holds anything else."""
     settings = out / "quickstart.json"
     if not settings.exists():
         if out.exists() and any(out.iterdir()):

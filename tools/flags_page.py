@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""python tools/flags_page.py > docs/flags.md: the list of flags, from the dataclasses."""
+"""python tools/flags_page.py > docs/flags.md: this writes the list of flags, from the dataclasses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A value that is unknown, illegal or without effect is an error; all errors are r
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [HEAD, "## files", "", "| flag | meaning |", "|---|---|"]
     lines += [f"| `--{key} FILE` | {text} |" for key, text in FILES.items()]
     for section, cls in section_types().items():

@@ -1,11 +1,11 @@
-"""Everything about megazero that needs a GPU, measured on one card in at most 8 minutes, piece by piece.
+"""Measure on one card, in at most 8 minutes and piece by piece, everything about megazero that needs a GPU.
 
     python tools/gpu_report.py [--pieces kernels,race] [--minutes 8] [--fresh] [--out DIR] [--docs DIR]
 
 A piece runs in a process of its own with a time limit. Its result is kept in OUT; a failure is a row with its reason.
-Run again, only what is missing or failed is done. With a card the page, gpu.json and the charts are written to docs/,
+Run again, it does only what is missing or failed. With a card the page, gpu.json and the charts are written to docs/,
 too. Without one, or with --rehearsal, the same pieces run with tiny sizes on the CPU, and the page, which says so,
-goes to OUT alone. Needs torch and numpy; what else a piece needs and does not find is a reason on the page.
+goes to OUT alone. It needs torch and numpy; what else a piece needs and does not find is a reason on the page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE = 4  # times a piece's time in a rehearsal: machines without a card are
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0 if every piece that was asked for ended well."""
+    """Return the exit status. It is 0 if every piece that was asked for ended well."""
     options = _options(argv)
     began = time.monotonic()
     import torch
@@ -88,14 +88,20 @@ def _pieces(text: str) -> list[Piece]:
 
 
 def still_good(kept: Mapping[str, Any] | None, facts: Mapping[str, str]) -> bool:
-    """Whether a stored result stands: complete, and of this machine and torch (its commit is told on the page)."""
+    """Return whether a stored result stands.
+
+    It must be complete, and come from this machine and torch. (The page tells its commit.)
+    """
     return (
         kept is not None and not kept[REASON] and all(kept[key] == facts[key] for key in ("device", "torch"))
     )
 
 
 def run(piece: Piece, out: Path, rehearsal: bool, left: float, facts: Mapping[str, str]) -> dict[str, Any]:
-    """One piece in a process of its own; its rows, whatever became of it. left: seconds for all that is to come."""
+    """Run one piece in a process of its own, and return its rows, whatever became of it.
+
+    left: the seconds for all that is to come.
+    """
     result = {"rows": [], "notes": [], "seconds": 0.0, REASON: ""}
     result |= {key: facts[key] for key in ("device", "torch", "commit")}
     seconds = min(float(piece.seconds) * (PATIENCE if rehearsal else 1), left)
@@ -117,7 +123,10 @@ def run(piece: Piece, out: Path, rehearsal: bool, left: float, facts: Mapping[st
 
 
 def _process(piece: Piece, rows: Path, log: Path, rehearsal: bool, seconds: float) -> int | None:
-    """Its exit status; None if it had to be stopped. Its processes go with it."""
+    """Run the piece and return its exit status, or None if it had to be stopped.
+
+    Its processes are stopped with it.
+    """
     command = [sys.executable, "-m", "tests.benchmarks.gpu_report.pieces", piece.name, str(rows.resolve())]
     command += [str(0.9 * seconds), *(["--rehearsal"] if rehearsal else [])]
     environment = {**os.environ, **(piece.environment if rehearsal else {})}
@@ -137,13 +146,13 @@ def _process(piece: Piece, rows: Path, log: Path, rehearsal: bool, seconds: floa
 
 
 def last_words(log: Path) -> str:
-    """The last line that a piece printed: of a traceback the exception."""
+    """Return the last line that a piece printed. Of a traceback this is the exception."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300].replace("|", "/") if lines else "it printed nothing"
 
 
 def write(stored: Mapping[str, Any], folder: Path, draw: bool = True) -> None:
-    """The page gpu.md, gpu.json and, to ``draw``, the charts."""
+    """Write the page gpu.md and gpu.json and, with ``draw``, the charts."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         charts = page.charts(stored, folder) if draw else []

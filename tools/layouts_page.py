@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""python tools/layouts_page.py > docs/layouts.md: which combinations run, asked of the code that refuses."""
+"""python tools/layouts_page.py > docs/layouts.md: this writes which combinations run.
+
+It asks the code that refuses.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ VIRTUAL, SCHEDULE, MAPPING = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A column: how ``world`` ranks, ``node`` to a node, are laid out."""
+    """A column of the page. It says how ``world`` ranks, ``node`` to a node, are laid out."""
 
     name: str
     world: int
@@ -106,7 +109,7 @@ MODEL_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def values_of(layout: Layout, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's configuration: four micro-batches a step."""
+    """Return a cell's configuration. It has four micro-batches a step."""
     values = {**MODEL, "global_batch_size": 4 * layout.dp, **layout.options, **options}
     if values.get("rampup_batch_size"):
         values["rampup_batch_size"] = (2 * layout.dp, 2 * layout.dp, 8 * layout.dp)
@@ -114,7 +117,7 @@ def values_of(layout: Layout, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusals(layout: Layout, options: Mapping[str, Any]) -> list[str]:
-    """Why a cell is refused; empty if it is legal."""
+    """Return why a cell is refused. The list is empty if the cell is legal."""
     try:
         make_config(values_of(layout, options), World(layout.world, layout.node))
     except ConfigError as error:
@@ -123,7 +126,7 @@ def refusals(layout: Layout, options: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], notes: list[str]) -> Iterator[str]:
-    """Lines of one table; why cells are refused goes to ``notes``."""
+    """Yield the lines of one table. The reasons why cells are refused go to ``notes``."""
     yield "| | " + " | ".join(layout.name for layout in LAYOUTS) + " |"
     yield "|---" * (len(LAYOUTS) + 1) + "|"
     for name, options in rows.items():
@@ -136,7 +139,7 @@ def table(rows: Mapping[str, Mapping[str, Any]], notes: list[str]) -> Iterator[s
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     notes: list[str] = []
     lines = [HEAD, "## Model state", "", *table(STATE, notes), "", "## Model and batch (preset zero1)", ""]
     lines += [*table(MODEL_OPTIONS, notes), "", "## Why not", ""]

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Raw text to Megatron's .bin/.idx: JSON lines, text files or directories of them.
+"""Turn raw text into Megatron's .bin/.idx. The text is in JSON lines, text files or directories of them.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model --append-eod --workers 8
 
-writes data/corpus_text_document.{bin,idx,meta.json}. Interrupted, the same command continues.
+writes data/corpus_text_document.{bin,idx,meta.json}. If it was interrupted, the same command continues it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timelines of pipelines to look at: a picture (needs matplotlib), or a trace for Perfetto."""
+"""This draws timelines of pipelines as a picture (needs matplotlib), or writes a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = {
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """JSON for chrome://tracing and Perfetto, one row per rank. Spans count as seconds."""
+    """Return JSON for chrome://tracing and Perfetto, with one row per rank. Spans count as seconds."""
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(timeline.pp)
@@ -46,9 +46,10 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> None:
-    """A PNG: one panel per timeline, one row per rank, one time axis. ValueError without matplotlib or timelines.
+    """Draw a PNG with one panel per timeline, one row per rank and one time axis.
 
-    Boxes carry micro-batch numbers where they are wide enough; every other stage of a rank is paler.
+    Boxes carry micro-batch numbers where they are wide enough; every other stage of a rank is paler. Raises
+    ValueError if there is no matplotlib or there are no timelines.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -75,7 +76,7 @@ def draw(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> Non
 
 
 def _panel(axes: Axes, name: str, timeline: Timeline, end: float) -> None:
-    """One timeline from its own first start on an axis that ends at ``end``."""
+    """Draw one timeline from its own first start on an axis that ends at ``end``."""
     begin = min(span.start for span in timeline.spans)
     boxes: dict[tuple[int, Kind, bool], list[tuple[float, float]]] = {}
     for span in timeline.spans:

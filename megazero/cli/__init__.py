@@ -1,4 +1,4 @@
-"""The command line: megazero COMMAND. A command is imported when it is called; no torch before it needs it."""
+"""The command line is: megazero COMMAND. A command is imported when it is called, and torch only when it needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from megazero.config.nearest import did_you_mean
 
 
 class Command(NamedTuple):
-    """help: one line. module: its ``main(argv) -> exit status`` is the command; it answers --help without torch."""
+    """A command of the command line.
+
+    help: one line that says what it does. module: its ``main(argv) -> exit status`` is the command; it answers --help
+    without torch.
+    """
 
     help: str
     module: str
@@ -26,7 +30,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0 good, 1 a check failed, 2 the command line is wrong."""
+    """Run a command and return the exit status: 0 is good, 1 a check failed, 2 the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(_help())

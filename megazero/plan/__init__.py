@@ -1,1 +1,1 @@
-"""What a configuration will cost, from sizes alone. No torch, no numpy."""
+"""This says what a configuration will cost, from sizes alone. It needs no torch and no numpy."""

@@ -1,7 +1,8 @@
-"""Bytes that one rank sends in a step, from sizes alone: no counter, codec or chain of the engine is asked. Pure.
+"""This computes the bytes that one rank sends in a step, from sizes alone.
 
-Of axis j (innermost first) of size a_j, a gather of a slice of m bytes per rank sends (a_j - 1) m; an all-to-all of
-rows of m bytes as much. Level l is the slice left after axes 1..l. ``formats`` are bits and block of a hop, or None.
+It is pure, and asks no counter, codec or chain of the engine. Axes are counted from the innermost. On axis j of size
+a_j, a gather of a slice of m bytes per rank sends (a_j - 1) m bytes; an all-to-all of rows of m bytes sends as much.
+Level l is the slice that is left after axes 1..l. ``formats`` give the bits and block of each hop, or None.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ SCALARS = 6 * 8  # squared norm, order hash, two sums of squares for weights and
 
 @dataclass(frozen=True)
 class UnitShape:
-    """coded, exact: elements of the whole unit's regions, padding included; exact is 0 where nothing is quantised.
+    """The sizes of one unit.
 
-    partial: elements of this rank's OS slice whose gradients tensor-parallel ranks sum. tied: the pipeline's other
-    end holds it too.
+    coded, exact: how many elements the whole unit's regions have, padding included; exact is 0 where nothing is
+    quantised. partial: how many elements of this rank's OS slice have gradients that tensor-parallel ranks sum. tied:
+    the pipeline's other end holds the unit too.
     """
 
     coded: int
@@ -38,7 +40,10 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Formats:
-    """What is sent, by hop; None is exact. width, sums: bytes of a parameter, of a sum of gradients."""
+    """What each hop sends; None means exact.
+
+    width: the bytes of a parameter. sums: the bytes of a sum of gradients.
+    """
 
     width: int
     sums: int
@@ -49,14 +54,21 @@ class Formats:
 
 @dataclass(frozen=True)
 class Copies:
-    """How long copies live. uses: of each part, the units that its modules need, in order of the forward."""
+    """How long copies live.
+
+    ``uses`` gives, for each part, the units that its modules need, in order of the forward.
+    """
 
     uses: Sequence[Sequence[Sequence[int]]]
     keep_gathered: bool = False
 
 
 def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
-    """Bytes of a slice; exact elements have ``exact_width`` bytes beside quantised ones, else all have ``width``."""
+    """Return the bytes of a slice.
+
+    Beside quantised elements, an exact element has ``exact_width`` bytes. If nothing is quantised, all elements have
+    ``width`` bytes.
+    """
     if coding is None:
         return (coded + exact) * width
     return _fill(coded * coding.bits // 8 + 2 * coded // coding.block) + _fill(exact * exact_width)
@@ -75,8 +87,10 @@ def model_state(
     micro_batches: int,
     ends_link: str | None = None,
 ) -> Bytes:
-    """Refreshes, gathers and reductions of a step in which every unit is updated. ends_link: this rank holds one end
-    of tied embeddings."""
+    """Return the bytes of refreshes, gathers and reductions of a step in which every unit is updated.
+
+    ends_link: the link to the other end, if this rank holds one end of tied embeddings.
+    """
     axes, levels = grid.data_axes, _levels(grid.data_axes)
     out: Bytes = Counter()
     gathered = gathers(copies, program)
@@ -97,7 +111,7 @@ def model_state(
 
 
 def _levels(axes: Sequence[AxisSpec]) -> tuple[int, int, int, int]:
-    """How many axes cut parameters, gradients, optimizer states; all of them."""
+    """Return how many axes cut parameters, gradients and optimizer states, and how many axes there are."""
     roles = [axis.role for axis in axes]
     p = roles.count("p")
     g = p + roles.count("g")
@@ -151,9 +165,10 @@ def _gradients(
 
 
 def gathers(copies: Copies, program: Sequence[tuple[str, int]]) -> Counter[int]:
-    """How often each unit is gathered over P in a step: once per use, less where it is still there.
+    """Return how often each unit is gathered over P in a step: once per use, less where it is still there.
 
-    After a use it stays only if the next module needs it; with ``keep_gathered`` as long as its part comes again.
+    After a use a unit stays only if the next module needs it. With ``keep_gathered`` it stays as long as its part
+    comes again.
     """
     visits = [(i, list(visit)) for i, segment in enumerate(program) for visit in _visits(copies, *segment)]
     out: Counter[int] = Counter()
@@ -184,7 +199,7 @@ def _visits(copies: Copies, kind: str, part: int) -> Iterator[Sequence[int]]:
 
 @dataclass(frozen=True)
 class Activation:
-    """Of a micro-batch between layers: [length, samples, hidden]. width: bytes of an element."""
+    """The activation [length, samples, hidden] of a micro-batch between layers. An element has ``width`` bytes."""
 
     length: int
     samples: int
@@ -199,13 +214,16 @@ class Activation:
 
     @property
     def sent(self) -> int:
-        """Bytes of a message between stages: a tensor-parallel rank's part, where it can be cut."""
+        """The bytes of a message between stages. Where it can be cut, this is one tensor-parallel rank's part."""
         elements = self.whole // self.width
         return elements // self.tp * self.width if elements % self.tp == 0 else self.whole
 
 
 def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) -> Bytes:
-    """Messages between stages; where they are cut, the receivers gather them inside their tensor-parallel group."""
+    """Return the bytes of messages between stages.
+
+    Where the messages are cut, the receivers gather them inside their tensor-parallel group.
+    """
     out: Bytes = Counter()
     own, line = grid.axis("pp").index(rank), grid.axis("pp").ranks(rank)
     for (source, target), messages in sends(schedule, grid.pp).items():
@@ -219,12 +237,14 @@ def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) 
 def tensor_parallel(
     stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation, again: int, wide: int
 ) -> Bytes:
-    """Collectives inside layers. again: of a layer's forward, how many run again in its backward (see
-    ``recomputed``). wide: bytes of an element of the loss.
+    """Return the bytes of collectives inside layers.
 
-    A layer has two pairs of linears: column, then row. Forward: sum the row's output, under sequence parallel
-    gather the column's input first and scatter the sum. Backward: the same of the gradients, and under sequence
-    parallel the column's input once more.
+    again: how many collectives of a layer's forward run again in its backward (see ``recomputed``). wide: the bytes
+    of an element of the loss.
+
+    A layer has two pairs of linears; in each, a column linear comes before a row linear. The forward sums the row's
+    output; under sequence parallel it first gathers the column's input, and scatters the sum. The backward does the
+    same with the gradients, and under sequence parallel gathers the column's input once more.
     """
     tp = activation.tp
     share = (tp - 1) * activation.whole // tp
@@ -248,8 +268,11 @@ def tensor_parallel(
 
 
 def recomputed(granularity: str, sequence_parallel: bool, dropout: bool) -> int:
-    """Collectives of a layer's forward that a recompute repeats: all but the last sum, after which nothing more is
-    needed unless dropout follows it; none where attention alone is recomputed."""
+    """Return how many collectives of a layer's forward a recompute repeats.
+
+    It repeats all but the last sum, after which nothing more is needed unless dropout follows it. Where attention
+    alone is recomputed, it repeats none.
+    """
     if granularity != "full":
         return 0
     return (4 if sequence_parallel else 2) - (0 if dropout else 1)

@@ -1,10 +1,9 @@
-"""The global batch size as a pure function of the samples consumed (--rampup-batch-size).
+"""The global batch size is a pure function of the samples consumed (--rampup-batch-size).
 
-Megatron's rule: from `start` to `target` in steps of `increment`, the steps spread evenly over the
-first `ramp_samples` samples. An iteration's batch is decided by the samples consumed before it.
-Megatron computes the step as int(consumed / (ramp_samples / steps)) in floating point; here it is
-consumed * steps // ramp_samples in integers, which is the same except where a float quotient that
-should be whole falls just short of it.
+Megatron's rule: the size goes from `start` to `target` in steps of `increment`, and the steps are spread evenly over
+the first `ramp_samples` samples. The samples consumed before an iteration decide its batch. Megatron computes the
+step as int(consumed / (ramp_samples / steps)) in floating point; here it is consumed * steps // ramp_samples in
+integers. The two are the same except where a float quotient that should be whole falls just short of it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:  # it needs torch, which the sizes do without
 class BatchSizeRampup:
     """The global batch, in sequences, over the course of a run. It is the same whatever the layout.
 
-    start, increment, target: global batch sizes in samples, each size on the way divisible by
-    micro_batch * data_parallel. start == target means no ramp-up.
-    It trusts its sizes: config/rules.py says which are legal.
+    start, increment, target: these make the global batch sizes in samples; micro_batch * data_parallel divides each
+    size on the way. If start == target, there is no ramp-up. The class trusts its sizes: config/rules.py says which
+    are legal.
     """
 
     start: int
@@ -37,7 +36,7 @@ class BatchSizeRampup:
 
     @classmethod
     def of(cls, config: RunConfig, data_parallel: int) -> BatchSizeRampup:
-        """The sizes that a resolved configuration means on ``data_parallel`` ranks."""
+        """Return the sizes that a resolved configuration means on ``data_parallel`` ranks."""
         batch = config.batch
         assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
         start, increment, samples = batch.rampup_batch_size or (batch.global_batch_size, 0, 0)
@@ -45,7 +44,7 @@ class BatchSizeRampup:
 
     @property
     def quantum(self) -> int:
-        """Samples of one micro-batch on every data-parallel rank."""
+        """The samples of one micro-batch on every data-parallel rank."""
         return self.micro_batch * self.data_parallel
 
     @property
@@ -53,17 +52,17 @@ class BatchSizeRampup:
         return (self.target - self.start) // self.increment if self.start < self.target else 0
 
     def batch_size(self, consumed: int) -> int:
-        """Global batch of the iteration that begins after `consumed` samples."""
+        """Return the global batch of the iteration that begins after `consumed` samples."""
         if consumed >= self.ramp_samples or not self._steps:
             return self.target
         return self.start + consumed * self._steps // self.ramp_samples * self.increment
 
     def micro_batches(self, consumed: int) -> int:
-        """Micro-batches of that iteration on each data-parallel rank."""
+        """Return the number of micro-batches of that iteration on each data-parallel rank."""
         return self.batch_size(consumed) // self.quantum
 
     def consumed_after(self, iterations: int, begin: int = 0) -> int:
-        """Samples consumed once `iterations` more have run, from `begin` consumed samples."""
+        """Return the samples consumed once `iterations` more have run, after `begin` consumed samples."""
         consumed, left = begin, iterations
         for batch, count in self._runs(begin):
             done = left if count is None else min(left, count)
@@ -73,10 +72,10 @@ class BatchSizeRampup:
         return consumed
 
     def iterations_within(self, samples: int, begin: int = 0) -> int:
-        """The most iterations that consume at most `samples` in all, from `begin` consumed samples.
+        """Return the most iterations that consume at most `samples` in all, after `begin` consumed samples.
 
-        With samples = --train-samples: how long the run still is from there. A last batch that would
-        not be full is left out, in the ramp-up too (Megatron overshoots there).
+        If samples = --train-samples, this is how many iterations the run still has from there. A last batch that
+        would not be full is left out, in the ramp-up too (Megatron overshoots there).
         """
         iterations, consumed = 0, begin
         for batch, count in self._runs(begin):
@@ -88,7 +87,7 @@ class BatchSizeRampup:
         return iterations
 
     def _runs(self, begin: int) -> Iterator[tuple[int, int | None]]:
-        """(batch, iterations at it) in order from `begin` samples; the last has None: no end."""
+        """Yield (batch, iterations at it) in order from `begin` samples. The last has None, because it has no end."""
         consumed = begin
         while (batch := self.batch_size(consumed)) < self.target:
             step = (batch - self.start) // self.increment
@@ -103,7 +102,7 @@ class BatchSizeRampup:
 class RunLength:
     """How long a run is: its last iteration, the samples consumed by then, and the sizes of the batches up to there.
 
-    by_samples: the length was given in samples, and so positions of the run count samples instead of iterations.
+    by_samples: the length was given in samples, so positions of the run count samples instead of iterations.
     """
 
     batch_sizes: BatchSizeRampup
@@ -112,12 +111,12 @@ class RunLength:
     by_samples: bool
 
     def position(self, progress: Progress) -> int:
-        """The iterations done or, where the length is in samples, the samples consumed."""
+        """Return the iterations done or, where the length is in samples, the samples consumed."""
         return progress.consumed_samples if self.by_samples else progress.iteration
 
 
 def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLength:
-    """The length of a run on ``data_parallel`` ranks that begins at ``begin``.
+    """Return the length of a run on ``data_parallel`` ranks that begins at ``begin``.
 
     --train-iters counts iterations whatever their batch; --train-samples ends where the next whole batch would exceed
     it. Raises ValueError for sizes that do not divide, and for samples that do not fill the first batch.

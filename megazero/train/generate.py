@@ -1,7 +1,7 @@
-"""Text from a checkpoint, in one process, whatever the layout that wrote it.
+"""This continues a text with a checkpoint's model, in one process, whatever layout wrote the checkpoint.
 
-There is no cache of keys and values: a token costs a forward of its whole context, which is small change
-for models that fit one process, and nothing here has to be kept equal to the training forward.
+There is no cache of keys and values: a token costs a forward of its whole context. That is little for models that fit
+one process, and nothing here has to be kept equal to the training forward.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from megazero.train.parallelize import DTYPES
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: logits are divided by it; 0 takes the likeliest token. top_k: how many of the likeliest
-    tokens may be drawn; 0 for all. seed: the same seed, weights and prompt give the same text."""
+    """How tokens are drawn.
+
+    temperature: logits are divided by it; 0 takes the likeliest token. top_k: only this many of the likeliest tokens
+    may be drawn; 0 allows all. seed: the same seed, weights and prompt give the same text.
+    """
 
     temperature: float = 0.8
     top_k: int = 50
@@ -47,7 +50,10 @@ class TextModel:
 
 
 def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """``folder`` itself if it is a checkpoint, else the newest complete one in it; CheckpointError if none."""
+    """Return ``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it.
+
+    Raises CheckpointError if there is none.
+    """
     root = Path(folder)
     if (root / MANIFEST_FILE).is_file():
         return root
@@ -66,11 +72,11 @@ def load_text_model(
     device: torch.device | str = "cpu",
     tokenizer_model: str | os.PathLike[str] | None = None,
 ) -> TextModel:
-    """The model of the newest checkpoint in ``folder`` and its tokenizer, checked against each other.
+    """Load the model of the newest checkpoint in ``folder`` and its tokenizer, and check them against each other.
 
-    tokenizer_model: where the tokenizer lies now, if not where it lay in training. The parameters' dtype is
-    the trained one on CUDA; on a CPU bf16 and fp16 become fp32, which every CPU is good at.
-    Raises CheckpointError or ValueError for a checkpoint or tokenizer that is absent, damaged or another's.
+    tokenizer_model: where the tokenizer is now, if it is not where it was in training. On CUDA the parameters have
+    the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or
+    ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
     """
     path = find_checkpoint(folder)
     config = RunConfig.from_dict(store.read_manifest(path).configuration)
@@ -99,7 +105,10 @@ def _load_tokenizer(config: RunConfig, model: str | os.PathLike[str] | None) -> 
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw from softmax(logits / temperature) over the top_k likeliest. logits: [vocabulary], on the CPU."""
+    """Draw a token from softmax(logits / temperature) over the top_k likeliest tokens.
+
+    logits: a floating-point tensor [vocabulary] on the CPU.
+    """
     if sampling.temperature == 0:
         return int(logits.argmax())
     count = min(sampling.top_k or logits.numel(), logits.numel())
@@ -109,9 +118,9 @@ def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Genera
 
 
 def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
-    """Up to ``count`` tokens after ``prompt``; ends before the end-of-document token.
+    """Yield up to ``count`` tokens after ``prompt``. It ends before the end-of-document token.
 
-    An empty prompt begins a document. Of a text longer than the model's context, its end is what counts.
+    An empty prompt begins a document. If the text is longer than the model's context, only its end counts.
     """
     if count < 0:
         raise ValueError(f"--tokens {count} must be at least 0")
@@ -130,6 +139,6 @@ def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling:
 
 
 def generate(model: TextModel, prompt: str, count: int, sampling: Sampling | None = None) -> str:
-    """``prompt`` and up to ``count`` tokens more, as text."""
+    """Return ``prompt`` and up to ``count`` more tokens as text."""
     ids = model.tokenizer.encode(prompt)
     return model.tokenizer.decode([*ids, *sample_tokens(model, ids, count, sampling or Sampling())])

@@ -1,7 +1,7 @@
-"""What stops a run: exit conditions, signals, non-finite losses and gradients, dead ranks.
+"""This module holds what stops a run: exit conditions, signals, non-finite losses and gradients, and dead ranks.
 
-Every decision is the same on all ranks, or says which rank it is about: a rank that stops alone
-leaves the others waiting in a collective until the time-out.
+Every decision is the same on all ranks, or says which rank it is about. A rank that stopped alone would leave the
+others waiting in a collective until the time-out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopSignals:
-    """Notes a signal instead of dying of it, so that the step is finished and a checkpoint saved.
+    """Notes a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
 
-    Use as a context manager in the main thread. A second SIGINT raises KeyboardInterrupt at once;
-    a second one of the others changes nothing. The old handlers come back at the end.
+    Use it as a context manager in the main thread. A second SIGINT raises KeyboardInterrupt at once; a second one of
+    the other signals changes nothing. The old handlers come back at the end.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -52,12 +52,14 @@ class StopSignals:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitConditions:
-    """When to save a checkpoint and stop before the last iteration.
+    """Decides when to save a checkpoint and stop before the last iteration.
 
-    exit_interval: stop at iterations it divides. exit_duration_in_mins: stop once the run has
-    lasted that long since `began` (time.monotonic() of the process's start, say). signals: stop
-    when one was received. agree(flag): true on every rank if the flag is true on any; a collective,
-    called once per iteration, on all ranks, only if a duration or signals are given.
+    exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
+    has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
+    when one was received.
+
+    agree(flag) returns true on every rank if the flag is true on any rank. It is a collective, and is called once per
+    iteration, on all ranks, only if a duration or signals are given.
     """
 
     agree: Callable[[bool], bool]
@@ -74,7 +76,7 @@ class ExitConditions:
             raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
 
     def reason(self, iteration: int) -> str | None:
-        """Why to stop after `iteration`, or None: the same answer to "whether" on every rank."""
+        """Return why to stop after `iteration`, or None. Every rank gets the same answer to whether to stop."""
         mine = self._own_reason()
         if (self.signals is not None or self.exit_duration_in_mins is not None) and self.agree(
             mine is not None
@@ -99,7 +101,7 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass(frozen=True)
 class LocalStep:
-    """One rank's part of an iteration: its own loss (any normalisation) and the ids of its samples."""
+    """One rank's part of an iteration. It has the rank's own loss (any normalisation) and the ids of its samples."""
 
     rank: int
     loss: float
@@ -107,12 +109,14 @@ class LocalStep:
 
 
 class NonFiniteGuard:
-    """A non-finite loss is an error at once; a non-finite gradient norm skips the step, and
-    `max_skips` skipped steps in a row are an error. Steps whose loss scale can still fall do not count.
+    """Stops the run at non-finite losses, and skips steps with a non-finite gradient norm.
 
-    Both checks take values that are equal on all ranks (the reduced loss, the global norm), so all
-    ranks decide alike. `gather` collects one object per rank into a list on every rank (as
-    all_gather_object does); it is called only when the run is about to stop.
+    A non-finite loss is an error at once. A non-finite gradient norm skips the step, and `max_skips` skipped steps in
+    a row are an error. Steps whose loss scale can still fall do not count.
+
+    Both checks take values that are equal on all ranks (the reduced loss, the global norm), so all ranks decide
+    alike. `gather` collects one object per rank into a list on every rank (as all_gather_object does); it is called
+    only when the run is about to stop.
     """
 
     def __init__(self, max_skips: int = 10) -> None:
@@ -140,7 +144,7 @@ class NonFiniteGuard:
         gather: Callable[[LocalStep], list[LocalStep]],
         scale_can_fall: bool = False,
     ) -> bool:
-        """True if the step is to be skipped; NonFiniteLoss after `max_skips` of them in a row.
+        """Return True if the step is to be skipped. Raises NonFiniteLoss after `max_skips` skipped steps in a row.
 
         scale_can_fall: the step's loss scale was above its minimum, so that a lower one may cure it.
         """
@@ -203,11 +207,13 @@ def readable_failures(
     phase: Callable[[], str],
     hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Turns the exception of a collective that failed under it into a RankFailure naming
-    rank, host, phase, time-out, the peer if the message tells its address, and the cure.
+    """Turns the exception of a collective that failed under it into a RankFailure. Other exceptions pass unchanged.
 
-    phase(): what this rank was doing ("backward of iteration 12"). hosts: address -> name with ranks
-    ("10.0.0.2" -> "node2, ranks 8-15"). Other exceptions pass unchanged.
+    The RankFailure names the rank, the host, the phase, the time-out, the peer if the message tells its address, and
+    the cure.
+
+    phase() returns what this rank was doing ("backward of iteration 12"). hosts maps an address to a name with ranks
+    ("10.0.0.2" -> "node2, ranks 8-15").
     """
     try:
         yield
@@ -228,7 +234,7 @@ def readable_failures(
 
 
 def collective_symptom(error: BaseException) -> str | None:
-    """What a failed collective's exception says about the other rank; None if it is not one."""
+    """Return what a failed collective's exception says about the other rank, or None if the exception is not one."""
     if isinstance(error, RankFailure):
         return None
     text = str(error).lower()

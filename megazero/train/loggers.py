@@ -1,8 +1,7 @@
-"""TensorBoard and Weights & Biases behind one small interface; metrics.jsonl stays the authority.
+"""This puts TensorBoard and Weights & Biases behind one small interface; metrics.jsonl stays the authority.
 
-Starting a logger that was asked for and cannot run is a ValueError with the cure. Once training
-runs, a logger that fails is dropped with one warning: a full disk of events or a broken network
-never stops a run.
+If a logger was asked for and cannot run, starting it raises ValueError with the cure. Once training runs, a logger
+that fails is dropped with one warning: a disk that is full of events, or a broken network, never stops a run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 
 class Logger(Protocol):
-    """Takes the values of an iteration; nested mappings become names joined by '/'."""
+    """Takes the values of an iteration. Nested mappings become names that are joined by '/'."""
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None: ...
 
@@ -24,7 +23,10 @@ class Logger(Protocol):
 
 
 class TensorBoardLogger:
-    """Scalars as TensorBoard events; those of later iterations than `iteration` (a resume) are purged."""
+    """Writes scalars as TensorBoard events.
+
+    On a resume, the events of later iterations than `iteration` are purged.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], *, iteration: int = 0) -> None:
         try:
@@ -44,12 +46,11 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """One wandb run, continued across restarts by its id (new_run_id, kept in the trainer's state).
+    """Writes one wandb run, which is continued across restarts by its id (new_run_id, kept in the trainer's state).
 
-    directory: where its local files go (--wandb-save-dir; none: wandb's choice). Mode and account are
-    wandb's own business and variables: WANDB_MODE=offline needs no account. The x axis is
-    `iteration`, so a resume from an earlier checkpoint may log again what wandb's own step counter
-    would refuse.
+    directory: the folder of its local files (--wandb-save-dir); without one, wandb chooses. Mode and account are
+    wandb's own business and variables: WANDB_MODE=offline needs no account. The x axis is `iteration`, so a resume
+    from an earlier checkpoint may log again what wandb's own step counter would refuse.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class WandbLogger:
 
 
 class Loggers:
-    """Several loggers as one; a failing member is dropped with a warning."""
+    """Uses several loggers as one. A member that fails is dropped with a warning."""
 
     def __init__(self, members: Sequence[Logger] = ()) -> None:
         self._members = list(members)
@@ -117,12 +118,15 @@ class Loggers:
 
 
 def new_run_id() -> str:
-    """A fresh wandb run id (8 characters, the form wandb makes itself); not from the training seed."""
+    """Return a fresh wandb run id.
+
+    It has 8 characters, the form wandb makes itself, and does not come from the training seed.
+    """
     return secrets.token_hex(4)
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in nested mappings as ("time_bill/compute", 0.1); text and None are left out."""
+    """Yield the numbers in nested mappings as ("time_bill/compute", 0.1). Text and None are left out."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")

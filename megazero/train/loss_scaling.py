@@ -1,9 +1,9 @@
-"""Loss scaling for fp16: losses are multiplied by a scale before the backward, gradients divided by it after.
+"""Loss scaling for fp16 multiplies losses by a scale before the backward, and divides gradients by it after.
 
-fp16 has no numbers below 6e-8: without a scale small gradients become zero. With one that is too large they
+fp16 has no numbers below 6e-8: without a scale small gradients become zero. With a scale that is too large they
 overflow; then the norm is not finite, every rank skips the update, and the dynamic scale falls. The rule is that of
-Megatron: from the ``hysteresis``-th overflow since the scale last grew each halves it; ``window`` steps in a row
-without one double it.
+Megatron: from the ``hysteresis``-th overflow since the scale last grew, each overflow halves the scale; ``window``
+steps in a row without an overflow double it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ SKIPPED = ("skipped_iterations", "skipped_samples")
 
 @dataclass
 class LossScaling:
-    """The loss scale of a run, the same on all ranks; None where losses are not scaled (bf16, fp32, fp64).
+    """The loss scale of a run, which is the same on all ranks.
 
-    dynamic: the scale moves between ``minimum`` and whatever does not overflow. growth_tracker: steps since the last
-    overflow or growth. hysteresis_tracker: overflows that are left until the scale falls. skipped_iterations,
-    skipped_samples: of steps that overflowed; the learning rate does not move on in them.
+    It is None where losses are not scaled (bf16, fp32, fp64).
+
+    dynamic: the scale moves between ``minimum`` and whatever does not overflow. growth_tracker: the steps since the
+    last overflow or growth. hysteresis_tracker: the overflows that are left until the scale falls.
+    skipped_iterations, skipped_samples: these count the steps that overflowed, and their samples; the learning rate
+    does not move on in them.
     """
 
     scale: float | None = None
@@ -40,7 +43,7 @@ class LossScaling:
 
     @classmethod
     def of(cls, precision: PrecisionConfig) -> LossScaling:
-        """The state at the beginning of a configuration's run."""
+        """Return the state at the beginning of a configuration's run."""
         if precision.params_dtype != "fp16":
             return cls()
         return cls(
@@ -54,21 +57,27 @@ class LossScaling:
 
     @property
     def can_fall(self) -> bool:
-        """True if a lower scale may cure an overflow."""
+        """This is true if a lower scale may cure an overflow."""
         return self.dynamic and self.scale is not None and self.scale > self.minimum
 
     def factors(self, tokens: float, ranks: int) -> tuple[float, float]:
-        """What a step's summed losses are multiplied by, and what divides their gradients to those of the mean loss.
+        """Return the factor and the divisor of a step.
 
-        tokens: of the global batch. ranks: data-parallel ones. Gradients in fp16 are those of a rank's own mean loss
-        times the scale, as in Megatron, so that the same scale overflows at the same gradients.
+        The factor multiplies the summed losses; the divisor turns their gradients into those of the mean loss.
+
+        tokens: the tokens of the global batch. ranks: the number of data-parallel ranks. Gradients in fp16 are those
+        of a rank's own mean loss times the scale, as in Megatron, so that the same scale overflows at the same
+        gradients.
         """
         if self.scale is None:
             return 1.0, tokens
         return self.scale * ranks / tokens, self.scale * ranks
 
     def update(self, overflow: bool, samples: int) -> None:
-        """After a step of so many ``samples``; overflow: its norm was not finite, so that it was skipped."""
+        """Update the scale after a step of so many ``samples``.
+
+        overflow: the step's norm was not finite, so that the step was skipped.
+        """
         if self.scale is None:
             return
         if overflow:
@@ -88,19 +97,19 @@ class LossScaling:
             self.scale *= GROWTH
 
     def skipped(self, by_samples: bool) -> int:
-        """What the learning rate's schedule leaves out, in samples or in iterations."""
+        """Return what the learning rate's schedule leaves out, in samples or in iterations."""
         return self.skipped_samples if by_samples else self.skipped_iterations
 
     def metrics(self) -> dict[str, float]:
-        """For a line of the metrics: the scale of the next step, where there is one."""
+        """Return for a line of the metrics the scale of the next step, where there is one."""
         return {} if self.scale is None else {"loss_scale": self.scale}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint. JSON types; empty where losses are not scaled."""
+        """Return the state for a checkpoint. It has JSON types, and is empty where losses are not scaled."""
         return {} if self.scale is None else {name: getattr(self, name) for name in (*MOVING, *SKIPPED)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; a static scale stays the configuration's. One without a scale changes nothing."""
+        """Go on from ``state``. A static scale stays the configuration's. A state without a scale changes nothing."""
         if self.scale is None or not state:
             return
         for name in (*MOVING, *SKIPPED) if self.dynamic else SKIPPED:

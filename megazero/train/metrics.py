@@ -1,11 +1,11 @@
-"""metrics.jsonl: one JSON object per line, one line per iteration or evaluation.
+"""metrics.jsonl has one JSON object per line, and one line per iteration or evaluation.
 
-Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold
-iteration, consumed_samples, eval_lm_loss and eval_ppl. The file is the authority on a run:
-it survives a kill at any moment, and after a resume it still has one line per iteration.
+Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold iteration,
+consumed_samples, eval_lm_loss and eval_ppl. The file is the authority on a run: it survives a kill at any moment, and
+after a resume it still has one line per iteration.
 
-Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would not tell
-a NaN from an overflow); read_metrics turns them back into floats.
+Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would not tell a NaN from an
+overflow); read_metrics turns them back into floats.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class IterationMetrics:
-    """What one iteration did. Bytes are those one rank sent in the iteration, by kind of link.
+    """What one iteration did. Bytes are those that one rank sent in the iteration, by kind of link.
 
-    lm_loss is the mean over the valid tokens of the global batch (nats); tokens_per_s counts the
-    global batch, tflops_per_rank the model's FLOPs (recompute excluded); memory_bytes is the peak;
-    time_bill has the items of timebill.ITEMS in seconds, adding up to iteration_time_s.
+    lm_loss is the mean over the valid tokens of the global batch, in nats. tokens_per_s counts the global batch, and
+    tflops_per_rank counts the model's FLOPs without recompute. memory_bytes is the peak. time_bill has the items of
+    timebill.ITEMS in seconds, which add up to iteration_time_s.
 
-    extra, from the trainer: batch_size (samples); bytes (by hop and link class); skipped (1: no update); loss_scale
-    (fp16: of the next iteration); fallbacks
-    (lines: what is sent exactly from now on); where messages are quantised, quantization_unit (the unit measured in
-    this iteration), quantization_error_weights and quantization_error_gradients (||sent - exact|| / ||exact||).
+    The trainer puts these into extra: batch_size (in samples); bytes (by hop and link class); skipped (1 if there was
+    no update); loss_scale (under fp16, that of the next iteration); fallbacks (lines that say what is sent exactly
+    from now on). Where messages are quantised it also puts quantization_unit (the unit measured in this iteration),
+    and quantization_error_weights and quantization_error_gradients (||sent - exact|| / ||exact||).
     """
 
     iteration: int
@@ -55,7 +55,7 @@ class IterationMetrics:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields in order, then the extra keys beside them (they may not shadow a field)."""
+        """Return the fields in order, then the extra keys beside them (they may not have the name of a field)."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
         shadowed = fields.keys() & self.extra.keys()
         assert not shadowed, f"extra metrics shadow fields: {sorted(shadowed)}"
@@ -63,10 +63,11 @@ class IterationMetrics:
 
 
 def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
-    """A log interval as one line: the last position, mean losses, norms, times and bytes, peak memory.
+    """Return a log interval as one line.
 
-    Rates are totals over total time, so a slow iteration weighs as long as it took. Non-finite losses and
-    norms (their steps were skipped) are left out unless all are; the extra key `skipped` is summed.
+    The line has the last position, the means of losses, norms, times and bytes, and the peak of memory. Rates are
+    totals over total time, so a slow iteration weighs as long as it took. Non-finite losses and norms (their steps
+    were skipped) are left out unless all are non-finite. The extra key `skipped` is summed.
     """
     last, count = lines[-1], len(lines)
     norms = [m.grad_norm for m in lines if math.isfinite(m.grad_norm)] or [last.grad_norm]
@@ -96,14 +97,14 @@ def average(lines: Sequence[IterationMetrics]) -> IterationMetrics:
 
 
 class MetricsWriter:
-    """Appends lines to LOG_DIR/metrics.jsonl; made on one rank only.
+    """Appends lines to LOG_DIR/metrics.jsonl. It is made on one rank only.
 
-    iteration: the one training continues after (0: from the start). On opening, lines of later
-    iterations, which this run is about to write again, move to metrics.superseded.jsonl; a torn
-    line (the process was killed while writing) moves there as {"torn": text}. The first iteration
-    line after a resume has the extra key resumed_from.
+    iteration: training continues after this iteration (0: it starts from the beginning). On opening, lines of later
+    iterations, which this run is about to write again, move to metrics.superseded.jsonl. A torn line (the process was
+    killed while it wrote) moves there as {"torn": text}. The first iteration line after a resume has the extra key
+    resumed_from.
 
-    Each line is one unbuffered write. A write that fails (disk full) warns once and training goes on.
+    Each line is one unbuffered write. If a write fails (disk full), there is one warning and training goes on.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, iteration: int) -> None:
@@ -121,7 +122,7 @@ class MetricsWriter:
         self._write(line)
 
     def evaluation(self, iteration: int, consumed_samples: int, loss: float, **extra: Any) -> dict[str, Any]:
-        """Write and return an evaluation line; loss in nats per valid token."""
+        """Write and return an evaluation line. The loss is in nats per valid token."""
         line = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -154,17 +155,17 @@ class MetricsWriter:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
+    """Return exp(loss), or infinity where a float cannot hold it."""
     return math.exp(loss) if not loss > 709.0 else math.inf
 
 
 def encode(line: Mapping[str, Any]) -> str:
-    """One line of strict JSON, without the newline."""
+    """Return one line of strict JSON, without the newline."""
     return json.dumps(_encodable(line), allow_nan=False)
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """A line back as a dict; ValueError if it is not a whole JSON object."""
+    """Return a line as a dict again. Raises ValueError if it is not a whole JSON object."""
     line = _decoded(json.loads(text))
     if not isinstance(line, dict):
         raise ValueError(f"not a JSON object: {text!r:.80}")
@@ -172,9 +173,10 @@ def decode(text: str | bytes) -> dict[str, Any]:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Every line of a metrics.jsonl (or of the one in a log directory), in order.
+    """Return every line of a metrics.jsonl (or of the one in a log directory), in order.
 
-    Torn lines are left out with a warning. FileNotFoundError, or ValueError if nothing in it is one.
+    Torn lines are left out with a warning. Raises FileNotFoundError if there is no file, and ValueError if it has
+    torn lines only.
     """
     file = Path(path)
     if file.is_dir():
@@ -188,7 +190,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _parse(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[bytes]]:
-    """Whole lines (their bytes and contents) and torn ones. Blank lines are neither."""
+    """Return the whole lines (their bytes and contents) and the torn ones. Blank lines are neither."""
     good: list[tuple[bytes, dict[str, Any]]] = []
     torn: list[bytes] = []
     for raw in data.split(b"\n"):
@@ -201,10 +203,10 @@ def _parse(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[bytes]
 
 
 def _supersede(path: Path, iteration: int) -> None:
-    """Leave in `path` the whole lines up to `iteration`; move the rest beside it. Safe to repeat.
+    """Leave in `path` the whole lines up to `iteration`, and move the rest beside it. This is safe to repeat.
 
-    The moved lines are on disk before the file loses them: a kill in between repeats a move, whose
-    lines are then not appended twice.
+    The moved lines are on disk before the file loses them. A kill in between makes the move happen again; its lines
+    are then not appended twice.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""The loss curve of one or more runs as a PNG."""
+"""This draws the loss curve of one or more runs as a PNG."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def plot_loss(
 ) -> Path:
     """Draw training loss (line), evaluation loss (points) and resumes (dashed lines) over iterations.
 
-    metrics: metrics.jsonl files or their log directories, one curve each. output: a .png, replaced
-    whole. Returns its path. ValueError without matplotlib, without files, or if a file has no losses.
+    metrics: metrics.jsonl files or their log directories; each gives one curve. output: the path of a .png, which is
+    replaced as a whole. Returns this path. Raises ValueError if there is no matplotlib, if no files are given, or if
+    a file has no losses.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -66,7 +67,7 @@ def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], path: Path, colour: st
 
 
 def _names(metrics: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """How the legend tells files apart: nothing for one, else the directory or the file's stem."""
+    """Return how the legend tells files apart: by nothing for one file, else by the directory or the file's stem."""
     if len(metrics) == 1:
         return [""]
     paths = [Path(item) for item in metrics]

@@ -1,9 +1,9 @@
-"""--profile: a Chrome trace of a few iterations, in which communication and compute have their names.
+"""--profile writes a Chrome trace of a few iterations, in which communication and compute have their names.
 
-The names are 'gather_inter layers.3' (a hop of a unit: its encoding, sending and decoding; likewise refresh and
-reduce), 'forward layers.3' (a unit's forward), 'compute B(stage 0, micro-batch 1)' (an action of the schedule), and
-the items of the time bill ('exposed_reduce_inter', 'optimizer', 'data', ...). Nothing is labelled while no trace is
-recorded.
+The names are 'gather_inter layers.3' (a hop of a unit: its encoding, sending and decoding; refresh and reduce are
+named in the same way), 'forward layers.3' (a unit's forward), 'compute B(stage 0, micro-batch 1)' (an action of the
+schedule), and the items of the time bill ('exposed_reduce_inter', 'optimizer', 'data', ...). Nothing is labelled
+while no trace is recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megazero.zero import Engine
 class Profiler:
     """Records the iterations after --profile-step-start up to --profile-step-end on the ranks of --profile-ranks.
 
-    A run that resumes between the two records the rest. say: prints a note (on the first rank).
+    A run that resumes between the two records the rest. ``say`` prints a note (on the first rank).
     """
 
     def __init__(
@@ -104,12 +104,15 @@ class Profiler:
 
 
 def label(what: str, of: str) -> record_function:
-    """Name what runs in a ``with`` in the trace: 'gather_inter layers.3'."""
+    """Return a context in which what runs has this name in the trace: 'gather_inter layers.3'."""
     return record_function(f"{what} {of}".rstrip())
 
 
 def _label_forward(name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Label every forward of ``module``. Registered after the engine's hooks, it stands inside of their gather."""
+    """Label every forward of ``module``.
+
+    It is registered after the engine's hooks, so it is inside of their gather.
+    """
     running: list[record_function] = []
 
     def begin(*_: Any) -> None:

@@ -1,5 +1,7 @@
-"""A certificate: what was asked for, what was run, every check with its figure, limit and verdict. JSON, Markdown, a
-table on the console."""
+"""A certificate says what was asked for and what was run, and gives every check with its figure, limit and verdict.
+
+It is written as JSON and as Markdown, and printed as a table on the console.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ JSON, MARKDOWN = "certificate.json", "certificate.md"
 
 @dataclass(frozen=True)
 class Section:
-    """Checks of one pass. title: what was run, in a line."""
+    """The checks of one pass. ``title`` says in one line what was run."""
 
     name: str
     title: str
@@ -25,7 +27,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Certificate:
-    """asked: what the configuration says, in lines. run: what was run. changes: option -> (asked for, run)."""
+    """The result of a verification.
+
+    asked: lines that say what the configuration says. run: lines that say what was run. changes: maps an option to
+    (the value asked for, the value run).
+    """
 
     asked: tuple[str, ...]
     run: tuple[str, ...]
@@ -55,7 +61,7 @@ class Certificate:
         return {"verdict": self.verdict, "good": self.good, **asdict(self)}
 
     def save(self, folder: str) -> Path:
-        """Write both files; the readable one's path."""
+        """Write both files, and return the path of the readable one."""
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
         (root / JSON).write_text(json.dumps(self.as_dict(), indent=1, default=str) + "\n")
@@ -63,7 +69,7 @@ class Certificate:
         return root / MARKDOWN
 
     def markdown(self) -> str:
-        """The readable certificate, whole."""
+        """Return the whole readable certificate."""
         lines = ["# Parity certificate", "", f"**{self.verdict}**", ""]
         lines += [*(f"- likely cause: {line}" for line in self.diagnosis), ""] if self.diagnosis else []
         lines += [
@@ -98,7 +104,7 @@ class Certificate:
         return "\n".join(lines)
 
     def print(self) -> None:
-        """The short table on standard output: every check with figure, limit and verdict."""
+        """Print the short table on standard output. It has every check with its figure, limit and verdict."""
         from rich.console import Console
         from rich.table import Table
 

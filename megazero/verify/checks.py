@@ -1,4 +1,4 @@
-"""The checks of a certificate: figures of the ranks' records against one rank, limits, verdicts."""
+"""The checks of a certificate compare figures from the ranks' records with one rank, set limits and give verdicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ RESHARDED = 1e-6
 
 @dataclass(frozen=True)
 class Check:
-    """figure, limit: in words. good: the figure is within the limit. where: the worst place, or why it failed."""
+    """One line of the certificate.
+
+    figure and limit are written in words. good is true if the figure is within the limit. where names the worst
+    place, or says why the check failed.
+    """
 
     name: str
     figure: str
@@ -37,11 +41,13 @@ class Check:
 
 @dataclass
 class Evidence:
-    """What the exact run showed, for checks and diagnosis; lists are by step. Gradients are divided, not clipped.
+    """What the exact run showed, for checks and diagnosis. Each list but ``records`` has one item per step.
 
-    masters, got: assembled. want: one rank's gradients at these masters. errors: by parameter. norms: relative
-    error. losses: of all ranks together. stale: parameters of which some forward read something else than the
-    masters. crossed: (what, stage, micro-batch) that a stage got and no stage sent to it, with what it was instead.
+    Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
+    rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the largest
+    relative error of a rank's global norm. losses: the losses of all ranks together. stale: the parameters of which
+    some forward read something else than the masters. crossed: each (what, stage, micro-batch) that a stage got
+    although no stage sent it there, with what it was instead.
     """
 
     records: Sequence[RankRecord]
@@ -91,18 +97,21 @@ def gather_evidence(assembler: Assembler, records: Sequence[RankRecord], data_pa
 
 
 def _pieces(records: Sequence[RankRecord], slices: Sequence[Sequence[UnitSlice]]) -> Iterator[Piece]:
-    """slices: by record."""
+    """Yield the pieces of all records. ``slices`` has one item per record."""
     for record, units in zip(records, slices, strict=True):
         yield from ((record.tp, *piece) for unit in units for piece in unit.pieces())
 
 
 def step_loss(records: Sequence[RankRecord], step: int) -> float:
-    """Mean loss of the step's global batch; tensor-parallel ranks hold the same."""
+    """Return the mean loss of the step's global batch.
+
+    Tensor-parallel ranks hold the same loss, so one of them counts.
+    """
     return sum(o.steps[step].loss for o in records if o.tp == 0 and o.last)
 
 
 def exact_checks(seen: Evidence) -> list[Check]:
-    """Pass 1: identity codecs end to end."""
+    """Return the checks of pass 1, which runs with identity codecs from end to end."""
     gradient, curve = GRADIENT[seen.dtype], LOSS[seen.dtype]
     initial = [n for n, w in seen.curve.initial.items() if not np.array_equal(seen.masters[0].whole[n], w)]
     worst, where = max(
@@ -143,7 +152,10 @@ def _worst(name: str, errors: Sequence[float], limit: float) -> Check:
 
 
 def _none(name: str, found: Sequence[str], what: str) -> Check:
-    """what: a noun, and after a colon what is wrong with those that are found."""
+    """Check that nothing was found.
+
+    ``what`` is a noun and, after a colon, what is wrong with those that are found.
+    """
     noun, _, wrong = what.partition(": ")
     return Check(name, f"{len(found)} {noun}", "0", not found, found[0] if found else f"{noun} {wrong}")
 
@@ -151,7 +163,7 @@ def _none(name: str, found: Sequence[str], what: str) -> Check:
 def _stale(
     assembler: Assembler, records: Sequence[RankRecord], masters: FullTensors, step: int
 ) -> Iterator[str]:
-    """Parameters of which a rank read something else than the assembled masters."""
+    """Yield the parameters of which a rank read something else than the assembled masters."""
     dtype = np.float64 if assembler.config.precision.params_dtype == "fp64" else np.float32
     for tp in range(assembler.tp):
         local = assembler.split(masters.whole, tp)
@@ -169,7 +181,7 @@ def _hash(values: np.ndarray) -> str:
 
 
 def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:
-    """What a stage got and its neighbour did not send as this micro-batch's."""
+    """Yield what a stage got although its neighbour did not send it as this micro-batch's."""
     sent: dict[tuple[int, int, str, int, int], str] = {}
     for o in records:
         for (way, kind, stage, m), bits in o.steps[step].passed.items():
@@ -192,7 +204,10 @@ def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:
 def configured_checks(
     assembler: Assembler, records: Sequence[RankRecord], exact: Sequence[float], wire: Wire
 ) -> list[Check]:
-    """exact: losses of pass 1. wire: what hops send. Losses, replicas' bits, rounding of every quantised hop."""
+    """Check the losses, the bits of replicas, and the rounding of every quantised hop.
+
+    exact: the losses of pass 1. wire: what the hops send.
+    """
     steps = range(len(records[0].steps))
     losses = [step_loss(records, step) for step in steps]
     apart = [_relative(a, b) for a, b in zip(losses, exact, strict=True)]
@@ -248,8 +263,11 @@ def _rounding_checks(records: Sequence[RankRecord], wire: Wire) -> Iterator[Chec
 
 
 def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord], saved: int) -> Check:
-    """Counters of every hop kind and link against the formula, on every rank, from the second step on (the first
-    records the order of use, and gathers more). saved: after which step the run saved."""
+    """Compare the byte counters of every hop kind and link with the formula, on every rank, from the second step on.
+
+    The first step is left out: it records the order of use, and gathers more. saved: the step after which the run
+    saved.
+    """
     wrong, counted = list[str](), 0
     for rank, record in enumerate(records):
         for step in range(1, len(record.steps)):
@@ -265,7 +283,7 @@ def bytes_check(name: str, expected: ExpectedBytes, records: Sequence[RankRecord
 def resume_check(
     name: str, straight: Sequence[RankRecord], resumed: Sequence[RankRecord], after: int
 ) -> Check:
-    """The resumed run's losses, norms and final masters against the uninterrupted run's, bit for bit."""
+    """Compare the resumed run's losses, norms and final masters with the uninterrupted run's, bit for bit."""
     wrong = []
     for rank, (whole, rest) in enumerate(zip(straight, resumed, strict=True)):
         pairs = zip(whole.steps[after:], rest.steps, strict=True)

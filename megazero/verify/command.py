@@ -1,4 +1,7 @@
-"""The command ``megazero verify``: its help, its messages and its exit status. No torch before a run begins."""
+"""The command ``megazero verify``: it prints its help and messages and returns its exit status.
+
+It needs no torch before a run begins.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from megazero.verify.options import help_text, read_request
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0 every check holds, 1 one does not or the ranks failed, 2 the configuration is wrong."""
+    """Return the exit status.
+
+    It is 0 if every check holds, 1 if one does not hold or the ranks failed, and 2 if the configuration is wrong.
+    """
     if "-h" in argv or "--help" in argv:
         print(help_text())
         return 0

@@ -1,4 +1,4 @@
-"""From symptoms to a likely cause, in words; nothing where the evidence does not single one out."""
+"""This goes from symptoms to a likely cause, in words. It says nothing where the evidence does not single one out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SAME = 1e-4  # relative: what was suspected is what was found
 
 
 def diagnose(seen: Evidence, checks: Sequence[Check], configured: Sequence[Check]) -> list[str]:
-    """Likely causes, the most direct evidence first. checks: of the exact run; configured: of the other."""
+    """Return likely causes; those with the most direct evidence come first.
+
+    checks: the checks of the exact run. configured: the checks of the configured run.
+    """
     failed = {check.name for check in checks if not check.good}
     lines = []
     crossed = [line for step in seen.crossed for line in step]
@@ -42,7 +45,7 @@ def _first_stale(seen: Evidence) -> int:
 
 
 def _wrong_steps(seen: Evidence) -> list[int]:
-    """Steps with a gradient that is wrong at the masters of its ranks, or that replicas do not share."""
+    """Return the steps with a gradient that is wrong at the masters of its ranks, or that replicas do not share."""
     limit = GRADIENT[seen.dtype]
     wrong = {step for step, errors in enumerate(seen.errors) if any(not e <= limit for e in errors.values())}
     return sorted(wrong | {step for step, got in enumerate(seen.got) if got.differing})
@@ -60,7 +63,7 @@ def _stale(seen: Evidence) -> str:
 
 
 def _gradients(seen: Evidence) -> Iterator[str]:
-    """Of the first step with a wrong gradient, at the masters that the ranks have."""
+    """Explain the first step with a wrong gradient, at the masters that the ranks have."""
     limit, wrong = GRADIENT[seen.dtype], _wrong_steps(seen)
     if not wrong:
         return
@@ -88,7 +91,7 @@ def _gradients(seen: Evidence) -> Iterator[str]:
 
 
 def _ratio(got: Tensors, want: Tensors) -> float | None:
-    """The one factor that all gradients differ by."""
+    """Return the one factor by which all gradients differ, or None if there is no such factor."""
     names = list(want)
     mine, theirs = (np.concatenate([tree[n].ravel() for n in names]) for tree in (got, want))
     ratio = float(mine @ theirs / (theirs @ theirs))
@@ -121,7 +124,7 @@ def _without_last(seen: Evidence, step: int) -> bool:
 
 
 def _swapped(seen: Evidence, step: int) -> str:
-    """A rank whose slices of the gradient are another rank's."""
+    """Name a rank whose slices of the gradient are another rank's."""
     places: dict[tuple[int, int, str], list[tuple[int, np.ndarray, np.ndarray]]] = {}
     local = {tp: seen.assembler.split(seen.want[step], tp) for tp in range(seen.assembler.tp)}
     for rank, record in enumerate(seen.records):

@@ -1,5 +1,8 @@
-"""Bytes that each rank should send in a step, from the configuration alone: the units of a decoder on the meta device
-and the schedule's program, put into the formulas of plan/communication.py."""
+"""This computes the bytes that each rank should send in a step, from the configuration alone.
+
+It builds the units of a decoder on the meta device and the schedule's program, and puts them into the formulas of
+plan/communication.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from megazero.zero.optimizer import Traits
 
 
 class ExpectedBytes:
-    """Bytes per step of every rank of a configuration. block: elements that slices are whole multiples of."""
+    """The bytes per step of every rank of a configuration. Slices are whole multiples of ``block`` elements."""
 
     def __init__(self, config: RunConfig, world: World, exact: bool, block: int) -> None:
         self.config, self.exact, self.block = config, exact, block
@@ -39,8 +42,10 @@ class ExpectedBytes:
         self._cached = lru_cache(maxsize=None)(self._step)
 
     def bytes_of(self, rank: int, step: int, after_save: bool) -> dict[str, int]:
-        """'kind_link_bytes' of a rank in a step (from 0), which is not the run's first. after_save: the run saved
-        just before, which under the delta refresh brings every copy up to date."""
+        """Return 'kind_link_bytes' -> bytes of a rank in a step, which is counted from 0 and is not the run's first.
+
+        after_save: the run saved just before this step. Under the delta refresh a save brings every copy up to date.
+        """
         config, sizes = self.config, BatchSizeRampup.of(self.config, self.grid.dp)
         end = config.quantized_gradients_end
         count = sizes.micro_batches(sizes.consumed_after(step))
@@ -49,7 +54,7 @@ class ExpectedBytes:
         return {key: sent for key, sent in found.items() if not (refreshed and key.startswith("refresh"))}
 
     def _step(self, rank: int, micro_batches: int, exact_gradients: bool) -> dict[str, int]:
-        """Zeros are left out."""
+        """Compute the bytes of one rank in one step. Zeros are left out."""
         config, grid = self.config, self.grid
         pp, tp = grid.axis("pp").index(rank), grid.axis("tp").index(rank)
         decoder = self._decoder(pp, tp)
@@ -90,7 +95,10 @@ class ExpectedBytes:
         return Activation(model.seq_length, size, model.hidden_size, width, self.grid.tp, sharded)
 
     def _units(self, decoder: Decoder, rank: int) -> tuple[list[UnitShape], Copies]:
-        """Units in the order of use, each module's own parameters cut into chunks; which modules need which."""
+        """Return the units in the order of use, and which modules need which units.
+
+        Each module's own parameters are cut into chunks.
+        """
         tied, owner = decoder.tied_ends(), dict[int, int]()
         units: list[UnitShape] = []
         names = {id(p): name for name, p in decoder.named_parameters()}
@@ -160,7 +168,7 @@ class ExpectedBytes:
 
 
 def mismatches(want: Mapping[str, int], got: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """'kind_link_bytes' -> (expected, counted) where they differ; sums over kinds are left out."""
+    """Return 'kind_link_bytes' -> (expected, counted) where the two differ. Sums over kinds are left out."""
     sums = (f"{INTRA}_bytes", f"{INTER}_bytes")
     keys = sorted({*want, *(key for key, sent in got.items() if sent and key not in sums)})
     return {k: (want.get(k, 0), got.get(k, 0)) for k in keys if want.get(k, 0) != got.get(k, 0)}

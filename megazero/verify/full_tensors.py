@@ -1,4 +1,7 @@
-"""Whole parameters from all ranks' slices, through the decoder's checkpoint placements: shards, padding, replicas."""
+"""This assembles whole parameters from the slices of all ranks.
+
+It uses the decoder's checkpoint placements, which know shards, padding and replicas.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,12 @@ _END = {"head.weight": "embedding.tokens.weight"}  # the last stage's own copy o
 
 @dataclass
 class FullTensors:
-    """whole: one rank's shapes, the first that was seen of what replicas hold. differing: parameters whose replicas
-    are not the same bits, and over which ranks. faults: elements that nobody has, padding that is not zero."""
+    """Parameters that were assembled from all ranks.
+
+    whole: the parameters in the shapes that one rank has; of replicas, the values seen first are kept. differing: the
+    parameters whose replicas are not the same bits, with the ranks over which they differ. faults: elements that
+    nobody has, and padding that is not zero.
+    """
 
     whole: Tensors = field(default_factory=dict)
     local: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
@@ -31,7 +38,7 @@ class FullTensors:
 
 
 class Assembler:
-    """Placements of a configuration's parameters over its tensor-parallel ranks."""
+    """The placements of a configuration's parameters over its tensor-parallel ranks."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.tp = config, config.parallel.tensor_model_parallel_size
@@ -42,17 +49,17 @@ class Assembler:
         return decoder_placements(self.config.model, TensorParallel(None, rank, size))
 
     def name(self, held: str) -> str:
-        """In the whole model, of a parameter as a stage names it."""
+        """Return the name in the whole model of a parameter that a stage calls ``held``."""
         return _END.get(held, held) if self.tied else held
 
     @property
     def replicated(self) -> set[str]:
-        """Parameters that every tensor-parallel rank holds whole."""
+        """The parameters that every tensor-parallel rank holds whole."""
         whole, part = self.of_rank(1, 0), self.of_rank(self.tp, 0)
         return {name for name, p in part.items() if p.local_shape == whole[name].local_shape}
 
     def assemble(self, pieces: Iterable[Piece]) -> FullTensors:
-        """Whole parameters of every rank's pieces, in any order."""
+        """Assemble whole parameters from the pieces of every rank. The pieces may come in any order."""
         out = FullTensors()
         for rank in range(self.tp):
             for name, placement in self.of_rank(self.tp, rank).items():
@@ -66,7 +73,7 @@ class Assembler:
         return out
 
     def split(self, whole: Tensors, tp_rank: int) -> Tensors:
-        """Flat local tensors of a tensor-parallel rank; padding is zero."""
+        """Return the flat local fp64 arrays [elements] of a tensor-parallel rank. Their padding is zero."""
         out = {}
         for name, placement in self.of_rank(self.tp, tp_rank).items():
             stored = np.zeros(placement.shape)
@@ -100,7 +107,10 @@ class Assembler:
 
 
 def _put(out: FullTensors, view: np.ndarray, values: np.ndarray, name: str, over: str) -> None:
-    """Fill what is nobody's yet (NaN); where it is filled, the values must be the same bits."""
+    """Fill the elements that are nobody's yet (NaN).
+
+    Where one is filled already, the values must be the same bits.
+    """
     fresh = np.isnan(view)
     if not (fresh | (view == values)).all():
         out.differing.setdefault(name, over)
@@ -108,7 +118,7 @@ def _put(out: FullTensors, view: np.ndarray, values: np.ndarray, name: str, over
 
 
 def _boxes(placement: Placement, stored: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """(local rows, view of the stored tensor) of each segment."""
+    """Yield (local rows, view of the stored tensor) of each segment."""
     whole = stored.T if placement.transposed else stored
     if whole.ndim == 2:
         whole = whole[:, placement.offset1 : placement.offset1 + placement.local_shape[1]]

@@ -1,4 +1,4 @@
-"""Flags of ``megazero verify`` itself, beside those of training. No torch."""
+"""The flags that ``megazero verify`` has beside those of training. This needs no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class Request:
-    """config: as training would have it on ``world``. options: of the verification."""
+    """What the command line asks for.
+
+    config: the configuration as training would have it on ``world``. options: those of the verification.
+    """
 
     config: RunConfig
     world: World
@@ -42,13 +45,13 @@ class Request:
 
 
 def help_text() -> str:
-    """What ``megazero verify --help`` prints."""
+    """Return what ``megazero verify --help`` prints."""
     options = [*section_options("verify", VerifyConfig), all_options()["ranks_per_node"]]
     return "\n".join([USAGE, *options_help(options)])
 
 
 def read_request(argv: Sequence[str]) -> Request:
-    """The command line after ``verify``. Raises ConfigError with every fault at once, as training does."""
+    """Read the command line after ``verify``. Raises ConfigError with every fault at once, as training does."""
     options, rest, errors = read_section(VerifyConfig, argv)
     try:
         parallel = parse(rest).parallel

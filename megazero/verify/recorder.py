@@ -1,4 +1,7 @@
-"""What a rank notes while a step runs: hashes of what forwards read and of what stages pass on, slices, rounding."""
+"""A recorder notes what happens on a rank while a step runs.
+
+It keeps hashes of what forwards read and of what stages pass on, the rank's slices, and the rounding of messages.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,11 @@ from megazero.zero.unit import Unit
 
 @dataclass(frozen=True)
 class UnitSlice:
-    """A rank's compact OS slice of one unit [n/OS]. ranges: (parameter, first, last + 1 flat element of the rank's
-    own tensor, where in ``values``); the rest is padding."""
+    """A rank's compact OS slice of one unit: ``values`` has the shape [n/OS].
+
+    Each of ``ranges`` is (parameter, first flat element of the rank's own tensor, last + 1, position in ``values``).
+    The rest of ``values`` is padding.
+    """
 
     unit: str
     part: int
@@ -33,7 +39,7 @@ class UnitSlice:
     values: np.ndarray
 
     def pieces(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """(parameter, first flat element, values) of each range."""
+        """Yield (parameter, first flat element, values) of each range."""
         for name, low, high, at in self.ranges:
             yield name, low, self.values[at : at + high - low]
 
@@ -42,8 +48,9 @@ class UnitSlice:
 class StepRecord:
     """What one rank saw of a step. Gradients are divided and not clipped.
 
-    read: parameter -> hash of what the step's first forward read. passed: (what, stage, micro-batch) -> hash, of what
-    a stage 'sent' or 'got', 'activation' or 'gradient'. traffic: 'kind_link_bytes' -> sent in it.
+    read: maps a parameter to the hash of what the step's first forward read. passed: maps (what, stage, micro-batch)
+    to a hash; it says what a stage 'sent' or 'got', and whether it was an 'activation' or a 'gradient'. traffic: maps
+    'kind_link_bytes' to the bytes sent in the step.
     """
 
     loss: float = 0.0
@@ -57,7 +64,11 @@ class StepRecord:
 
 @dataclass
 class RoundingRecord:
-    """Messages of one kind and format: elements, the largest |error| / bound of an element, sums of squares."""
+    """The rounding of all messages of one kind and format.
+
+    elements counts their elements. worst is the largest |error| / bound of an element. error and norm are sums of
+    squares.
+    """
 
     elements: int = 0
     worst: float = 0.0
@@ -66,7 +77,7 @@ class RoundingRecord:
 
 
 class Recorder:
-    """Hooks on one decoder, engine and pipeline; ``step`` is the one that is filled."""
+    """Hooks on one decoder, engine and pipeline. They fill the record ``step``."""
 
     def __init__(self, decoder: Decoder, engine: Engine, pipeline: Pipeline) -> None:
         self.engine, self.step = engine, StepRecord()
@@ -86,12 +97,12 @@ class Recorder:
         engine.rounding.observer = self._note_rounding
 
     def open(self, batches: Sequence[Any]) -> None:
-        """Before a step of these micro-batches."""
+        """Begin the record of a step that has these micro-batches."""
         self.step, self._batches = StepRecord(), [id(batch) for batch in batches]
         self.step.masters = slices(self.engine, lambda unit: unit.master)
 
     def close(self, loss: float, norm: float) -> StepRecord:
-        """After it."""
+        """End the record after the step, and return it."""
         step, engine = self.step, self.engine
         clip = clip_factor(norm, engine.clip_norm, 1.0)
         scale = self._factor / clip
@@ -165,7 +176,10 @@ class Recorder:
 
 
 def slices(engine: Engine, values: Any) -> list[UnitSlice]:
-    """This rank's compact OS slice of every unit; ``values(unit)`` a tensor [n/OS]."""
+    """Return this rank's compact OS slice of every unit.
+
+    ``values(unit)`` returns a tensor [n/OS] of a dtype that numpy knows.
+    """
     out = []
     for unit in engine.units:
         ranges = tuple((s.name, low, high, at) for s, low, high, at in unit.layout.ranges(unit.levels.os))
@@ -185,6 +199,9 @@ def rounded_name(bits: int, block: int) -> str:
 
 
 def fingerprint(x: Tensor) -> str:
-    """Of the bits. A copy is hashed: a storage that numpy has seen cannot be resized again."""
+    """Return a hash of the bits of ``x``, which has any shape and dtype.
+
+    A copy is hashed, because a storage that numpy has seen cannot be resized again.
+    """
     bits = x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()

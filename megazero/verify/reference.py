@@ -1,5 +1,7 @@
-"""One rank, plain torch: a whole decoder, autograd, torch.optim, clip_grad_norm_. In fp64, so that a difference is
-the ranks' own rounding and not a sum of two."""
+"""The reference is one rank in plain torch: a whole decoder, autograd, torch.optim and clip_grad_norm_.
+
+It computes in fp64, so that a difference is the ranks' own rounding and not the sum of two roundings.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ Tensors = dict[str, np.ndarray]  # whole parameters of one rank's shapes, by nam
 
 @dataclass(frozen=True)
 class Curve:
-    """losses: of each step of a run of its own. initial: its first weights."""
+    """A run of the reference's own. losses: the loss of each step. initial: the weights it began with."""
 
     losses: list[float]
     initial: Tensors
 
 
 class Reference:
-    """The configuration's model and optimizer on one rank. data_parallel: that the batch is dealt over."""
+    """The configuration's model and optimizer on one rank. The batch is dealt over ``data_parallel`` ranks."""
 
     def __init__(self, config: RunConfig, data_parallel: int) -> None:
         self.config, self.data_parallel = config, data_parallel
@@ -38,7 +40,7 @@ class Reference:
         self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]
 
     def train(self, steps: int) -> Curve:
-        """A run from the initial weights."""
+        """Train for ``steps`` steps from the initial weights."""
         clip, plain = self.config.optimizer.clip_grad, self.decoder.no_weight_decay()
         named = dict(self.decoder.named_parameters())
         decayed = {"params": [p for n, p in named.items() if n not in plain]}
@@ -54,7 +56,10 @@ class Reference:
         return Curve(losses, initial)
 
     def gradients(self, weights: Mapping[str, np.ndarray], step: int, without_last: bool = False) -> Tensors:
-        """Of a step's mean loss at these weights. without_last: of all micro-batches but each rank's last."""
+        """Return the gradients (fp64) of a step's mean loss at these weights.
+
+        without_last: each rank's last micro-batch is left out.
+        """
         with torch.no_grad():
             for name, p in self.decoder.named_parameters():
                 p.copy_(torch.from_numpy(weights[name]))
@@ -85,8 +90,10 @@ def global_norm(gradients: Mapping[str, np.ndarray]) -> float:
 
 
 def relative_errors(got: Tensors, want: Tensors, noisy: Sequence[str]) -> dict[str, float]:
-    """||difference|| / max(||g||, floor x global norm), by parameter. noisy: whose gradient is zero in exact
-    arithmetic, so that what is computed is rounding noise."""
+    """Return ||difference|| / max(||g||, floor x global norm) of each parameter.
+
+    noisy: parameters whose gradient is zero in exact arithmetic, so that what is computed is rounding noise.
+    """
     total = global_norm(want)
     return {
         name: float(np.linalg.norm(got[name] - g))

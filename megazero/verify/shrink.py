@@ -1,8 +1,9 @@
-"""A configuration with its sizes shrunk and its structure kept. Pure; no torch.
+"""This shrinks the sizes of a configuration and keeps its structure. It is pure and needs no torch.
 
-Kept: family and every choice of the model, layout, schedule, uneven stages, preset or factors, lifetimes, codecs and
-their rounding, recompute, ramp-up, optimizer, dtype; of sizes whether they are odd, divide, pad or repeat. Replaced:
-data by made-up tokens, the learning-rate schedule by a constant, what is saved and logged by nothing.
+These are kept: the family and every choice of the model, the layout, the schedule, uneven stages, the preset or
+factors, lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Whether sizes are odd,
+divide, pad or repeat is kept, too. These are replaced: the data by made-up tokens, the learning-rate schedule by a
+constant, and what is saved and logged by nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ RESET = (
 
 @dataclass(frozen=True)
 class Shrunk:
-    """config: what is run, on ``layout.world``. changes: option -> (before, after). notes: in words."""
+    """A shrunk configuration.
+
+    config: what is run, on ``layout.world``. changes: maps an option to (before, after). notes: what else differs, in
+    words.
+    """
 
     config: RunConfig
     layout: SubLayout
@@ -63,7 +68,7 @@ class Shrunk:
 
 
 def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
-    """Sizes for a run of ``steps`` steps on at most ``most`` ranks. Raises ValueError as sub_layout does."""
+    """Choose sizes for a run of ``steps`` steps on at most ``most`` ranks. Raises ValueError as sub_layout does."""
     layout = sub_layout(config, world, most)
     values = {
         name: config.get(name) if name not in RESET else option.default
@@ -87,7 +92,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
 
 
 def like(size: int, most: int) -> int:
-    """``size`` if it is at most ``most``, else the largest number up to that which is odd or even as it is."""
+    """Return ``size`` if it is at most ``most``, else the largest number up to that which is odd or even as it is."""
     return size if size <= most else most - (most - size) % 2
 
 
@@ -107,7 +112,10 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
 
 
 def stage_layers(config: RunConfig, pp: int) -> list[int]:
-    """Layers of the stages of a pipeline of ``pp`` ranks: 1 or 2 each, and more where the configuration has more."""
+    """Return how many layers each stage has in a pipeline of ``pp`` ranks.
+
+    A stage has 1 or 2 layers, and more where the configuration has more.
+    """
     counts = [len(stage.layers) for stage in _stages(config)]
     wanted = pp * config.virtual_stages
     if wanted < len(counts):  # first and last stage, and as many in between as there is room for
@@ -120,7 +128,7 @@ def stage_layers(config: RunConfig, pp: int) -> list[int]:
 
 
 def _stages(config: RunConfig) -> Any:
-    """The configuration's stages; a vocabulary that only the tokenizer knows counts as one of 32 000."""
+    """Return the configuration's stages. A vocabulary that only the tokenizer knows counts as one of 32 000."""
     if config.model.vocab_size is not None:
         return config.stages()
     return replace(config, model=replace(config.model, vocab_size=32000)).stages()
@@ -160,7 +168,10 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
 
 
 def _head_width(config: RunConfig) -> int:
-    """Odd or even as it is; with rotary positions, which turn pairs, one whose turned part is whole pairs."""
+    """Choose a head width that is odd or even as the configuration's is.
+
+    Rotary positions turn pairs of elements; with them, the turned part of the width is whole pairs.
+    """
     m = config.model
     widths = count(HEAD + m.kv_channels % 2, 2)
     if m.position_embedding_type != "rope":
@@ -170,7 +181,10 @@ def _head_width(config: RunConfig) -> int:
 
 
 def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
-    """About 60 words; padding where the vocabulary has it. One that only the tokenizer knows is taken to have it."""
+    """Choose a vocabulary of about 60 words, with padding where the configuration's has it.
+
+    A vocabulary that only the tokenizer knows is taken to have padding.
+    """
     m = config.model
     divisible, exactly = min(m.make_vocab_size_divisible_by, 8), m.pad_vocab_size_to
     unit = lcm(divisible, tp)
@@ -227,7 +241,7 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
 
 
 def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(elements on a rank, shrunk) of norms, and of the biases of the MLP where there are some."""
+    """Return (elements on a rank, shrunk) of norms, and of the biases of the MLP where the MLP has some."""
     m, full_tp = config.model, config.parallel.tensor_model_parallel_size
     assert m.hidden_size and m.ffn_hidden_size
     biases = [(m.ffn_hidden_size // full_tp, values["ffn_hidden_size"] // tp)] if m.add_bias_linear else []
@@ -235,7 +249,7 @@ def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tupl
 
 
 def _layer_numel(model: Mapping[str, Any]) -> int:
-    """Elements of a layer's matrices."""
+    """Return the number of elements of a layer's matrices."""
     hidden, width = model["hidden_size"], model["kv_channels"]
     attention = 2 * hidden * width * (model["num_attention_heads"] + model["num_query_groups"])
     return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] else 2)

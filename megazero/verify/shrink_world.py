@@ -1,4 +1,7 @@
-"""A world too large for this machine -> the largest layout within it that has the same structure. Pure."""
+"""This finds, for a world too large for this machine, the largest layout within it of the same structure.
+
+It is pure.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from megazero.mesh.grid import data_cuts
 
 @dataclass(frozen=True)
 class SubLayout:
-    """What is run. shards: P, G, OS. notes: what differs from the configuration, in words; empty: nothing does."""
+    """The layout that is run.
+
+    shards: the factors P, G and OS. notes: what differs from the configuration, in words; it is empty if nothing
+    does.
+    """
 
     tp: int
     pp: int
@@ -20,11 +27,12 @@ class SubLayout:
 
 
 def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
-    """The world as it is with at most ``most`` ranks; otherwise one whose data-parallel cuts (at P, G, OS, the node
-    boundary) are as many and in the same order, each the smallest factor apart, and whose tensor and pipeline sizes
-    are as large as ``most`` allows.
+    """Return the world as it is if it has at most ``most`` ranks, otherwise a smaller one of the same structure.
 
-    Raises ValueError naming the smallest number of ranks that has the structure.
+    The smaller one has as many data-parallel cuts (at P, G, OS and the node boundary), in the same order, each the
+    smallest factor apart. Its tensor and pipeline sizes are as large as ``most`` allows.
+
+    Raises ValueError, which names the smallest number of ranks that has the structure.
     """
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -50,7 +58,7 @@ def sub_layout(config: RunConfig, world: World, most: int) -> SubLayout:
 
 
 def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
-    """Cut of the configuration's data-parallel ranks -> cut of the smaller layout's."""
+    """Map each cut of the configuration's data-parallel ranks to the cut of the smaller layout."""
     d, h = config.data_parallel_size(world), config.data_ranks_per_node(world)
     cuts = data_cuts(d, h, config.shards(world).factors)
     out = {1: 1}
@@ -61,7 +69,10 @@ def _smaller_cuts(config: RunConfig, world: World) -> dict[int, int]:
 
 
 def _node(config: RunConfig, world: World, tp: int, pp: int, d: int, h: int) -> int:
-    """Ranks of a node: as many data-parallel ranks as h says, and several nodes where there were several."""
+    """Return the ranks of a node. It has as many data-parallel ranks as h says.
+
+    There are several nodes where there were several.
+    """
     parallel, nodes = config.parallel, world.world_size // world.ranks_per_node
     if nodes == 1:
         return tp * pp * d

@@ -1,4 +1,4 @@
-"""What the ranks of a verification run: training steps on made-up tokens, recorded."""
+"""This is what the ranks of a verification run: recorded training steps on made-up tokens."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ Around = Callable[[zero.Engine, Pipeline, RunConfig], AbstractContextManager[obj
 def nothing_around(
     engine: zero.Engine, pipeline: Pipeline, config: RunConfig
 ) -> AbstractContextManager[object]:
-    """The run as it is."""
+    """Leave the run as it is."""
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Steps [start, stop) of one run.
+    """The steps [start, stop) of one run.
 
-    exact: identity codecs. save: after which step, and the folder. load: folder to begin from. around: picklable; a
-    test breaks a part of the engine in it, to see that the certificate says so.
+    exact: the codecs are identities. save: the step after which the run saves, and the folder. load: the folder to
+    begin from. around: a picklable function; in it a test breaks a part of the engine, to see that the certificate
+    says so.
     """
 
     config: RunConfig
@@ -61,7 +62,7 @@ class TrainingRun:
 
 @dataclass
 class RankRecord:
-    """What one rank says of a run. last: it has the last pipeline stage, and losses."""
+    """What one rank says of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
 
     tp: int
     dp: int
@@ -73,7 +74,10 @@ class RankRecord:
 
 
 def run_all(runs: Sequence[TrainingRun], world: World) -> list[RankRecord]:
-    """The runs one after the other, on one mesh. Collective; also without torch.distributed, on one rank."""
+    """Do the runs one after the other, on one mesh.
+
+    This is collective, and also works on one rank without torch.distributed.
+    """
     mesh = make_mesh(runs[0].config, world, torch.device("cpu"))
     records = []
     for run in runs:
@@ -83,12 +87,18 @@ def run_all(runs: Sequence[TrainingRun], world: World) -> list[RankRecord]:
 
 
 def slice_block(config: RunConfig, world: World) -> int:
-    """Elements that slices are whole multiples of: few, so that slices cut parameters, but whole quantised blocks."""
+    """Return the number of elements that slices are whole multiples of.
+
+    It is small, so that slices cut parameters, but it is whole quantised blocks.
+    """
     return max([8, *(coding.block for coding in config.wire(world).codings)])
 
 
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels int64 and loss mask fp64 [count, s] of a step's global batch: a fifth do not count."""
+    """Return tokens (int64), labels (int64) and the loss mask (fp64), each [count, s], of a step's global batch.
+
+    A fifth of the tokens do not count.
+    """
     length, vocabulary = config.model.seq_length, config.model.vocab_size
     assert length and vocabulary
     generator = torch.Generator().manual_seed(config.training.seed * 1000 + step)
@@ -98,7 +108,10 @@ def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, t
 
 
 def documents_of(config: RunConfig, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Fields of a MicroBatch of these tokens, of which every fourth in the vocabulary ends a document."""
+    """Return the document fields of a MicroBatch that has these tokens (int64 [count, s]).
+
+    Every fourth token of the vocabulary ends a document.
+    """
     data, ends = config.data, (tokens % 4 == 0).numpy()
     fields = document_fields(
         ends, reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask
@@ -146,7 +159,10 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
 
 
 def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple[list[MicroBatch], float]:
-    """This rank's micro-batches, dealt as the sampler deals them, and the tokens of the whole batch that count."""
+    """Return this rank's micro-batches and how many tokens of the whole batch count.
+
+    The micro-batches are dealt as the sampler deals them.
+    """
     tokens, labels, mask = tokens_of(config, step, size)
     micro, dtype = config.batch.micro_batch_size or 1, DTYPES[config.precision.params_dtype]
     batches = []

@@ -1,4 +1,4 @@
-"""Run a configuration, shrunk, on local ranks; compare with one rank; certify."""
+"""This runs a configuration, shrunk, on local ranks, compares it with one rank, and certifies it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ TIMEOUT_S = 900.0  # of all runs on the configured layout; a rank that hangs wou
 
 
 def verify(request: Request, ranks: LocalRanks, around: Around = nothing_around) -> Certificate:
-    """Everything, on as many ``ranks`` as the shrunk world has. around: as TrainingRun's, of all runs on the layout.
+    """Do the whole verification on as many ``ranks`` as the shrunk world has.
 
-    Raises ValueError for a configuration that cannot be run, RanksFailed when a rank raises, dies or hangs.
+    around: the same as TrainingRun's, for all runs on the layout. Raises ValueError for a configuration that cannot
+    be run, and RanksFailed when a rank raises, dies or hangs.
     """
     began, steps = time.monotonic(), request.options.verify_steps
     small = shrink(request.config, request.world, request.options.verify_ranks, steps)
@@ -102,7 +103,10 @@ class _Runs:
         return [first, second, third]
 
     def _run_layout(self) -> tuple[list[RankRecord], list[RankRecord], list[RankRecord], str]:
-        """Of every rank: the exact run, the configured one, its resumption; and where the exact one saved."""
+        """Return the records of every rank from three runs, and where the exact run saved.
+
+        The runs are the exact one, the configured one, and the configured one's resumption.
+        """
         weights, state = (tempfile.mkdtemp(dir=self.folder) for _ in range(2))
         at = self.saved + 1
         runs = [
@@ -158,14 +162,20 @@ class _Runs:
 
 
 def _exactly(config: RunConfig) -> RunConfig:
-    """In fp32 (fp64 stays), without dropout: its masks go by the layout where tensor parallelism cuts activations."""
+    """Return the configuration in fp32 (fp64 stays) and without dropout.
+
+    Where tensor parallelism cuts activations, the masks of dropout depend on the layout.
+    """
     dtype = "fp64" if config.precision.params_dtype == "fp64" else "fp32"
     model = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
     return replace(config, model=model, precision=replace(config.precision, params_dtype=dtype))
 
 
 def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[tuple[str, RunConfig, World]]:
-    """One rank; and the first legal layout of other tensor and pipeline sizes on no more ranks."""
+    """Return other layouts as (name, configuration, world).
+
+    They are one rank, and the first legal layout of other tensor and pipeline sizes on no more ranks.
+    """
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     found = [("one rank", _on(config, 1, 1, 1, data_parallel), World(1, 1))]
@@ -183,7 +193,7 @@ def other_layouts(config: RunConfig, world: World, data_parallel: int) -> list[t
 
 
 def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunConfig:
-    """The same training on another layout: same global batches. Raises ConfigError."""
+    """Return the same training on another layout, with the same global batches. Raises ConfigError."""
     values = {
         name: value
         for section in (config.model, config.batch, config.optimizer, config.precision)
