@@ -1,0 +1,37 @@
+"""Short command lines for the tests of the configuration: a base that is legal, and what is said of the rest."""
+
+import json
+
+import pytest
+
+from megazero.config import ConfigError, World, parse
+
+BASE = [
+    "--num-layers=4",
+    "--hidden-size=64",
+    "--num-attention-heads=4",
+    "--seq-length=32",
+    "--micro-batch-size=2",
+]
+BASE += ["--lr=1e-3", "--train-iters=10", "--mock-data", "--vocab-size=100"]
+WORLD = World(8, 4)
+
+
+def run(text="", world=WORLD):
+    return parse([*BASE, *text.split()], world)
+
+
+def errors(text="", world=WORLD):
+    with pytest.raises(ConfigError) as caught:
+        run(text, world)
+    return caught.value.errors
+
+
+def write(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content)
+    return str(path)
+
+
+def deepspeed(tmp_path, content):
+    return "--deepspeed-config " + write(tmp_path, "ds.json", json.dumps(content))
