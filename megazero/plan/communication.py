@@ -19,6 +19,7 @@ from megazero.pp.schedules import Action, Kind, Schedule, sends
 
 Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
 ALIGNED = 16  # bytes that parts of a quantised message are filled up to
+GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 SCALARS = 6 * 8  # squared norm, order hash, two sums of squares for weights and for gradients; fp64
 
 
@@ -95,8 +96,8 @@ def model_state(
     out: Bytes = Counter()
     gathered = gathers(copies, program)
     for index, unit in enumerate(units):
-        out += _weights(unit, axes, levels, formats, gathered[index])
-        out += _gradients(unit, axes, levels, formats, micro_batches)
+        out += _weights(unit, axes, formats, gathered[index])
+        out += _gradients(unit, axes, formats, micro_batches)
         if unit.tied and ends_link is not None:
             coding = _coding(unit, formats, ends_link)
             parts = prod(a.size for a in axes[: levels[2]])
@@ -122,33 +123,53 @@ def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
     return (formats.gradients or {}).get(link) if unit.quantised else None
 
 
-def _weights(
-    unit: UnitShape, axes: Sequence[AxisSpec], levels: tuple[int, ...], formats: Formats, gathered: int
-) -> Bytes:
-    out: Bytes = Counter()
-    p, _, os, _ = levels
+@dataclass(frozen=True)
+class Hop:
+    """One collective over ``axis``, in which a rank sends ``sent`` bytes.
+
+    operation: GATHER or EXCHANGE. every: a reduction takes the hop with every micro-batch, not with the last alone.
+    """
+
+    operation: str
+    axis: AxisSpec
+    sent: int
+    every: bool = False
+
+
+def weight_hops(
+    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats
+) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    """Return the hops of a refresh and of a gather, each in the order in which they are taken (outermost first)."""
+    p, _, os, _ = _levels(axes)
     coding, width = (formats.weights if unit.quantised else None), formats.width
     parts = prod(a.size for a in axes[:os])
     own = message(coding, unit.coded // parts, unit.exact // parts, width, width)
-    for level in range(p + 1, os + 1):  # what an OS slice became, of all that lie in the level's slice
-        held = prod(a.size for a in axes[level:os])
-        out["refresh", axes[level - 1].link] += (axes[level - 1].size - 1) * held * own
+    refresh = _gather_hops(axes, os, p, os, own)
+    inner = os
     if formats.delta and unit.quantised and p < os:
         parts = prod(a.size for a in axes[:p])
         own, inner = (unit.coded + unit.exact) // parts * width, p
-    else:
-        inner = os
-    for level in range(1, p + 1):
-        held = prod(a.size for a in axes[level:inner])
-        out["gather", axes[level - 1].link] += gathered * (axes[level - 1].size - 1) * held * own
-    return out
+    return refresh, _gather_hops(axes, p, 0, inner, own)
 
 
-def _gradients(
-    unit: UnitShape, axes: Sequence[AxisSpec], levels: tuple[int, ...], formats: Formats, micro_batches: int
-) -> Bytes:
-    out: Bytes = Counter()
-    _, g, os, every = levels
+def _gather_hops(axes: Sequence[AxisSpec], deepest: int, outer: int, inner: int, own: int) -> tuple[Hop, ...]:
+    """Return the hops from level ``deepest`` to ``outer``. A slice of level ``inner`` has ``own`` bytes."""
+    return tuple(
+        Hop(
+            GATHER,
+            axes[level - 1],
+            (axes[level - 1].size - 1) * prod(a.size for a in axes[level:inner]) * own,
+        )
+        for level in range(deepest, outer, -1)
+    )
+
+
+def gradient_hops(
+    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, micro_batches: int
+) -> tuple[Hop, ...]:
+    """Return the hops of the last micro-batch's reduction in their order. The others take those of ``every``."""
+    _, g, os, every = _levels(axes)
+    descent, back = [], []
     for level in range(1, every + 1):
         axis = axes[level - 1]
         coding = _coding(unit, formats, axis.link)
@@ -156,34 +177,72 @@ def _gradients(
         parts = prod(a.size for a in axes[:level])
         width = formats.width if raw else formats.sums
         row = message(coding, unit.coded // parts, unit.exact // parts, width, formats.sums)
-        times = micro_batches if level <= g else 1
-        out["reduce", axis.link] += times * (axis.size - 1) * row
+        descent.append(Hop(EXCHANGE, axis, (axis.size - 1) * row, level <= g))
         if level > os:  # replicas: the owner's share goes back
-            back = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
-            out["reduce", axis.link] += (axis.size - 1) * back
+            share = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
+            back.append(Hop(GATHER, axis, (axis.size - 1) * share))
+    return (*descent, *reversed(back))
+
+
+def _weights(unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, gathered: int) -> Bytes:
+    out: Bytes = Counter()
+    refresh, gather = weight_hops(unit, axes, formats)
+    for hop in refresh:
+        out["refresh", hop.axis.link] += hop.sent
+    for hop in gather:
+        out["gather", hop.axis.link] += gathered * hop.sent
+    return out
+
+
+def _gradients(unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, micro_batches: int) -> Bytes:
+    out: Bytes = Counter()
+    for hop in gradient_hops(unit, axes, formats, micro_batches):
+        out["reduce", hop.axis.link] += hop.sent * (micro_batches if hop.every else 1)
     return out
 
 
 def gathers(copies: Copies, program: Sequence[tuple[str, int]]) -> Counter[int]:
-    """Return how often each unit is gathered over P in a step: once per use, less where it is still there.
+    """Return how often each unit is gathered over P in a step: once per use, less where it is still there."""
+    return Counter(unit for _, _, fresh in gather_turns(copies, program) for unit in fresh)
+
+
+def gather_turns(
+    copies: Copies, program: Sequence[tuple[str, int]]
+) -> Iterator[tuple[int, Sequence[int], list[int]]]:
+    """Yield (segment, units that a module needs, those of them that are gathered for it) for each use in a step.
 
     After a use a unit stays only if the next module needs it. With ``keep_gathered`` it stays as long as its part
     comes again.
     """
     visits = [(i, list(visit)) for i, segment in enumerate(program) for visit in _visits(copies, *segment)]
-    out: Counter[int] = Counter()
+    last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
+    again = _needed_again(visits, program)
     held: set[int] = set()
     for at, (segment, units) in enumerate(visits):
-        kind, part = program[segment]
-        out.update(unit for unit in units if unit not in held)
+        part = program[segment][1]
+        yield segment, units, [unit for unit in units if unit not in held]
         held.update(units)
-        again = {u for i, later in visits[at + 1 :] if i == segment and kind != "F" for u in later}
         following = visits[at + 1][1] if at + 1 < len(visits) else []
-        returns = any(later == part and k != "W" for k, later in program[segment + 1 :])
+        keep = copies.keep_gathered and last.get(part, -1) > segment
         for unit in units:
-            keep = copies.keep_gathered and returns
-            if not (keep or unit in following or unit in again):
+            if not (keep or unit in following or (at, unit) in again):
                 held.discard(unit)
+
+
+def _needed_again(
+    visits: Sequence[tuple[int, list[int]]], program: Sequence[tuple[str, int]]
+) -> set[tuple[int, int]]:
+    """Return (visit, unit) where a later module of the same backward needs the unit, too."""
+    out: set[tuple[int, int]] = set()
+    later: set[int] = set()
+    before = -1
+    for at in range(len(visits) - 1, -1, -1):
+        segment, units = visits[at]
+        if segment != before:
+            later, before = set(), segment
+        if program[segment][0] != "F":
+            out |= {(at, unit) for unit in units if unit in later}
+        later |= set(units)
     return out
 
 

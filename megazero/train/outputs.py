@@ -10,11 +10,11 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
+from megazero.config.flops import parameter_count
 from megazero.data.files import replacing
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
 from megazero.models.attention_kernels import math_note
-from megazero.models.flops import parameter_count
 from megazero.train.console import TrainConsole
 from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
 from megazero.train.metrics import MetricsWriter

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from megazero.config.model import ModelConfig
-from megazero.models.placements import parameter_roles
+from megazero.config.roles import parameter_roles
 
 
 def parameter_count(config: ModelConfig) -> int:
