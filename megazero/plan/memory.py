@@ -1,0 +1,195 @@
+"""This module says what a rank's memory holds at the peak of a step, item by item, in bytes.
+
+Model states follow zero/unit.py: the P copy as it was received, gradients summed in at least fp32 over G, and over OS the
+master weights with the optimizer's moments. Activations are what autograd keeps of models/layer.py with a fused attention
+kernel (the counts of Korthikanti et al. 2022, section 4, for these layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+
+from megazero.config import RunConfig
+from megazero.config.shards import Shards
+from megazero.mesh.grid import INTER, Grid
+from megazero.plan.communication import Formats, UnitShape, message
+from megazero.plan.units import RankUnits
+
+# Of all that is allocated: what the allocator's blocks leave unused between tensors of unequal sizes.
+ALLOCATOR_MARGIN = 0.06
+MOMENTS = {"adamw": 2, "sgd": 1}  # fp32 values beside each master weight
+CHUNK_LOGITS = 1 << 26  # elements of logits that the loss widens at once on a GPU (tp/cross_entropy.py)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of each item."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    residuals: float
+    gathered: float
+    staging: float
+    activations: float
+    head: float
+    margin: float
+
+    @property
+    def model_states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.residuals
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def items(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class States:
+    """How the model state of a rank lies: what memory and bytes ask of a layout."""
+
+    grid: Grid
+    shards: Shards
+    formats: Formats
+    feedback: bool
+    prefetch_bytes: int
+    pending_reductions: int = 2
+
+    def copy_bytes(self, unit: UnitShape) -> float:
+        """Return the bytes of the P copy."""
+        p, _, os = self.shards.factors
+        coded = self.formats.weights is not None and unit.quantised and not self.formats.delta
+        if not coded:
+            own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
+            return 0.0 if own and not self.formats.delta else (unit.coded + unit.exact) / p * self.formats.width
+        if p == 1:
+            return (unit.coded + unit.exact) * self.formats.width  # decoded at once
+        width = self.formats.width
+        return os / p * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
+
+    def full_bytes(self, unit: UnitShape) -> float:
+        return (unit.coded + unit.exact) * self.formats.width
+
+    def ahead_bytes(self, unit: UnitShape) -> float:
+        """Return what a gather ahead of use adds, as zero/unit.py's gather_bytes."""
+        if self.shards.p > 1:
+            return self.full_bytes(unit)
+        if self.formats.weights is None or not unit.quantised:
+            return 0.0
+        width, os = self.formats.width, self.shards.os
+        return os * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
+
+
+def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, float]:
+    """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
+    p, g, os = states.shards.factors
+    elements = sum(u.coded + u.exact for u in units.shapes)
+    sums = states.formats.sums
+    residuals = 0.0
+    if states.feedback:
+        crossing = _crossing(states.grid)
+        residuals = sum(u.coded + u.exact for u in units.shapes if u.quantised) * sums / crossing
+    return {
+        "parameters": sum(map(states.copy_bytes, units.shapes)),
+        "gradients": elements / g * sums,
+        "optimizer": elements / os * sums * (1 + MOMENTS[optimizer]),
+        "residuals": residuals,
+    }
+
+
+def _crossing(grid: Grid) -> int:
+    """Return how many ranks share the slice that first crosses nodes."""
+    inside = [a.size for a in grid.data_axes if a.link != INTER]
+    return prod(inside)
+
+
+def buffers(units: RankUnits, states: States, micro_batches: int) -> dict[str, float]:
+    """Return the bytes of gathered parameters, and of gradients on their way."""
+    p, g, _ = states.shards.factors
+    full = sorted((states.full_bytes(u) for u in units.shapes), reverse=True)
+    ahead = sorted((states.ahead_bytes(u) for u in units.shapes), reverse=True)
+    gathered = 0.0
+    if p > 1 and states.shards.keep_gathered:
+        gathered = sum(full)
+    elif p > 1:  # in use, the next one, and what fits into the bound beyond it
+        gathered = min(sum(full), sum(full[:2]) + min(sum(full[2:]), states.prefetch_bytes))
+        if states.formats.weights is not None and not states.formats.delta:
+            gathered += full[0] / 2  # the messages of a gather under way
+    elif any(ahead):
+        gathered = min(sum(ahead), ahead[0] + states.prefetch_bytes)
+    largest = max(u.coded + u.exact for u in units.shapes)
+    width, sums = states.formats.width, states.formats.sums
+    waiting = 1 + states.pending_reductions if g > 1 else 1
+    staging = waiting * largest * width  # raw gradients, of the module in backward and of those under way
+    first = states.grid.data_axes[0].size if states.grid.data_axes else 1
+    if first > 1 or g > 1:
+        raw = width if g > 1 or micro_batches == 1 else sums
+        staging += 2 * largest * raw * (first - 1) / first  # sent and received messages of the chains under way
+    return {"gathered": gathered, "staging": staging}
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one micro-batch and layer. kept: to its backward. working: beside that while it is computed back."""
+
+    kept: float
+    working: float
+
+
+def layer_activations(config: RunConfig, width: int) -> LayerActivations:
+    """Return what a layer keeps for its backward on one rank."""
+    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
+    assert size and model.seq_length
+    tokens = size * model.seq_length
+    stream = model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
+    q, kv = model.query_projection_size / tp, model.kv_projection_size / tp
+    ffn, heads = model.ffn_hidden_size / tp, model.num_attention_heads / tp
+    # Each norm's input and output; rotated q, k, v; attention's output and, laid out anew, o_proj's input;
+    # up (and gate, silu(gate)) and down's input.
+    matrices = 4 * stream + 3 * q + 2 * kv + (4 if model.swiglu else 2) * ffn
+    masks = 2 * stream if model.hidden_dropout else 0.0
+    whole = tokens * (width * matrices + masks + 4 * heads)
+    gradients = tokens * width * (2 * ffn + 2 * model.hidden_size)
+    if config.training.recompute_granularity == "full":
+        return LayerActivations(tokens * width * stream, whole + gradients)
+    if config.training.recompute_granularity == "selective":
+        core = tokens * (width * q + 4 * heads)
+        return LayerActivations(whole - core, core + gradients)
+    return LayerActivations(whole, gradients)
+
+
+def activations(
+    config: RunConfig, width: int, layers_of_parts: Sequence[int], peak: int, embedding: bool, head: bool
+) -> dict[str, float]:
+    """Return the bytes of activations and of the head on the rank that holds these parts.
+
+    peak: the most forwards of one part and micro-batch whose backward has not ended.
+    """
+    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
+    assert size and model.seq_length
+    tokens = size * model.seq_length
+    layer = layer_activations(config, width)
+    stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
+    kept = peak * (sum(layers_of_parts) / len(layers_of_parts) * layer.kept + stream) + layer.working
+    if config.parallel.pipeline_model_parallel_size > 1:
+        kept += 4 * stream  # messages under way, both directions
+    if model.position_embedding_type == "alibi" or config.data.reset_attention_mask:
+        heads = model.num_attention_heads / tp if model.position_embedding_type == "alibi" else 1
+        masks = size if config.data.reset_attention_mask else 1
+        kept += width * masks * heads * model.seq_length**2
+    rows = model.padded_vocab_size(tp) / tp
+    logits = tokens * rows
+    wide = min(logits, max(CHUNK_LOGITS, rows)) * 8 + logits * width if head else 0.0
+    return {"activations": kept, "head": wide + (2 * stream if head else 0.0)}
+
+
+def rank_memory(parts: Sequence[dict[str, float]]) -> Memory:
+    """Put the items together and add the allocator's margin."""
+    items = {name: size for part in parts for name, size in part.items()}
+    return Memory(**items, margin=ALLOCATOR_MARGIN * sum(items.values()))

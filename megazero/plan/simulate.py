@@ -1,0 +1,273 @@
+"""This module runs a step of a layout on a clock: the schedule's actions, and the engine's gathers and reductions.
+
+The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there. A
+module waits for the gathers of its units; gathers run ahead of use as zero/gather.py starts them, in the order in which
+communication.py counts them. Reductions follow a backward as zero/reduce.py submits them, and a backward waits where more
+are under way than the policy allows. Each direction is a lane that has two chains under way at most; hops of both lanes
+share the links, one at a time. What is hidden behind compute is what this clock hides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megazero.plan.communication import gather_turns
+from megazero.plan.layout import LOCAL, Layout, Work
+from megazero.pp.schedules import Action, Kind
+
+Chain = tuple[tuple[str, float], ...]  # (link, seconds) of each hop
+STREAMS = 2  # of a lane: chains that are under way at once
+SCALAR_ROUNDS = 2  # of the exchange of norms and hashes, in latencies of the slowest link
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a system runs a step. The defaults are this engine's.
+
+    ahead: gathers run ahead of use. behind: reductions run behind the backward; else it waits for each. early_refresh:
+    all refreshes come before the first forward, as part of the update, and hide behind nothing.
+    """
+
+    ahead: bool = True
+    behind: bool = True
+    early_refresh: bool = False
+
+
+ENGINE = Execution()
+BILL = ("compute", "recompute", "tensor", "pipeline", "gather", "reduce", "update")
+
+
+@dataclass
+class Timing:
+    """The seconds of a step, and what they were spent on, as means over the pipeline's ranks.
+
+    pipeline: waits for other stages, messages included. gather, reduce: waits for weights and for gradients, which no
+    compute hid. update: norm, optimizer and the exchange of scalars.
+    """
+
+    seconds: float
+    bill: dict[str, float]
+
+
+@dataclass
+class _Lane:
+    """One direction's chains. ``free``: when each stream is free again."""
+
+    free: deque[float] = field(default_factory=lambda: deque([0.0] * STREAMS))
+
+    def run(self, chain: Chain, start: float, links: dict[str, float]) -> float:
+        """Run a chain not before ``start`` and return when it ends."""
+        at = max(start, self.free.popleft())
+        for link, seconds in chain:
+            if link != LOCAL:
+                at = max(at, links.get(link, 0.0))
+                links[link] = at + seconds
+            at += seconds
+        self.free.append(at)
+        return at
+
+
+class _Turn(NamedTuple):
+    """A gather: the visit (use of a module, counted over the step) that it is for, its chain and its bytes."""
+
+    visit: int
+    chain: Chain
+    size: float
+
+
+class _Rank:
+    """The clock of one pipeline rank. All ranks of a stage do the same at the same time."""
+
+    def __init__(self, layout: Layout, rank: int, execution: Execution) -> None:
+        self.layout, self.rank, self.execution = layout, rank, execution
+        self.frame = layout.frame
+        self.now = 0.0
+        self.links: dict[str, float] = {}
+        self.gathers, self.reductions = _Lane(), _Lane()
+        self.pending: deque[float] = deque()
+        self.bill = dict.fromkeys(BILL, 0.0)
+        self.units = layout.units[rank]
+        self.work: list[Work] = layout.work(rank)
+        self.left = [self.frame.micro_batches] * len(self.units.parts)  # backwards to come, by part
+        self.staged = layout.shards.g > 1
+        self.moving = any(w.gather for w in self.work)
+        self.turns = self._turns()
+        self.at = 0  # visits that were made
+        self.issued = 0  # of turns
+        self.under_way: deque[tuple[int, float, float]] = deque()  # visit, end, bytes of what was started before use
+        self.held = 0.0  # those bytes
+        if execution.early_refresh:
+            self._refresh_all()
+        self._prefetch()  # as begin_step does: refreshes move while a stage waits for its first forward
+
+    def _turns(self) -> list[_Turn]:
+        """Return every gather of the step, in order."""
+        out = []
+        fresh_units: set[int] = set()
+        program = self.layout.program(self.rank)
+        if not self.moving:  # no unit is gathered again: first uses are all there is
+            program = _first_uses(program)
+        turns = enumerate(gather_turns(self.layout.copies(self.rank), program))
+        for visit, (_, _, fresh) in turns:
+            for unit in fresh:
+                work = self.work[unit]
+                chain = work.gather
+                if unit not in fresh_units:
+                    fresh_units.add(unit)
+                    if not self.execution.early_refresh:
+                        chain = work.refresh + chain
+                if chain:
+                    out.append(_Turn(visit, chain, work.ahead_bytes))
+        return out
+
+    def _refresh_all(self) -> None:
+        for work in self.work:
+            self.now = self.gathers.run(work.refresh, self.now, self.links)
+        self.bill["gather"] += self.now
+
+    def wait_until(self, time: float, item: str) -> None:
+        if time > self.now:
+            self.bill[item] += time - self.now
+            self.now = time
+
+    def run(self, action: Action) -> None:
+        """Run one action, module by module where something moves for its units."""
+        part = action.stage // self.frame.pp
+        modules = self.units.parts[part]
+        backward = action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+        reduces = False
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            self.left[part] -= 1
+            reduces = self.staged or not self.left[part]
+        visits = action.kind != Kind.WEIGHT and (self.moving or bool(self.under_way) or self.issued < len(self.turns))
+        if not visits and not reduces:
+            for kind, count in self._kinds(part):
+                self._compute(kind, action.kind, count)
+            return
+        for module in reversed(modules) if backward else modules:
+            if visits:
+                self._gathered()
+            self._compute(module.kind, action.kind, 1)
+            if reduces:
+                self._reduce(module.units, part)
+
+    def _kinds(self, part: int) -> list[tuple[str, int]]:
+        stage = self.frame.of_rank[self.rank][part]
+        return [("embedding", int(stage.embedding)), ("layer", len(stage.layers)), ("head", int(stage.head))]
+
+    def _compute(self, module: str, kind: Kind, count: int) -> None:
+        times = self.frame.compute.times[module]
+        total = times.of(kind) * count
+        tensor = count * {Kind.FORWARD: times.tp_forward, Kind.WEIGHT: 0.0}.get(kind, times.tp_backward)
+        again = 0.0 if kind in (Kind.FORWARD, Kind.WEIGHT) else times.recompute * count
+        self.bill["tensor"] += tensor
+        self.bill["recompute"] += again
+        self.bill["compute"] += total - tensor - again
+        self.now += total
+
+    def _gathered(self) -> None:
+        """Start what the engine starts at this visit, and wait for what the visit needs."""
+        visit, self.at = self.at, self.at + 1
+        while self.issued < len(self.turns) and self.turns[self.issued].visit <= visit:
+            self._issue()
+        mine = deque[float]()
+        while self.under_way and self.under_way[0][0] <= visit:
+            _, end, size = self.under_way.popleft()
+            mine.append(end)
+            self.held -= size
+        self._prefetch()
+        self.wait_until(max(mine, default=0.0), "gather")
+
+    def _prefetch(self) -> None:
+        """Start all that the next module needs that is not here, and more within the policy's bytes."""
+        if not self.execution.ahead or self.issued == len(self.turns) and not self.under_way:
+            return
+        following = self.under_way[0][0] if self.under_way else self.turns[self.issued].visit
+        next_bytes = 0.0
+        while self.issued < len(self.turns) and self.turns[self.issued].visit == following:
+            self._issue()
+        for visit, _, size in self.under_way:
+            if visit != following:
+                break
+            next_bytes += size
+        while self.issued < len(self.turns):
+            if self.held - next_bytes + self.turns[self.issued].size > self.layout.states.prefetch_bytes:
+                break
+            self._issue()
+
+    def _issue(self) -> None:
+        turn = self.turns[self.issued]
+        self.issued += 1
+        self.under_way.append((turn.visit, self.gathers.run(turn.chain, self.now, self.links), turn.size))
+        self.held += turn.size
+
+    def _reduce(self, units: tuple[int, ...], part: int) -> None:
+        for unit in reversed(units):
+            chain = self.work[unit].every if self.left[part] else self.work[unit].last
+            if not chain:
+                continue
+            self.pending.append(self.reductions.run(chain, self.now, self.links))
+            allowed = self.layout.states.pending_reductions if self.staged else len(self.pending)
+            while len(self.pending) > (allowed if self.execution.behind else 0):
+                self.wait_until(self.pending.popleft(), "reduce")
+
+    def finish(self) -> None:
+        self.wait_until(max(self.pending, default=0.0), "reduce")
+
+
+def _first_uses(program: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the program up to the first forward of every part."""
+    missing = {part for _, part in program}
+    for end, (_, part) in enumerate(program, 1):
+        missing.discard(part)
+        if not missing:
+            return program[:end]
+    return program
+
+
+def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
+    """Return the time of one step in the middle of a run."""
+    frame = layout.frame
+    ranks = [_Rank(layout, rank, execution) for rank in range(frame.pp)]
+    done: dict[Action, float] = {}
+    message = frame.message_seconds
+    for rank, action, event, needed in frame.steps[1]:
+        clock = ranks[rank]
+        ready = [done[other] + (message if away else 0.0) for other, away in needed]
+        if ready:
+            clock.wait_until(max(ready), "pipeline")
+        clock.run(action)
+        done[event] = clock.now
+    for clock in ranks:
+        clock.finish()
+    update = _update_seconds(layout)
+    end = max(clock.now for clock in ranks)
+    for clock in ranks:
+        clock.wait_until(end, "pipeline")
+        clock.bill["update"] += update
+    bill = {name: sum(clock.bill[name] for clock in ranks) / len(ranks) for name in BILL}
+    return Timing(end + update, bill)
+
+
+def _update_seconds(layout: Layout) -> float:
+    """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings."""
+    frame, collectives = layout.frame, layout.frame.collectives
+    largest = max(sum(u.coded + u.exact for u in units.shapes) for units in layout.units)
+    across = frame.world.world_size > layout.grid.ranks_per_node
+    nodes = frame.world.world_size // layout.grid.ranks_per_node
+    scalars = SCALAR_ROUNDS * collectives.latency("inter_node" if across else "intra_node") * max(nodes, 1).bit_length()
+    return frame.compute.update(largest / layout.shards.os) + scalars + sum(_tied(layout))
+
+
+def _tied(layout: Layout) -> Iterator[float]:
+    for rank, units in enumerate(layout.units):
+        if rank == 0:
+            for unit in units.shapes:
+                if unit.tied:
+                    sent = (unit.coded + unit.exact) / layout.shards.os * layout.formats.sums
+                    nodes = 2 if layout.grid.axis("pp").link == "inter_node" else 1
+                    yield layout.frame.collectives.seconds("message", 2, nodes, sent)
+
