@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,9 @@ class Device:
     name: str = option(None, "what it is called", required=True)
     memory_gib: float = option(None, "memory of a rank, in GiB", above=0, required=True)
     memory_gbytes_per_s: float = option(None, "rate of that memory, in GB/s", above=0, required=True)
-    matmul_efficiency: float = option(None, "share of the peak that matrices reach", above=0, high=1, required=True)
+    matmul_efficiency: float = option(
+        None, "share of the peak that matrices reach", above=0, high=1, required=True
+    )
     bf16_tflops: float | None = option(None, "peak rate of matrix products in bf16", above=0)
     fp16_tflops: float | None = option(None, "the same in fp16", above=0)
     fp32_tflops: float | None = option(None, "the same in fp32", above=0)
@@ -68,14 +70,16 @@ class InterNode:
     """
 
     gbits_per_s: float = option(None, "rate of a node, in Gb/s", above=0, required=True)
-    rank_gbits_per_s: float | None = option(None, "the most that one rank reaches (default: the node's)", above=0)
+    rank_gbits_per_s: float | None = option(
+        None, "the most that one rank reaches (default: the node's)", above=0
+    )
     latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
     efficiency: float = option(0.8, "share of the line rate that collectives reach", above=0, high=1)
 
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """A collective over ``ranks`` on ``nodes`` nodes, in which a rank sends ``bytes``. All such groups ran at once."""
+    """A collective over ``ranks`` on ``nodes`` nodes; a rank sends ``bytes``. All such groups ran at once."""
 
     operation: str = option(None, "what it does", choices=OPERATIONS, required=True)
     ranks: int = option(None, "ranks of a group", low=2, required=True)
@@ -86,7 +90,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """One layer's times on one rank, for a micro-batch whose forward has ``forward_flops`` operations on that rank."""
+    """One layer's times for a micro-batch whose forward has ``forward_flops`` operations on a rank."""
 
     forward_flops: float = option(None, "operations of its forward on a rank", above=0, required=True)
     forward_seconds: float = option(None, "time of its forward", above=0, required=True)
@@ -145,8 +149,8 @@ def load_cluster(name: str) -> Cluster:
         near = did_you_mean(name, known_clusters())
         raise ConfigError(
             [
-                f"--cluster {name} is neither a file that can be read ({getattr(error, 'strerror', None) or error}) nor "
-                f"one of {', '.join(known_clusters())}{near}"
+                f"--cluster {name} is neither a file that can be read ({getattr(error, 'strerror', None) or error}) "
+                f"nor one of {', '.join(known_clusters())}{near}"
             ]
         ) from None
     return parse_cluster(text, str(path))
@@ -161,13 +165,21 @@ def parse_cluster(text: str, where: str) -> Cluster:
     except yaml.YAMLError as error:
         raise ConfigError([f"{where} is not YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(content, dict):
-        raise ConfigError([f"{where} holds {type(content).__name__}, not a mapping with name, nodes, device, ..."])
+        raise ConfigError(
+            [f"{where} holds {type(content).__name__}, not a mapping with name, nodes, device, ..."]
+        )
     errors: list[str] = []
     keys = [*(o.name for o in section_options("", _Top)), *_PARTS, *_TABLES]
-    errors += [f"{where}: {key} does not exist{did_you_mean(str(key), keys)}" for key in content if key not in keys]
-    top = _read(_Top, {k: v for k, v in content.items() if k not in {*_PARTS, *_TABLES} and k in keys}, where, errors)
+    errors += [
+        f"{where}: {key} does not exist{did_you_mean(str(key), keys)}" for key in content if key not in keys
+    ]
+    top = _read(
+        _Top, {k: v for k, v in content.items() if k not in {*_PARTS, *_TABLES} and k in keys}, where, errors
+    )
     parts = {key: _read(cls, content.get(key), f"{where}: {key}", errors) for key, cls in _PARTS.items()}
-    tables = {key: tuple(_rows(cls, content.get(key), f"{where}: {key}", errors)) for key, cls in _TABLES.items()}
+    tables = {
+        key: tuple(_rows(cls, content.get(key), f"{where}: {key}", errors)) for key, cls in _TABLES.items()
+    }
     if top and parts["device"]:
         device = parts["device"]
         if not any((device.bf16_tflops, device.fp16_tflops, device.fp32_tflops)):
@@ -215,6 +227,6 @@ def _read(cls: type[Section], values: Any, where: str, errors: list[str]) -> Any
     return cls(**{name: value for name, value in read.items() if value is not None})
 
 
-@lru_cache(maxsize=None)
+@cache
 def _options(cls: type) -> tuple[Any, ...]:
     return tuple(section_options(cls.__name__, cls))

@@ -38,6 +38,10 @@ class UnitShape:
     partial: int = 0
     tied: bool = False
 
+    @property
+    def elements(self) -> int:
+        return self.coded + self.exact
+
 
 @dataclass(frozen=True)
 class Formats:

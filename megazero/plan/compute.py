@@ -1,7 +1,7 @@
 """This module turns a micro-batch's operations into seconds, module by module, by a compute profile.
 
-Where a layer was measured, times follow the measured rate at that number of operations. Else matrices run at a share of
-the device's peak, but not faster than their weights are read, and all else takes the time of the bytes it moves.
+Where a layer was measured, times follow the measured rate at that number of operations. Else matrices run at a share
+of the device's peak, but not faster than their weights are read, and all else takes the time of the bytes it moves.
 Multiply-adds are those of config/flops.py; here they are counted as the kernels do them.
 """
 
@@ -21,13 +21,15 @@ from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind
 
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
-UPDATE_BYTES = 40  # per element of an optimizer slice: gradient, master and two moments read, three written; the norm
+UPDATE_BYTES = (
+    40  # per element of an optimizer slice: gradient, master and two moments read, three written; the norm
+)
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file says nothing of codecs
 
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """The seconds of one module for one micro-batch. tp_forward and tp_backward pass in tensor-parallel collectives."""
+    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -103,9 +105,13 @@ class Compute:
         return self._module(HEAD, 2 * tokens * model.hidden_size * rows, 0.0, moved, rows * model.hidden_size)
 
     def _embedding(self) -> ModuleTimes:
-        return self._module(EMBEDDING, 0.0, 0.0, 3 * self.tokens * self.config.model.hidden_size * self.width, 0.0)
+        return self._module(
+            EMBEDDING, 0.0, 0.0, 3 * self.tokens * self.config.model.hidden_size * self.width, 0.0
+        )
 
-    def _module(self, kind: str, matrices: float, attention: float, moved: float, weights: float) -> ModuleTimes:
+    def _module(
+        self, kind: str, matrices: float, attention: float, moved: float, weights: float
+    ) -> ModuleTimes:
         """Return the times of a module: operations of matrices and of attention, bytes moved, elements of weights."""
         rows = self.cluster.layers
         read = weights * self.width / self.memory_rate
@@ -118,9 +124,7 @@ class Compute:
             product, core = forward * matrices / operations, forward * attention / operations
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
         into, out = self._tensor_parallel(kind)
-        return ModuleTimes(
-            forward, backward - product, product, again if kind == LAYER else 0.0, into, out
-        )
+        return ModuleTimes(forward, backward - product, product, again if kind == LAYER else 0.0, into, out)
 
     def _tensor_parallel(self, kind: str) -> tuple[float, float]:
         """Return the seconds of a module's collectives over tensor-parallel ranks, forward and backward."""
@@ -135,7 +139,9 @@ class Compute:
         operation = "gather" if self.sharded else "sum"
         one = self.collectives.seconds(operation, self.tp, 1, each)
         forward, backward = (
-            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, max(self.width, 4))["tp", INTRA]
+            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, max(self.width, 4))[
+                "tp", INTRA
+            ]
             for k in (Kind.FORWARD, Kind.BACKWARD)
         )
         return forward / each * one, backward / each * one
@@ -143,7 +149,10 @@ class Compute:
 
 def _measured_rates(rows: Sequence[MeasuredLayer], operations: float) -> tuple[float, float]:
     """Return the rates, in forward operations per second, of a forward and of a backward of so many operations."""
-    points = sorted((r.forward_flops, r.forward_flops / r.forward_seconds, r.forward_flops / r.backward_seconds) for r in rows)
+    points = sorted(
+        (r.forward_flops, r.forward_flops / r.forward_seconds, r.forward_flops / r.backward_seconds)
+        for r in rows
+    )
     at = bisect_left(points, (operations, 0.0, 0.0))
     if at in (0, len(points)):
         _, forward, backward = points[min(at, len(points) - 1)]

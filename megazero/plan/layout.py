@@ -36,8 +36,11 @@ from megazero.pp.schedules import (
     peak_activations,
 )
 
+Chain = tuple[tuple[str, float], ...]  # (link, seconds) of each hop
 LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
-Step = tuple[int, Action, Action, tuple[tuple[Action, bool], ...]]  # rank, action, its event, (event, other rank)
+Step = tuple[
+    int, Action, Action, tuple[tuple[Action, bool], ...]
+]  # rank, action, its event, (event, other rank)
 
 
 @lru_cache(maxsize=256)
@@ -55,8 +58,18 @@ def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple
 class Frame:
     """A configuration on a world, less its shards and wire formats, and what it costs on a cluster."""
 
-    def __init__(self, config: RunConfig, world: World, cluster: Cluster, collectives: Collectives) -> None:
-        """Raises ValueError if the cluster's devices do not compute in the run's dtype."""
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        cluster: Cluster,
+        collectives: Collectives,
+        stages: Sequence[StageSpec] | None = None,
+    ) -> None:
+        """stages: those of the configuration, if they are known.
+
+        Raises ValueError if the cluster's devices do not compute in the run's dtype.
+        """
         self.config, self.world, self.cluster, self.collectives = config, world, cluster, collectives
         parallel = config.parallel
         self.tp, self.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -64,7 +77,7 @@ class Frame:
         self.micro_batches = config.num_micro_batches(world)
         self.d, self.h = config.data_parallel_size(world), config.data_ranks_per_node(world)
         self.compute = Compute(config, cluster, collectives)
-        self.stages = config.stages()
+        self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
         self.activation = self.compute.activation
 
@@ -80,7 +93,11 @@ class Frame:
             {
                 kind: sum(
                     count * times[module].of(kind)
-                    for module, count in (("embedding", s.embedding), ("layer", len(s.layers)), ("head", s.head))
+                    for module, count in (
+                        ("embedding", s.embedding),
+                        ("layer", len(s.layers)),
+                        ("head", s.head),
+                    )
                 )
                 for kind in Kind
             }
@@ -99,6 +116,35 @@ class Frame:
             best = max(best, before + busy)
             before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
         return best
+
+    @cached_property
+    def compute_only(self) -> tuple[float, float]:
+        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients."""
+        done: dict[Action, float] = {}
+        free = [0.0] * self.pp
+        seconds, message = self.stage_seconds, self.message_seconds
+        for rank, action, event, needed in self.steps[1]:
+            at = free[rank]
+            for other, away in needed:
+                at = max(at, done[other] + (message if away else 0.0))
+            free[rank] = done[event] = at + seconds[action.stage][action.kind]
+        return max(free), free[0]
+
+    @cached_property
+    def first_stage_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the first stage's forward and backward of one micro-batch."""
+        return self.stage_seconds[0][Kind.FORWARD], self.stage_seconds[0][Kind.BACKWARD]
+
+    @cached_property
+    def least_activations(self) -> float:
+        """Return the bytes of activations of the rank that has the most, so that model state has only the rest."""
+        return max(sum(items.values()) for items in self.activation_memory)
+
+    @cached_property
+    def least_parameters(self) -> float:
+        """Return the parameters of the first rank's layers."""
+        layer = self.config.model.layer_matrix_numel / self.tp
+        return sum(len(s.layers) for s in self.of_rank[0]) * layer
 
     @cached_property
     def message_seconds(self) -> float:
@@ -124,6 +170,14 @@ class Frame:
         return peak_activations(self.schedule_name, self.pp, self.virtual, self.micro_batches)
 
     @cached_property
+    def distinct_ranks(self) -> list[int]:
+        """Return one pipeline rank of each kind: ranks of a kind hold as many layers, and as many activations."""
+        found: dict[object, int] = {}
+        for rank, own in enumerate(self.of_rank):
+            found.setdefault((self.peaks[rank], *((len(s.layers), s.embedding, s.head) for s in own)), rank)
+        return list(found.values())
+
+    @cached_property
     def activation_memory(self) -> list[dict[str, float]]:
         """Return each pipeline rank's bytes of activations and head."""
         return [
@@ -140,7 +194,7 @@ class Frame:
 
     @cached_property
     def other_bytes(self) -> list[Bytes]:
-        """Return the bytes of messages between stages and inside layers that one rank of each stage sends in a step."""
+        """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
         schedule, _ = self.steps
         grid = self.grid((1, 1, 1))
         again = communication.recomputed(
@@ -172,10 +226,10 @@ class Frame:
 class Work:
     """What one unit costs the lanes: hops of a refresh, of a gather, of a reduction, each (link, seconds)."""
 
-    refresh: tuple[tuple[str, float], ...]
-    gather: tuple[tuple[str, float], ...]
-    every: tuple[tuple[str, float], ...]  # of a micro-batch that is not the last
-    last: tuple[tuple[str, float], ...]
+    refresh: Chain
+    gather: Chain
+    every: Chain  # of a micro-batch that is not the last
+    last: Chain
     ahead_bytes: float
 
 
@@ -195,6 +249,8 @@ class Layout:
         width, wire = frame.compute.width, self.wire
         by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
         self.formats = Formats(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
+        self._units_of: dict[int, RankUnits] = {}
+        self._known: dict[communication.UnitShape, Work] = {}
         self.states = States(self.grid, self.shards, self.formats, wire.feedback, zero.zero_prefetch_bytes)
 
     def _units(self, stages: Sequence[StageSpec]) -> RankUnits:
@@ -210,35 +266,27 @@ class Layout:
             self.shards.os,
         )
 
-    @cached_property
-    def units(self) -> list[RankUnits]:
-        """Return the units of each pipeline rank."""
-        return [self._units(own) for own in self.frame.of_rank]
+    def units(self, rank: int) -> RankUnits:
+        """Return the units of a pipeline rank."""
+        if rank not in self._units_of:
+            self._units_of[rank] = self._units(self.frame.of_rank[rank])
+        return self._units_of[rank]
 
-    @cached_property
-    def memory_by_stage(self) -> list[Memory]:
-        """Return the memory of a rank of each pipeline stage at the peak of a step."""
-        frame, optimizer = self.frame, self.config.optimizer.optimizer
-        found: dict[tuple[object, ...], Memory] = {}
-        out = []
-        for rank, own in enumerate(frame.of_rank):
-            key = (tuple((len(s.layers), s.embedding, s.head) for s in own), frame.peaks[rank])
-            if key not in found:
-                units = self.units[rank]
-                found[key] = rank_memory(
-                    [
-                        model_states(units, self.states, optimizer),
-                        buffers(units, self.states, frame.micro_batches),
-                        frame.activation_memory[rank],
-                    ]
-                )
-            out.append(found[key])
-        return out
+    def memory_of(self, rank: int) -> Memory:
+        """Return the memory of a rank of a pipeline stage at the peak of a step."""
+        units, frame = self.units(rank), self.frame
+        return rank_memory(
+            [
+                model_states(units, self.states, self.config.optimizer.optimizer),
+                buffers(units, self.states, frame.micro_batches),
+                frame.activation_memory[rank],
+            ]
+        )
 
     @cached_property
     def memory(self) -> Memory:
         """Return the memory of the rank that needs the most."""
-        return max(self.memory_by_stage, key=lambda m: m.total)
+        return max(map(self.memory_of, self.frame.distinct_ranks), key=lambda m: m.total)
 
     @property
     def room(self) -> float:
@@ -255,27 +303,20 @@ class Layout:
         return [(str(a.kind.value), a.stage // self.frame.pp) for a in schedule[rank]]
 
     def copies(self, rank: int) -> Copies:
-        uses = [[list(module.units) for module in part] for part in self.units[rank].parts]
+        uses = [[list(module.units) for module in part] for part in self.units(rank).parts]
         return Copies(uses, self.shards.keep_gathered)
 
     def modules(self, rank: int, part: int) -> tuple[Module, ...]:
-        return self.units[rank].parts[part]
+        return self.units(rank).parts[part]
 
-    def work(self, rank: int) -> list[Work]:
-        """Return what each unit of a pipeline rank costs the lanes."""
-        return [self._work_of(unit) for unit in self.units[rank].shapes]
-
-    @cached_property
-    def _known(self) -> dict[communication.UnitShape, Work]:
-        return {}
-
-    def _work_of(self, unit: communication.UnitShape) -> Work:
+    def work_of(self, unit: communication.UnitShape) -> Work:
+        """Return what a unit costs the lanes."""
         if unit in self._known:
             return self._known[unit]
         seconds, compute, axes = self.frame.collectives, self.frame.compute, self.grid.data_axes
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         reduction = communication.gradient_hops(unit, axes, self.formats, self.frame.micro_batches)
-        elements, width = unit.coded + unit.exact, self.formats.width
+        elements, width = unit.elements, self.formats.width
         last: list[tuple[str, float]] = []
         every: list[tuple[str, float]] = []
         left = elements
@@ -303,12 +344,18 @@ class Layout:
         """Return the bytes that one rank of each stage sends in a step, by (kind of hop, link)."""
         out = []
         for rank in range(self.frame.pp):
-            units = self.units[rank].shapes
+            units = self.units(rank).shapes
             line = self.grid.axis("pp").ranks(self.grid.rank_of(rank, 0, 0))
             ends = self.grid.link(line[0], line[-1]) if any(u.tied for u in units) else None
             total: Bytes = Counter(self.frame.other_bytes[rank])
             total += communication.model_state(
-                units, self.grid, self.formats, self.copies(rank), self.program(rank), self.frame.micro_batches, ends
+                units,
+                self.grid,
+                self.formats,
+                self.copies(rank),
+                self.program(rank),
+                self.frame.micro_batches,
+                ends,
             )
             out.append(total)
         return out
@@ -320,9 +367,7 @@ class Layout:
         return sum(sent) / len(sent) * self.frame.cluster.ranks_per_node
 
 
-def _timed(
-    hops: Sequence[communication.Hop], collectives: Collectives, more: float
-) -> tuple[tuple[str, float], ...]:
+def _timed(hops: Sequence[communication.Hop], collectives: Collectives, more: float) -> Chain:
     """Return (link, seconds) of each hop. ``more`` is what decoding takes after the last."""
     out = [(hop.axis.link, collectives.of_axis(hop.operation, hop.axis, hop.sent)) for hop in hops]
     return (*out, (LOCAL, more)) if out and more else tuple(out)

@@ -1,8 +1,8 @@
 """This module says what a rank's memory holds at the peak of a step, item by item, in bytes.
 
-Model states follow zero/unit.py: the P copy as it was received, gradients summed in at least fp32 over G, and over OS the
-master weights with the optimizer's moments. Activations are what autograd keeps of models/layer.py with a fused attention
-kernel (the counts of Korthikanti et al. 2022, section 4, for these layers).
+Model states follow zero/unit.py: the P copy as it was received, gradients summed in at least fp32 over G, and over OS
+the master weights with the optimizer's moments. Activations are what autograd keeps of models/layer.py with a fused
+attention kernel (the counts of Korthikanti et al. 2022, section 4, for these layers).
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class States:
         coded = self.formats.weights is not None and unit.quantised and not self.formats.delta
         if not coded:
             own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
-            return 0.0 if own and not self.formats.delta else (unit.coded + unit.exact) / p * self.formats.width
+            return 0.0 if own and not self.formats.delta else unit.elements / p * self.formats.width
         if p == 1:
-            return (unit.coded + unit.exact) * self.formats.width  # decoded at once
+            return unit.elements * self.formats.width  # decoded at once
         width = self.formats.width
         return os / p * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
 
     def full_bytes(self, unit: UnitShape) -> float:
-        return (unit.coded + unit.exact) * self.formats.width
+        return unit.elements * self.formats.width
 
     def ahead_bytes(self, unit: UnitShape) -> float:
         """Return what a gather ahead of use adds, as zero/unit.py's gather_bytes."""
@@ -89,14 +89,14 @@ class States:
 def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
     p, g, os = states.shards.factors
-    elements = sum(u.coded + u.exact for u in units.shapes)
+    elements = units.elements
     sums = states.formats.sums
     residuals = 0.0
     if states.feedback:
         crossing = _crossing(states.grid)
-        residuals = sum(u.coded + u.exact for u in units.shapes if u.quantised) * sums / crossing
+        residuals = sum(n * u.elements for u, n in units.counts if u.quantised) * sums / crossing
     return {
-        "parameters": sum(map(states.copy_bytes, units.shapes)),
+        "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
         "gradients": elements / g * sums,
         "optimizer": elements / os * sums * (1 + MOMENTS[optimizer]),
         "residuals": residuals,
@@ -112,25 +112,27 @@ def _crossing(grid: Grid) -> int:
 def buffers(units: RankUnits, states: States, micro_batches: int) -> dict[str, float]:
     """Return the bytes of gathered parameters, and of gradients on their way."""
     p, g, _ = states.shards.factors
-    full = sorted((states.full_bytes(u) for u in units.shapes), reverse=True)
-    ahead = sorted((states.ahead_bytes(u) for u in units.shapes), reverse=True)
+    largest = max(u.elements for u, _ in units.counts)
+    full = units.elements * states.formats.width
     gathered = 0.0
-    if p > 1 and states.shards.keep_gathered:
-        gathered = sum(full)
-    elif p > 1:  # in use, the next one, and what fits into the bound beyond it
-        gathered = min(sum(full), sum(full[:2]) + min(sum(full[2:]), states.prefetch_bytes))
+    if p > 1:  # in use, the next one, and what fits into the bound beyond it
+        two = sum(sorted((u.elements for u, n in units.counts for _ in range(min(n, 2))), reverse=True)[:2])
+        gathered = full if states.shards.keep_gathered else two * states.formats.width + states.prefetch_bytes
         if states.formats.weights is not None and not states.formats.delta:
-            gathered += full[0] / 2  # the messages of a gather under way
-    elif any(ahead):
-        gathered = min(sum(ahead), ahead[0] + states.prefetch_bytes)
-    largest = max(u.coded + u.exact for u in units.shapes)
+            gathered += largest * states.formats.width / 2  # the messages of a gather under way
+        gathered = min(gathered, 1.5 * full)
+    elif states.formats.weights is not None:
+        every = sum(n * states.ahead_bytes(u) for u, n in units.counts)
+        gathered = min(every, max(states.ahead_bytes(u) for u, _ in units.counts) + states.prefetch_bytes)
     width, sums = states.formats.width, states.formats.sums
     waiting = 1 + states.pending_reductions if g > 1 else 1
     staging = waiting * largest * width  # raw gradients, of the module in backward and of those under way
     first = states.grid.data_axes[0].size if states.grid.data_axes else 1
     if first > 1 or g > 1:
         raw = width if g > 1 or micro_batches == 1 else sums
-        staging += 2 * largest * raw * (first - 1) / first  # sent and received messages of the chains under way
+        staging += (
+            2 * largest * raw * (first - 1) / first
+        )  # sent and received messages of the chains under way
     return {"gathered": gathered, "staging": staging}
 
 

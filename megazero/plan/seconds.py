@@ -29,7 +29,7 @@ class Collectives:
         }
 
     def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> float:
-        """Return the seconds of a collective over a mesh axis, whose groups have one rank on each node or lie in one."""
+        """Return the seconds of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
         return self.seconds(operation, axis.size, axis.size if axis.link == INTER else 1, sent)
 
     def seconds(self, operation: str, ranks: int, nodes: int, sent: float) -> float:

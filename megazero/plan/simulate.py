@@ -1,10 +1,10 @@
 """This module runs a step of a layout on a clock: the schedule's actions, and the engine's gathers and reductions.
 
-The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there. A
-module waits for the gathers of its units; gathers run ahead of use as zero/gather.py starts them, in the order in which
-communication.py counts them. Reductions follow a backward as zero/reduce.py submits them, and a backward waits where more
-are under way than the policy allows. Each direction is a lane that has two chains under way at most; hops of both lanes
-share the links, one at a time. What is hidden behind compute is what this clock hides.
+The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there.
+A module waits for the gathers of its units; gathers run ahead of use as zero/gather.py starts them, in the order in
+which communication.py counts them. Reductions follow a backward as zero/reduce.py submits them, and a backward waits
+where more are under way than the policy allows. Each direction is a lane that has two chains under way at most; hops of
+both lanes share the links, one at a time. What is hidden behind compute is what this clock hides.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megazero.mesh.grid import INTER
 from megazero.plan.communication import gather_turns
-from megazero.plan.layout import LOCAL, Layout, Work
+from megazero.plan.layout import LOCAL, Chain, Layout, Work
 from megazero.pp.schedules import Action, Kind
 
-Chain = tuple[tuple[str, float], ...]  # (link, seconds) of each hop
 STREAMS = 2  # of a lane: chains that are under way at once
 SCALAR_ROUNDS = 2  # of the exchange of norms and hashes, in latencies of the slowest link
 
@@ -27,8 +27,8 @@ SCALAR_ROUNDS = 2  # of the exchange of norms and hashes, in latencies of the sl
 class Execution:
     """How a system runs a step. The defaults are this engine's.
 
-    ahead: gathers run ahead of use. behind: reductions run behind the backward; else it waits for each. early_refresh:
-    all refreshes come before the first forward, as part of the update, and hide behind nothing.
+    ahead: gathers run ahead of use. behind: reductions run behind the backward; else it waits for each.
+    early_refresh: all refreshes come before the first forward, and hide behind nothing.
     """
 
     ahead: bool = True
@@ -89,15 +89,18 @@ class _Rank:
         self.gathers, self.reductions = _Lane(), _Lane()
         self.pending: deque[float] = deque()
         self.bill = dict.fromkeys(BILL, 0.0)
-        self.units = layout.units[rank]
-        self.work: list[Work] = layout.work(rank)
+        self.units = layout.units(rank)
+        self.work: list[Work] = [layout.work_of(unit) for unit in self.units.shapes]
+        self.spent: dict[tuple[int, Kind], tuple[float, float, float]] = {}
         self.left = [self.frame.micro_batches] * len(self.units.parts)  # backwards to come, by part
         self.staged = layout.shards.g > 1
         self.moving = any(w.gather for w in self.work)
         self.turns = self._turns()
         self.at = 0  # visits that were made
         self.issued = 0  # of turns
-        self.under_way: deque[tuple[int, float, float]] = deque()  # visit, end, bytes of what was started before use
+        self.under_way: deque[tuple[int, float, float]] = (
+            deque()
+        )  # visit, end, bytes of what was started before use
         self.held = 0.0  # those bytes
         if execution.early_refresh:
             self._refresh_all()
@@ -105,22 +108,18 @@ class _Rank:
 
     def _turns(self) -> list[_Turn]:
         """Return every gather of the step, in order."""
-        out = []
-        fresh_units: set[int] = set()
         program = self.layout.program(self.rank)
-        if not self.moving:  # no unit is gathered again: first uses are all there is
-            program = _first_uses(program)
-        turns = enumerate(gather_turns(self.layout.copies(self.rank), program))
-        for visit, (_, _, fresh) in turns:
-            for unit in fresh:
-                work = self.work[unit]
-                chain = work.gather
-                if unit not in fresh_units:
-                    fresh_units.add(unit)
-                    if not self.execution.early_refresh:
-                        chain = work.refresh + chain
-                if chain:
-                    out.append(_Turn(visit, chain, work.ahead_bytes))
+        if not self.moving:  # no unit is gathered again: the first forward of every part is all there is
+            program = list(dict.fromkeys(segment for segment in program if segment[0] == "F"))
+        out = []
+        fresh: set[int] = set()
+        for visit, (_, _, gathered) in enumerate(gather_turns(self.layout.copies(self.rank), program)):
+            for unit in gathered:
+                work, first = self.work[unit], unit not in fresh
+                fresh.add(unit)
+                refresh = work.refresh if first and not self.execution.early_refresh else ()
+                if refresh or work.gather:
+                    out.append(_Turn(visit, refresh + work.gather, work.ahead_bytes))
         return out
 
     def _refresh_all(self) -> None:
@@ -142,31 +141,42 @@ class _Rank:
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             self.left[part] -= 1
             reduces = self.staged or not self.left[part]
-        visits = action.kind != Kind.WEIGHT and (self.moving or bool(self.under_way) or self.issued < len(self.turns))
+        visits = action.kind != Kind.WEIGHT and (
+            self.moving or bool(self.under_way) or self.issued < len(self.turns)
+        )
         if not visits and not reduces:
-            for kind, count in self._kinds(part):
-                self._compute(kind, action.kind, count)
+            self._spend(self._whole(part, action.kind))
             return
         for module in reversed(modules) if backward else modules:
             if visits:
                 self._gathered()
-            self._compute(module.kind, action.kind, 1)
+            self._spend(self._one(module.kind, action.kind))
             if reduces:
                 self._reduce(module.units, part)
 
-    def _kinds(self, part: int) -> list[tuple[str, int]]:
-        stage = self.frame.of_rank[self.rank][part]
-        return [("embedding", int(stage.embedding)), ("layer", len(stage.layers)), ("head", int(stage.head))]
+    def _whole(self, part: int, kind: Kind) -> tuple[float, float, float]:
+        """Return what all modules of a part spend on compute, recompute and tensor parallelism in an action."""
+        if (part, kind) not in self.spent:
+            each = [self._one(module.kind, kind) for module in self.units.parts[part]]
+            compute, again, tensor = (sum(column) for column in zip(*each, strict=True))
+            self.spent[part, kind] = compute, again, tensor
+        return self.spent[part, kind]
 
-    def _compute(self, module: str, kind: Kind, count: int) -> None:
+    def _one(self, module: str, kind: Kind) -> tuple[float, float, float]:
         times = self.frame.compute.times[module]
-        total = times.of(kind) * count
-        tensor = count * {Kind.FORWARD: times.tp_forward, Kind.WEIGHT: 0.0}.get(kind, times.tp_backward)
-        again = 0.0 if kind in (Kind.FORWARD, Kind.WEIGHT) else times.recompute * count
-        self.bill["tensor"] += tensor
+        if kind == Kind.WEIGHT:
+            return times.backward_weight, 0.0, 0.0
+        if kind == Kind.FORWARD:
+            return times.forward, 0.0, times.tp_forward
+        weights = times.backward_weight if kind == Kind.BACKWARD else 0.0
+        return times.backward_input + weights, times.recompute, times.tp_backward
+
+    def _spend(self, spent: tuple[float, float, float]) -> None:
+        compute, again, tensor = spent
+        self.bill["compute"] += compute
         self.bill["recompute"] += again
-        self.bill["compute"] += total - tensor - again
-        self.now += total
+        self.bill["tensor"] += tensor
+        self.now += compute + again + tensor
 
     def _gathered(self) -> None:
         """Start what the engine starts at this visit, and wait for what the visit needs."""
@@ -218,16 +228,6 @@ class _Rank:
         self.wait_until(max(self.pending, default=0.0), "reduce")
 
 
-def _first_uses(program: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the program up to the first forward of every part."""
-    missing = {part for _, part in program}
-    for end, (_, part) in enumerate(program, 1):
-        missing.discard(part)
-        if not missing:
-            return program[:end]
-    return program
-
-
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
     """Return the time of one step in the middle of a run."""
     frame = layout.frame
@@ -255,19 +255,20 @@ def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
 def _update_seconds(layout: Layout) -> float:
     """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings."""
     frame, collectives = layout.frame, layout.frame.collectives
-    largest = max(sum(u.coded + u.exact for u in units.shapes) for units in layout.units)
+    largest = max(layout.units(rank).elements for rank in frame.distinct_ranks)
     across = frame.world.world_size > layout.grid.ranks_per_node
     nodes = frame.world.world_size // layout.grid.ranks_per_node
-    scalars = SCALAR_ROUNDS * collectives.latency("inter_node" if across else "intra_node") * max(nodes, 1).bit_length()
+    scalars = (
+        SCALAR_ROUNDS
+        * collectives.latency("inter_node" if across else "intra_node")
+        * max(nodes, 1).bit_length()
+    )
     return frame.compute.update(largest / layout.shards.os) + scalars + sum(_tied(layout))
 
 
 def _tied(layout: Layout) -> Iterator[float]:
-    for rank, units in enumerate(layout.units):
-        if rank == 0:
-            for unit in units.shapes:
-                if unit.tied:
-                    sent = (unit.coded + unit.exact) / layout.shards.os * layout.formats.sums
-                    nodes = 2 if layout.grid.axis("pp").link == "inter_node" else 1
-                    yield layout.frame.collectives.seconds("message", 2, nodes, sent)
-
+    nodes = 2 if layout.grid.axis("pp").link == INTER else 1
+    for unit in layout.units(0).shapes:
+        if unit.tied:
+            sent = unit.elements / layout.shards.os * layout.formats.sums
+            yield layout.frame.collectives.seconds("message", 2, nodes, sent)

@@ -5,10 +5,10 @@ It lays units out as zero/layout.py does: parameters begin on blocks, regions ar
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from megazero.config.model import ModelConfig
@@ -39,16 +39,59 @@ class Module:
     units: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class RankUnits:
     """The units of one rank in the order of use, and the modules of each of its parts (virtual stages).
 
-    numels: the parameters of each unit on this rank, without padding.
+    counts: how many units there are of each shape. elements: of all of them.
     """
 
-    shapes: tuple[UnitShape, ...]
-    numels: tuple[int, ...]
-    parts: tuple[tuple[Module, ...], ...]
+    def __init__(self, stages: Sequence[StageSpec], made: Mapping[str, ModuleUnits]) -> None:
+        self._stages, self._made = stages, made
+        self.counts = self._counts(stages)
+        self.elements = sum(shape.elements * number for shape, number in self.counts)
+
+    def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
+        out: Counter[UnitShape] = Counter()
+        for kind, modules in _modules(stages).items():
+            for shape in self._made[kind].shapes if modules else ():
+                out[shape] += modules
+        return tuple(out.items())
+
+    def counts_of(self, part: int) -> tuple[tuple[UnitShape, int], ...]:
+        """Return how many units of each shape a part is the first to use."""
+        return self._counts([self._stages[part]])
+
+    @cached_property
+    def _laid_out(self) -> tuple[tuple[UnitShape, ...], tuple[tuple[Module, ...], ...]]:
+        shapes: list[UnitShape] = []
+        parts: list[tuple[Module, ...]] = []
+        for stage in self._stages:
+            modules: list[Module] = []
+            for kind in [EMBEDDING] * stage.embedding + [LAYER] * len(stage.layers) + [HEAD] * stage.head:
+                own = list(range(len(shapes), len(shapes) + len(self._made[kind].shapes)))
+                shapes += self._made[kind].shapes
+                table = self._made[EMBEDDING].table
+                if kind == HEAD and table is not None:
+                    own.insert(0, table)  # the embedding is the first module of the rank
+                modules.append(Module(kind, tuple(own)))
+            parts.append(tuple(modules))
+        return tuple(shapes), tuple(parts)
+
+    @property
+    def shapes(self) -> tuple[UnitShape, ...]:
+        return self._laid_out[0]
+
+    @property
+    def parts(self) -> tuple[tuple[Module, ...], ...]:
+        return self._laid_out[1]
+
+
+def _modules(stages: Sequence[StageSpec]) -> dict[str, int]:
+    return {
+        EMBEDDING: sum(s.embedding for s in stages),
+        LAYER: sum(len(s.layers) for s in stages),
+        HEAD: sum(s.head for s in stages),
+    }
 
 
 @lru_cache(maxsize=64)
@@ -92,31 +135,47 @@ def rank_units(
 
     data_ranks: d, whose slices are whole blocks. os: how many ranks share the optimizer states.
     """
-    by_kind = module_parameters(model, tp)
-    ends = any(s.embedding for s in stages), any(s.head for s in stages)
-    shapes: list[UnitShape] = []
-    numels: list[int] = []
-    table: int | None = None  # the unit of tied embeddings, where this rank holds both ends
-    parts: list[tuple[Module, ...]] = []
-    for stage in stages:
-        modules: list[Module] = []
-        kinds = [EMBEDDING] * stage.embedding + [LAYER] * len(stage.layers) + [HEAD] * stage.head
-        for kind in kinds:
-            own: list[int] = []
-            fresh = by_kind[kind]
-            if kind == HEAD and all(ends) and any(p.tied for p in fresh):
-                assert table is not None
-                own, fresh = [table], tuple(p for p in fresh if not p.tied)
-            for group in _chunks(fresh, chunk_numel, apart=not all(ends)):
-                if kind == EMBEDDING and any(p.tied for p in group):
-                    table = len(shapes)
-                own.append(len(shapes))
-                numels.append(sum(p.numel for p in group))
-                tied = not all(ends) and group[0].tied
-                shapes.append(_shape(group, wire, tp, sequence_parallel, data_ranks, os, tied))
-            modules.append(Module(kind, tuple(own)))
-        parts.append(tuple(modules))
-    return RankUnits(tuple(shapes), tuple(numels), tuple(parts))
+    whole = any(s.embedding for s in stages) and any(s.head for s in stages)
+    made = {
+        kind: _module_units(model, kind, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
+        for kind in (EMBEDDING, LAYER, HEAD)
+    }
+    return RankUnits(stages, made)
+
+
+@dataclass(frozen=True)
+class ModuleUnits:
+    """The units of one module. table: the number of the unit whose weight is the head's, too, on this rank."""
+
+    shapes: tuple[UnitShape, ...]
+    table: int | None = None
+
+
+@lru_cache(maxsize=4096)
+def _module_units(
+    model: ModelConfig,
+    kind: str,
+    tp: int,
+    sequence_parallel: bool,
+    wire: Wire,
+    chunk_numel: int,
+    data_ranks: int,
+    os: int,
+    whole: bool,
+) -> ModuleUnits:
+    """whole: the rank holds the embedding and the head."""
+    parameters = module_parameters(model, tp)[kind]
+    if kind == HEAD and whole:
+        parameters = tuple(p for p in parameters if not p.tied)
+    groups = _chunks(parameters, chunk_numel, apart=not whole)
+    shapes = tuple(
+        _shape(group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied)
+        for group in groups
+    )
+    shared = [
+        i for i, group in enumerate(groups) if whole and kind == EMBEDDING and any(p.tied for p in group)
+    ]
+    return ModuleUnits(shapes, *shared)
 
 
 def _chunks(parameters: Sequence[Parameter], limit: int, apart: bool) -> tuple[tuple[Parameter, ...], ...]:
@@ -135,7 +194,6 @@ def _chunks(parameters: Sequence[Parameter], limit: int, apart: bool) -> tuple[t
     return tuple(tuple(group) for group in [*first, *out])
 
 
-@lru_cache(maxsize=4096)
 def _shape(
     group: tuple[Parameter, ...],
     wire: Wire,
