@@ -1,8 +1,8 @@
 """This module finds the fastest layouts that fit: it asks every legal one, less those that a bound rules out.
 
 What is legal the configuration's own rules say: every frame is a configuration that validates, every layout one whose
-shards and wire resolve. Each has a bound: a time that it cannot be below. The one with the least bound is looked at next,
-until ten results lie below all that is left.
+shards and wire resolve. Each has a bound: a time that it cannot be below. The one with the least bound is looked at
+next, until ten results lie below all that is left.
 
 Not asked, since nothing can be gained: schedule gpipe (the time of 1f1b at more memory), tensor parallelism without
 sequence parallelism where that is legal (the same bytes at more memory), P copies that are resident for no need.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.sections import ZeroConfig
@@ -59,6 +59,13 @@ class Found:
     def key(self) -> tuple[float, float]:
         """Order by time; layouts whose times agree to four digits order by memory."""
         return float(f"{self.timing.seconds:.4g}"), self.layout.memory.total
+
+
+class Family(NamedTuple):
+    """The layouts of a frame that have one choice of shards. None: as they are given."""
+
+    frame: Frame
+    shard: tuple[int, int, int] | None
 
 
 @dataclass
@@ -162,32 +169,51 @@ class Search:
 
     # -- layouts ---------------------------------------------------------------------------------
 
-    def layouts(self, frame: Frame) -> Iterator[tuple[Layout, str]]:
-        """Yield every legal layout of a frame whose model state could fit, with the name of its formats."""
-        for zero, name in self._zero_choices(frame):
+    def families(self, frame: Frame) -> Iterator[tuple[Family, float]]:
+        """Yield the shards of a frame whose model state could fit, each with a time that no formats go below.
+
+        Fewer bits are never slower on the link between nodes, so the formats with the fewest give that time.
+        """
+        given = any(self.values.get(name) is not None for name in ZERO) or not self._formats_free
+        for shard in [None] if given else self._shards(frame):
+            family = Family(frame, shard)
+            if shard is None:
+                yield family, 0.0
+                continue
+            for layout, _ in self.layouts(family, fewest_bits=True):
+                yield family, least_seconds(layout, (INTER,))
+
+    def layouts(self, family: Family, fewest_bits: bool = False) -> Iterator[tuple[Layout, str]]:
+        """Yield every legal layout of a family, with the name of its formats; or only one, of the fewest bits."""
+        for zero, name in self._zero_choices(family, fewest_bits):
             try:
-                layout = Layout(frame, zero)
+                layout = Layout(family.frame, zero)
             except ValueError as error:
                 self.errors[str(error)] = self.errors.get(str(error), 0) + 1
                 continue
-            self.counts.layouts += 1
+            self.counts.layouts += not fewest_bits
             yield layout, name
+            if fewest_bits:
+                return
 
-    def _zero_choices(self, frame: Frame) -> Iterator[tuple[ZeroConfig, str]]:
-        given = {name: self.values.get(name) for name in ZERO}
-        plain = {n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO}
-        quantised = any("quantized" in name for name in plain)
-        formats = [Formats("as given", "")] if quantised else list(self.policy)
+    @property
+    def _formats_free(self) -> bool:
+        return not any("quantized" in name for name in self.values)
+
+    def _zero_choices(self, family: Family, fewest_bits: bool) -> Iterator[tuple[ZeroConfig, str]]:
+        frame, shard = family
+        plain = {
+            n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO and v is not None
+        }
+        base = {name: self.values.get(name) for name in ZERO} if shard is None else {"zero_shard": shard}
+        formats = self.policy if self._formats_free else (Formats("as given", ""),)
         lifetime = "zero_params_lifetime"
-        for shard in [None] if any(given.values()) else self._shards(frame):
-            base = given if shard is None else {"zero_shard": shard}
-            for chosen in formats:
-                if shard is not None and not quantised and not _has_effect(chosen, shard, frame):
-                    continue
-                lives = [plain.get(lifetime)] if lifetime in plain else [None, "gathered"]
+        lives = [plain[lifetime]] if lifetime in plain else [None]
+        if lifetime not in plain and shard is not None and shard[0] > 1 and not fewest_bits:
+            lives.append("gathered")
+        for chosen in reversed(formats) if fewest_bits else formats:
+            if shard is None or _has_effect(chosen, shard, frame):
                 for life in lives:
-                    if shard is not None and life == "gathered" and shard[0] == 1:
-                        continue
                     yield ZeroConfig(**{**plain, **base, **chosen.values, lifetime: life}), chosen.name
 
     def _shards(self, frame: Frame) -> Iterator[tuple[int, int, int]]:
@@ -215,13 +241,14 @@ class Search:
     def best(self, number: int = BEST) -> list[Found]:
         """Return the fastest layouts that fit, the best first. There may be fewer than ``number``.
 
-        Frames, layouts and results stand in one queue by the least time that they can come to: a frame turns into its
-        layouts, a layout into a result. So nothing is computed whose bound is above the last result's time.
+        Frames, families, layouts and results stand in one queue by the least time that they can come to, and the
+        first is taken: a frame turns into its families, a family into its layouts, a layout into a result. So nothing
+        is computed whose bound is above the last result's time.
         """
         order = count()
-        queue: list[tuple[float, float, int, Frame | Layout | Found, str]] = []
+        queue: list[tuple[float, float, int, Frame | Family | Layout | Found, str]] = []
 
-        def put(bound: float, tie: float, item: Frame | Layout | Found, name: str = "") -> None:
+        def put(bound: float, tie: float, item: Frame | Family | Layout | Found, name: str = "") -> None:
             heappush(queue, (bound, tie, next(order), item, name))
 
         for frame in self.frames():
@@ -236,51 +263,57 @@ class Search:
                 self.counts.simulated += 1
                 found = Found(item, simulate(item), name)
                 put(found.timing.seconds, item.memory.total, found)
+            elif isinstance(item, Family):
+                for layout, formats in self.layouts(item):
+                    if layout.fits:
+                        self.counts.fitting += 1
+                        put(max(bound, least_seconds(layout)), layout.memory.total, layout, formats)
             elif item.least_activations > self._room:
                 continue
             elif id(item) not in refined:
                 refined.add(id(item))
                 put(item.compute_only[0], 0.0, item)
             else:
-                for layout, formats in self.layouts(item):
-                    if layout.fits:
-                        self.counts.fitting += 1
-                        put(least_seconds(layout), layout.memory.total, layout, formats)
+                for family, least in self.families(item):
+                    put(max(bound, least), 0.0, family)
         return sorted(best, key=lambda f: f.key)
 
 
-def least_seconds(layout: Layout) -> float:
-    """Return a time that the layout's step is not below.
+def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER)) -> float:
+    """Return a time that the layout's step is not below, as far as these links tell.
 
     The first forward cannot end before the weights that it needs are refreshed, nor the step before the last
     micro-batch's gradients of the first stage are summed. Neither has more than that forward or backward to hide
-    behind. And the link between nodes carries one thing at a time.
+    behind. And a link carries one thing at a time.
     """
     frame = layout.frame
     makespan, first_rank = frame.compute_only
-    first = layout.units(0).counts_of(0)
-    work = [(layout.work_of(unit), times) for unit, times in first]
-    refresh = _on_links([(one.refresh, times) for one, times in work])
-    reduce = _on_links([(one.last, times) for one, times in work])
+    work = [(layout.work_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
+    refresh = max(sum(n * _on(one.refresh, link) for one, n in work) for link in links)
+    reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)
     forward, backward = frame.first_stage_seconds
-    bound = max(makespan, first_rank + max(0.0, refresh - forward) + max(0.0, reduce - backward))
-    return max(bound, _link_seconds(layout))
+    behind = first_rank + max(0.0, refresh - forward) + max(0.0, reduce - backward)
+    return max(makespan, behind, *(_link_seconds(layout, link) for link in links))
 
 
-def _on_links(chains: list[tuple[Chain, int]]) -> float:
-    """Return the seconds in which the busiest link is taken by so many of these chains."""
-    return max(sum(n * s for chain, n in chains for at, s in chain if at == link) for link in (INTRA, INTER))
+def _on(chain: Chain, link: str) -> float:
+    return sum(seconds for at, seconds in chain if at == link)
 
 
-def _link_seconds(layout: Layout) -> float:
-    """Return the seconds in which the weights and gradients of the first rank take the link between nodes."""
-    again = layout.frame.micro_batches
-    gathered = 1 if layout.shards.keep_gathered else again
-    total = 0.0
+def _link_seconds(layout: Layout, link: str) -> float:
+    """Return the seconds in which the weights and gradients of the first rank take a link, or somewhat less.
+
+    Weights are gathered for each forward and backward, less the outermost modules, which may stay in between.
+    """
+    again, total = layout.frame.micro_batches, 0.0
+    stay = 2 * layout.frame.virtual
     for unit, number in layout.units(0).counts:
         one = layout.work_of(unit)
-        for chain, times in ((one.refresh, 1), (one.gather, gathered), (one.every, again - 1), (one.last, 1)):
-            total += number * times * sum(s for at, s in chain if at == INTER)
+        gathered = again * (number + max(0, number - stay))
+        if layout.shards.keep_gathered:
+            gathered = number
+        total += number * (_on(one.refresh, link) + (again - 1) * _on(one.every, link) + _on(one.last, link))
+        total += gathered * _on(one.gather, link)
     return total
 
 

@@ -3,8 +3,8 @@
 The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there.
 A module waits for the gathers of its units; gathers run ahead of use as zero/gather.py starts them, in the order in
 which communication.py counts them. Reductions follow a backward as zero/reduce.py submits them, and a backward waits
-where more are under way than the policy allows. Each direction is a lane that has two chains under way at most; hops of
-both lanes share the links, one at a time. What is hidden behind compute is what this clock hides.
+where more are under way than the policy allows. Each direction is a lane that has two chains under way at most; hops
+of both lanes share the links, one at a time. What is hidden behind compute is what this clock hides.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class _Rank:
         self.staged = layout.shards.g > 1
         self.moving = any(w.gather for w in self.work)
         self.turns = self._turns()
-        self.at = 0  # visits that were made
+        self.at = 0  # visits that were made, of those that ``turns`` counts
+        self.seen: set[int] = set()  # parts that had their first forward
         self.issued = 0  # of turns
         self.under_way: deque[tuple[int, float, float]] = (
             deque()
@@ -141,9 +142,8 @@ class _Rank:
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             self.left[part] -= 1
             reduces = self.staged or not self.left[part]
-        visits = action.kind != Kind.WEIGHT and (
-            self.moving or bool(self.under_way) or self.issued < len(self.turns)
-        )
+        visits = self.moving and action.kind != Kind.WEIGHT or part not in self.seen
+        self.seen.add(part)
         if not visits and not reduces:
             self._spend(self._whole(part, action.kind))
             return
