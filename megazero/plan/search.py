@@ -43,6 +43,7 @@ STAGES = (
     "pipeline_schedule",
 )
 ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
+CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
 
