@@ -37,6 +37,7 @@ from megazero.pp.schedules import (
 )
 
 Chain = tuple[tuple[str, float], ...]  # (link, seconds) of each hop
+SAMPLED = 16  # micro-batches, about, that are run on a clock where a step has many more
 LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
 Step = tuple[
     int, Action, Action, tuple[tuple[Action, bool], ...]
@@ -82,10 +83,6 @@ class Frame:
         self.activation = self.compute.activation
 
     @cached_property
-    def steps(self) -> tuple[Schedule, tuple[Step, ...]]:
-        return ordered_steps(self.schedule_name, self.pp, self.virtual, self.micro_batches)
-
-    @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
         """Return the seconds of each action of each stage, without waits."""
         times = self.compute.times
@@ -118,12 +115,39 @@ class Frame:
         return best
 
     @cached_property
+    def sampled(self) -> tuple[int, ...]:
+        """Return how many micro-batches to run on a clock: a step's or, where it has many, two smaller numbers.
+
+        A schedule repeats itself with a period of pp micro-batches once its pipeline is full, so the time of a step
+        is linear in them from there on.
+        """
+        few = max(SAMPLED // self.pp, 3) * self.pp
+        period = max(1, SAMPLED // 2 // self.pp) * self.pp
+        if self.micro_batches <= few + period:
+            return (self.micro_batches,)
+        return few, few + period
+
+    def extrapolated(self, values: Sequence[float]) -> float:
+        """Return the value at the step's micro-batches of what is ``values`` at those of ``sampled``."""
+        if len(values) == 1:
+            return values[0]
+        few, more = self.sampled
+        return values[1] + (values[1] - values[0]) * (self.micro_batches - more) / (more - few)
+
+    def steps_of(self, micro_batches: int) -> tuple[Schedule, tuple[Step, ...]]:
+        return ordered_steps(self.schedule_name, self.pp, self.virtual, micro_batches)
+
+    @cached_property
     def compute_only(self) -> tuple[float, float]:
         """Return when the last rank and when the first one ends, if nothing waits for weights or gradients."""
+        ends = [self._compute_only(micro_batches) for micro_batches in self.sampled]
+        return self.extrapolated([last for last, _ in ends]), self.extrapolated([first for _, first in ends])
+
+    def _compute_only(self, micro_batches: int) -> tuple[float, float]:
         done: dict[Action, float] = {}
         free = [0.0] * self.pp
         seconds, message = self.stage_seconds, self.message_seconds
-        for rank, action, event, needed in self.steps[1]:
+        for rank, action, event, needed in self.steps_of(micro_batches)[1]:
             at = free[rank]
             for other, away in needed:
                 at = max(at, done[other] + (message if away else 0.0))
@@ -195,7 +219,7 @@ class Frame:
     @cached_property
     def other_bytes(self) -> list[Bytes]:
         """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
-        schedule, _ = self.steps
+        schedule = make_schedule(self.schedule_name, self.pp, self.virtual, self.micro_batches)
         grid = self.grid((1, 1, 1))
         again = communication.recomputed(
             self.config.training.recompute_granularity,
@@ -298,9 +322,11 @@ class Layout:
     def fits(self) -> bool:
         return self.memory.total <= self.room
 
-    def program(self, rank: int) -> list[tuple[str, int]]:
-        schedule, _ = self.frame.steps
-        return [(str(a.kind.value), a.stage // self.frame.pp) for a in schedule[rank]]
+    def program(self, rank: int, micro_batches: int) -> list[tuple[str, int]]:
+        """Return the segments of a rank's step of so many micro-batches, as the engine is given them."""
+        frame = self.frame
+        schedule = make_schedule(frame.schedule_name, frame.pp, frame.virtual, micro_batches)
+        return [(str(a.kind.value), a.stage // frame.pp) for a in schedule[rank]]
 
     def copies(self, rank: int) -> Copies:
         uses = [[list(module.units) for module in part] for part in self.units(rank).parts]
@@ -353,7 +379,7 @@ class Layout:
                 self.grid,
                 self.formats,
                 self.copies(rank),
-                self.program(rank),
+                self.program(rank, self.frame.micro_batches),
                 self.frame.micro_batches,
                 ends,
             )

@@ -17,11 +17,11 @@ from megazero.plan.policies import LOSS_POLICIES
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
 
-Takes the flags of training (python -m megazero.config --help lists them): the model and --global-batch-size. Flags of the
-layout that are given stay; all others are chosen. Prints the ten fastest layouts that fit with their memory, time and
-flags, and writes plan.json and, with matplotlib, plan.png. --explain comes last: the flags after it are a layout, of
-which it says why it is slower than the best, or does not fit. Exit status 0: a layout fits; 1: none does; 2: the command
-line or the cluster file is wrong.
+Takes the flags of training (python -m megazero.config --help lists them): the model and --global-batch-size. Flags of
+the layout that are given stay; all others are chosen. Prints the ten fastest layouts that fit with their memory, time
+and flags, and writes plan.json and, with matplotlib, plan.png. --explain comes last: the flags after it are a layout,
+of which it says why it is slower than the best, or does not fit. Exit status 0: a layout fits; 1: none does; 2: the
+command line or the cluster file is wrong.
 
 Clusters that come with it: {", ".join(known_clusters())}.
 """
@@ -97,7 +97,7 @@ def read_request(argv: Sequence[str]) -> Request:
         given = values.get("ranks_per_node")
         if given not in (None, cluster.ranks_per_node):
             errors.append(
-                f"--ranks-per-node {given} is not the cluster's {cluster.ranks_per_node}; leave it out, or change the file"
+                f"--ranks-per-node {given} is not the cluster's {cluster.ranks_per_node}; leave it out"
             )
         values["ranks_per_node"] = cluster.ranks_per_node
     errors += _model_errors(values)

@@ -1,4 +1,4 @@
-"""This module says in words and numbers what the planner found: tables, flags, plan.json and what --explain prints."""
+"""This module says what the planner found: tables, flags, plan.json and what --explain prints."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def table(best: Sequence[Found]) -> list[str]:
         layout, seconds = found.layout, found.timing.seconds
         lines.append(
             f"{number:2}  {seconds:7.3f}  {model_flops_utilisation(layout, seconds):5.1%}  "
-            f"{layout.memory.total / GIB:8.1f}  {layout.bytes_across_nodes / 1e9:7.1f}  {describe(layout)}; {found.formats}"
+            f"{layout.memory.total / GIB:8.1f}  {layout.bytes_across_nodes / 1e9:7.1f}  {describe(layout)}; "
+            f"{found.formats}"
         )
     return lines
 
@@ -166,7 +167,7 @@ def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[s
     if timing is None:
         over = layout.memory.total - layout.room
         lines.append(
-            f"does not fit: {layout.memory.total / GIB:.2f} GiB on the fullest rank, {over / GIB:.2f} more than there are"
+            f"does not fit: {layout.memory.total / GIB:.2f} GiB on the fullest rank, {over / GIB:.2f} too much"
         )
         items = sorted(layout.memory.items().items(), key=lambda item: -item[1])
         lines += [f"  {name:<12} {size / GIB:8.2f} GiB" for name, size in items if size]

@@ -24,19 +24,20 @@ def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[
         common = sorted(search.errors.items(), key=lambda item: -item[1])[:5]
         return [*lines, *(f"  - {line}" for line, _ in common)]
     over = smallest.memory.total - smallest.room
-    lines = [
-        f"no layout fits in the {smallest.room / GIB:.1f} GiB that a rank has for tensors. The one that needs the least "
-        f"({describe(smallest)}) needs {smallest.memory.total / GIB:.1f}, {over / GIB:.1f} too much. What would do:"
-    ]
     found = [*_released(values, cluster), *_more_nodes(values, cluster)]
     return [
-        *lines,
-        *(f"  - {line}" for line in found or ["a smaller model, batch or sequence: nothing else was found"]),
+        f"no layout fits in the {smallest.room / GIB:.1f} GiB that a rank has for tensors. The one that needs the "
+        f"least ({describe(smallest)}) needs {smallest.memory.total / GIB:.1f}, {over / GIB:.1f} too much.",
+        "What would do:",
+        *(
+            f"  - {line}"
+            for line in found or ["nothing of more nodes or other choices: the model is too large"]
+        ),
     ]
 
 
 def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | None:
-    """Return the layout that needs the least memory, of those with the smallest micro-batch and all shards cut most."""
+    """Return the layout that needs the least memory, of those with small micro-batches and all shards cut most."""
     most: dict[str, Any] = {
         "recompute_granularity": "full",
         "micro_batch_size": 1,

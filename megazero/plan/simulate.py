@@ -81,7 +81,7 @@ class _Turn(NamedTuple):
 class _Rank:
     """The clock of one pipeline rank. All ranks of a stage do the same at the same time."""
 
-    def __init__(self, layout: Layout, rank: int, execution: Execution) -> None:
+    def __init__(self, layout: Layout, rank: int, execution: Execution, micro_batches: int) -> None:
         self.layout, self.rank, self.execution = layout, rank, execution
         self.frame = layout.frame
         self.now = 0.0
@@ -92,10 +92,10 @@ class _Rank:
         self.units = layout.units(rank)
         self.work: list[Work] = [layout.work_of(unit) for unit in self.units.shapes]
         self.spent: dict[tuple[int, Kind], tuple[float, float, float]] = {}
-        self.left = [self.frame.micro_batches] * len(self.units.parts)  # backwards to come, by part
+        self.left = [micro_batches] * len(self.units.parts)  # backwards to come, by part
         self.staged = layout.shards.g > 1
         self.moving = any(w.gather for w in self.work)
-        self.turns = self._turns()
+        self.turns = self._turns(layout.program(rank, micro_batches))
         self.at = 0  # visits that were made, of those that ``turns`` counts
         self.seen: set[int] = set()  # parts that had their first forward
         self.issued = 0  # of turns
@@ -107,9 +107,8 @@ class _Rank:
             self._refresh_all()
         self._prefetch()  # as begin_step does: refreshes move while a stage waits for its first forward
 
-    def _turns(self) -> list[_Turn]:
+    def _turns(self, program: list[tuple[str, int]]) -> list[_Turn]:
         """Return every gather of the step, in order."""
-        program = self.layout.program(self.rank)
         if not self.moving:  # no unit is gathered again: the first forward of every part is all there is
             program = list(dict.fromkeys(segment for segment in program if segment[0] == "F"))
         out = []
@@ -231,10 +230,17 @@ class _Rank:
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
     """Return the time of one step in the middle of a run."""
     frame = layout.frame
-    ranks = [_Rank(layout, rank, execution) for rank in range(frame.pp)]
+    runs = [_run(layout, execution, micro_batches) for micro_batches in frame.sampled]
+    seconds = frame.extrapolated([run.seconds for run in runs])
+    return Timing(seconds, {name: frame.extrapolated([run.bill[name] for run in runs]) for name in BILL})
+
+
+def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
+    frame = layout.frame
+    ranks = [_Rank(layout, rank, execution, micro_batches) for rank in range(frame.pp)]
     done: dict[Action, float] = {}
     message = frame.message_seconds
-    for rank, action, event, needed in frame.steps[1]:
+    for rank, action, event, needed in frame.steps_of(micro_batches)[1]:
         clock = ranks[rank]
         ready = [done[other] + (message if away else 0.0) for other, away in needed]
         if ready:
