@@ -260,12 +260,16 @@ class Work:
 class Layout:
     """A frame with a choice of shards and wire formats."""
 
-    def __init__(self, frame: Frame, zero: ZeroConfig, sums: int | None = None) -> None:
-        """sums: the bytes of a sum of gradients on its way, if not those of the engine (at least 4).
+    def __init__(
+        self, frame: Frame, zero: ZeroConfig, sums: int | None = None, all_reduce: bool = False
+    ) -> None:
+        """Make the layout; the last two arguments describe other systems than this engine.
 
+        sums: the bytes of a sum of gradients, if not at least 4. all_reduce: sums beyond G go back to all, not only to
+        who updates them.
         Raises ValueError if the choice is not legal on the frame's world.
         """
-        self.frame = frame
+        self.frame, self.all_reduce = frame, all_reduce
         self.config: RunConfig = replace(frame.config, zero=zero)
         self.shards: Shards = self.config.shards(frame.world)
         self.wire: Wire = self.config.wire(frame.world)
@@ -341,7 +345,8 @@ class Layout:
             return self._known[unit]
         seconds, compute, axes = self.frame.collectives, self.frame.compute, self.grid.data_axes
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
-        reduction = communication.gradient_hops(unit, axes, self.formats, self.frame.micro_batches)
+        summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
+        reduction = communication.gradient_hops(unit, summed, self.formats, self.frame.micro_batches)
         elements, width = unit.elements, self.formats.width
         last: list[tuple[str, float]] = []
         every: list[tuple[str, float]] = []

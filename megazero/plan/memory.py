@@ -98,7 +98,7 @@ def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, 
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
         "gradients": elements / g * sums,
-        "optimizer": elements / os * sums * (1 + MOMENTS[optimizer]),
+        "optimizer": elements / os * max(states.formats.width, 4) * (1 + MOMENTS[optimizer]),
         "residuals": residuals,
     }
 
