@@ -265,8 +265,8 @@ class Layout:
     ) -> None:
         """Make the layout; the last two arguments describe other systems than this engine.
 
-        sums: the bytes of a sum of gradients, if not at least 4. all_reduce: sums beyond G go back to all, not only to
-        who updates them.
+        sums: the bytes of a sum of gradients, if not at least 4. all_reduce: sums beyond G go back to all, not only
+        to who updates them.
         Raises ValueError if the choice is not legal on the frame's world.
         """
         self.frame, self.all_reduce = frame, all_reduce
