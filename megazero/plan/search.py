@@ -128,7 +128,9 @@ class Search:
         tensor, pipeline, mapping, sequence = PARALLEL
         for tp in self._free(tensor, _divisors(self.cluster.ranks_per_node)):
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
-                for order in self._free(mapping, [False, True] if pp > 1 else [False]):
+                for order in self._free(
+                    mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
+                ):
                     for stages in self._stages(pp):
                         for recompute in self._free("recompute_granularity", ["none", "selective", "full"]):
                             for size in self._free("micro_batch_size", self._micro_batches(tp * pp)):

@@ -1,8 +1,8 @@
 """The planner's answers to what papers measured: AMSP's table IV, ZeRO++'s tables 2 and 4, BLOOM's layout.
 
 Nothing is fitted: every cluster keeps the default of the one constant that could be, ``efficiency`` of its link
-between nodes. Systems other than this engine are described by what their papers say of how they run a step (Execution,
-Layout); shapes that a paper does not give are assumed here.
+between nodes. Other systems than this engine are described by what their papers say of how they run a step
+(Execution, Layout); shapes that a paper does not give are assumed here.
 """
 
 from __future__ import annotations
