@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megazero.config import ConfigError, World, make_config
 from megazero.plan.chart import draw
-from megazero.plan.layout import Frame, Layout
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
 from megazero.plan.options import Request, help_text, read_request, with_stand_ins
 from megazero.plan.report import details, explain, headline, layout_flags, table, write_json
 from megazero.plan.search import CHOICES, Found, Search

@@ -21,7 +21,8 @@ from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.cluster import Cluster
-from megazero.plan.layout import Chain, Frame, Layout
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Chain, Layout
 from megazero.plan.memory import MOMENTS
 from megazero.plan.policies import LOSS_POLICIES, Formats
 from megazero.plan.seconds import Collectives

@@ -13,7 +13,8 @@ from typing import Any
 from megazero.config import RunConfig, World, make_config
 from megazero.config.flops import training_flops
 from megazero.plan.cluster import Cluster, load_cluster
-from megazero.plan.layout import Frame, Layout
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
 from megazero.plan.options import with_stand_ins
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import ENGINE, Execution, simulate

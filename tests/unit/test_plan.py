@@ -21,7 +21,8 @@ from megazero.plan.cluster import (
     parse_cluster,
 )
 from megazero.plan.command import main
-from megazero.plan.layout import Frame, Layout
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
 from megazero.plan.report import layout_flags
 from megazero.plan.search import Family, Search, least_seconds
 from megazero.plan.seconds import Collectives
@@ -165,7 +166,7 @@ def test_long_steps_follow_from_their_period(
     plan = layout(values, cluster())
     assert len(plan.frame.sampled) == 2
     short = simulate(plan).seconds
-    monkeypatch.setattr("megazero.plan.layout.SAMPLED", 10**6)
+    monkeypatch.setattr("megazero.plan.frame.SAMPLED", 10**6)
     assert simulate(layout(values, cluster())).seconds == pytest.approx(short, rel=0.01)
 
 
