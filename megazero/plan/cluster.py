@@ -41,6 +41,11 @@ class Device:
     reserved_gib: float = option(1.5, "memory that is not for tensors, in GiB", low=0)
     codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", above=0)
 
+    @property
+    def room(self) -> float:
+        """Return the bytes of memory that tensors may take."""
+        return (self.memory_gib - self.reserved_gib) * 2**30
+
     def peak(self, dtype: str) -> float:
         """Return the peak in operations per second. Raises ValueError if the device does not compute in ``dtype``."""
         peaks = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}

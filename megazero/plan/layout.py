@@ -100,8 +100,7 @@ class Layout:
     @property
     def room(self) -> float:
         """Return the bytes that a rank has for tensors."""
-        device = self.frame.cluster.device
-        return (device.memory_gib - device.reserved_gib) * 2**30
+        return self.frame.cluster.device.room
 
     @property
     def fits(self) -> bool:

@@ -143,8 +143,8 @@ class Search:
                                     **stages,
                                     "recompute_granularity": recompute,
                                     "micro_batch_size": size,
-                                    "zero_shard": (1, 1, 1),  # a layout's own choice replaces it
-                                    **dict.fromkeys(ZERO[1:]),
+                                    # a layout's own choice replaces it
+                                    **({} if self._shards_given else {"zero_shard": (1, 1, 1)}),
                                 }
 
     def _sequence_parallel(self, tp: int) -> bool:
@@ -178,7 +178,7 @@ class Search:
 
         Fewer bits are never slower on the link between nodes, so the formats with the fewest give that time.
         """
-        given = any(self.values.get(name) is not None for name in ZERO) or not self._formats_free
+        given = self._shards_given
         for shard in [None] if given else self._shards(frame):
             family = Family(frame, shard)
             if shard is None:
@@ -201,22 +201,33 @@ class Search:
                 return
 
     @property
+    def _shards_given(self) -> bool:
+        return any(self.values.get(name) is not None for name in ZERO)
+
+    @property
     def _formats_free(self) -> bool:
-        return not any("quantized" in name for name in self.values)
+        """Tell whether messages are to be chosen: neither a flag nor preset zeropp says what they are."""
+        quantised = any("quantized" in name for name in self.values)
+        return not quantised and self.values.get("zero_preset") != "zeropp"
 
     def _zero_choices(self, family: Family, fewest_bits: bool) -> Iterator[tuple[ZeroConfig, str]]:
         frame, shard = family
         plain = {
             n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO and v is not None
         }
-        base = {name: self.values.get(name) for name in ZERO} if shard is None else {"zero_shard": shard}
+        base = (
+            {name: getattr(frame.config.zero, name) for name in ZERO}
+            if shard is None
+            else {"zero_shard": shard}
+        )
+        factors = shard or frame.config.shards(frame.world).factors
         formats = self.policy if self._formats_free else (Formats("as given", ""),)
         lifetime = "zero_params_lifetime"
         lives = [plain[lifetime]] if lifetime in plain else [None]
-        if lifetime not in plain and shard is not None and shard[0] > 1 and not fewest_bits:
+        if lifetime not in plain and factors[0] > 1 and not fewest_bits:
             lives.append("gathered")
         for chosen in reversed(formats) if fewest_bits else formats:
-            if shard is None or _has_effect(chosen, shard, frame):
+            if _has_effect(chosen, factors, frame):
                 for life in lives:
                     yield ZeroConfig(**{**plain, **base, **chosen.values, lifetime: life}), chosen.name
 
@@ -237,8 +248,7 @@ class Search:
 
     @cached_property
     def _room(self) -> float:
-        device = self.cluster.device
-        return (device.memory_gib - device.reserved_gib) * 2**30
+        return self.cluster.device.room
 
     # -- search ----------------------------------------------------------------------------------
 

@@ -202,6 +202,31 @@ def test_what_is_given_stays_and_flags_are_legal() -> None:
         assert config.pipeline_schedule == found.layout.frame.schedule_name
 
 
+@pytest.mark.parametrize("given", [{"zero_stage": 3}, {"zero_preset": "zeropp"}, {"zero_preset": "zero3"}])
+def test_given_sharding_stays(given: dict[str, object]) -> None:
+    values = {
+        **MODEL,
+        **given,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "ranks_per_node": 4,
+    }
+    best = Search(values, cluster(), "zeropp").best()
+    wanted = (4, 4, 8) if given == {"zero_preset": "zeropp"} else (8, 8, 8)
+    assert best and all(found.layout.shards.factors == wanted for found in best)
+    for found in best:
+        flags = [
+            *layout_flags(found.layout.config),
+            "--ranks-per-node",
+            "4",
+            "--lr",
+            "1e-3",
+            "--train-iters",
+            "5",
+        ]
+        assert parse([*WORDS, *flags, "--mock-data"], World(8, 4)).wire(World(8, 4)) == found.layout.wire
+
+
 def test_measured_collectives_stand_above_links() -> None:
     rows = [MeasuredCollective("gather", 2, 2, size, time) for size, time in ((1000, 1.0), (3000, 2.0))]
     known = Collectives(replace(cluster(), collectives=tuple(rows)))
