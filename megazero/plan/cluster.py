@@ -196,7 +196,8 @@ def parse_cluster(text: str, where: str) -> Cluster:
             )
     if errors:
         raise ConfigError(errors)
-    return Cluster(top.name, top.nodes, top.ranks_per_node, **parts, **tables)
+    pieces: dict[str, Any] = {**parts, **tables}
+    return Cluster(top.name, top.nodes, top.ranks_per_node, **pieces)
 
 
 def _rows(cls: type, rows: Any, where: str, errors: list[str]) -> Iterator[Any]:
@@ -233,5 +234,5 @@ def _read(cls: type[Section], values: Any, where: str, errors: list[str]) -> Any
 
 
 @cache
-def _options(cls: type) -> tuple[Any, ...]:
+def _options(cls: Any) -> tuple[Any, ...]:
     return tuple(section_options(cls.__name__, cls))

@@ -112,7 +112,7 @@ def _crossing(grid: Grid) -> int:
 def buffers(units: RankUnits, states: States, micro_batches: int) -> dict[str, float]:
     """Return the bytes of gathered parameters, and of gradients on their way."""
     p, g, _ = states.shards.factors
-    largest = max(u.elements for u, _ in units.counts)
+    largest = float(max(u.elements for u, _ in units.counts))
     full = units.elements * states.formats.width
     gathered = 0.0
     if p > 1:  # in use, the next one, and what fits into the bound beyond it
@@ -126,7 +126,9 @@ def buffers(units: RankUnits, states: States, micro_batches: int) -> dict[str, f
         gathered = min(every, max(states.ahead_bytes(u) for u, _ in units.counts) + states.prefetch_bytes)
     width, sums = states.formats.width, states.formats.sums
     waiting = 1 + states.pending_reductions if g > 1 else 1
-    staging = waiting * largest * width  # raw gradients, of the module in backward and of those under way
+    staging: float = (
+        waiting * largest * width
+    )  # raw gradients, of the module in backward and of those under way
     first = states.grid.data_axes[0].size if states.grid.data_axes else 1
     if first > 1 or g > 1:
         raw = width if g > 1 or micro_batches == 1 else sums
