@@ -213,7 +213,7 @@ def _read(cls: type[Section], values: Any, where: str, errors: list[str]) -> Any
     if values is not None and not isinstance(values, dict):
         errors.append(f"{where} holds {type(values).__name__}, not a mapping of names to values")
         return None
-    known = {o.name: o for o in _options(cls)}
+    known = {o.name: o for o in section_options(cls.__name__, cls)}
     before, read = len(errors), dict[str, Any]()
     for key, raw in (values or {}).items():
         if key not in known:
