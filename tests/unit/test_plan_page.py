@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megazero.plan.cluster import parse_cluster
 from tests.benchmarks.planning import amsp_table, bloom_table, memory_table, zeropp_table
 from tests.benchmarks.planning_papers import amsp_rows, bloom_layout, table_4, zeropp_rows
 
@@ -28,3 +29,9 @@ def test_speedups_and_ranking() -> None:
         first, *others = (row.as_run for row in amsp_rows(model))
         assert first > max(others) * 0.99
     assert bloom_layout().fits
+
+
+def test_the_cluster_file_of_the_page_is_legal() -> None:
+    text = PAGE.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    cluster = parse_cluster(text, "docs/planning.md")
+    assert cluster.collectives and cluster.layers
