@@ -29,7 +29,7 @@ from megazero.pp.schedules import (
     peak_activations,
 )
 
-SAMPLED = 16  # micro-batches, about, that are run on a clock where a step has many more
+SAMPLED = 8  # micro-batches, about, that are run on a clock where a step has many more
 Step = tuple[
     int, Action, Action, tuple[tuple[Action, bool], ...]
 ]  # rank, action, its event, (event, other rank)
@@ -112,7 +112,7 @@ class Frame:
         A schedule repeats itself with a period of pp micro-batches once its pipeline is full, so the time of a step
         is linear in them from there on.
         """
-        few = max(SAMPLED // self.pp, 3) * self.pp
+        few = max(SAMPLED // self.pp, 2) * self.pp
         period = max(1, SAMPLED // 2 // self.pp) * self.pp
         if self.micro_batches <= few + period:
             return (self.micro_batches,)
