@@ -59,7 +59,18 @@ class Layout:
         by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
         self.formats = Formats(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
         self._units_of: dict[int, RankUnits] = {}
-        self._known: dict[communication.UnitShape, Work] = {}
+        # All that the work of a unit depends on beside its shape and the cluster: frames share what they make.
+        self._work_key = (
+            (frame.world.world_size, frame.tp, frame.pp, self.config.parallel.use_tp_pp_dp_mapping),
+            (
+                self.shards.factors,
+                wire,
+                self.formats.width,
+                self.formats.sums,
+                all_reduce,
+                frame.micro_batches == 1,
+            ),
+        )
         self.states = States(self.grid, self.shards, self.formats, wire.feedback, zero.zero_prefetch_bytes)
 
     def _units(self, stages: Sequence[StageSpec]) -> RankUnits:
@@ -121,8 +132,13 @@ class Layout:
 
     def work_of(self, unit: communication.UnitShape) -> Work:
         """Return what a unit costs the lanes."""
-        if unit in self._known:
-            return self._known[unit]
+        key = (unit, self._work_key)
+        known: dict[object, Work] = self.frame.collectives.known
+        if key not in known:
+            known[key] = self._make_work(unit)
+        return known[key]
+
+    def _make_work(self, unit: communication.UnitShape) -> Work:
         seconds, compute, axes = self.frame.collectives, self.frame.compute, self.grid.data_axes
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
@@ -140,15 +156,13 @@ class Layout:
             every += timed if hop.every else []
         decodes = self.formats.weights is not None and unit.quantised
         moved = compute.moved(elements * 1.5 * width) if decodes else 0.0
-        made = Work(
+        return Work(
             refresh=_timed(refresh, seconds, moved if not gather and decodes else 0.0),
             gather=_timed(gather, seconds, moved),
             every=tuple(every),
             last=tuple(last),
             ahead_bytes=self.states.ahead_bytes(unit),
         )
-        self._known[unit] = made
-        return made
 
     @cached_property
     def bytes_by_stage(self) -> list[Bytes]:

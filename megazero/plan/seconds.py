@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from typing import Any
 
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.plan.cluster import Cluster
@@ -20,6 +21,7 @@ class Collectives:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.known: dict[Any, Any] = {}  # what callers computed for this cluster, by all that it depends on
         table: defaultdict[Mesh, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row in cluster.collectives:
             table[row.operation, row.ranks, row.nodes][row.bytes].append(row.seconds)
