@@ -23,6 +23,9 @@ and compares it with one rank; a number is the note below the table that says wh
 
 # A small model that every layout here can cut.
 MODEL: Mapping[str, Any] = {
+    "model_family": "llama",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 4,
     "hidden_size": 32,
     "ffn_hidden_size": 48,

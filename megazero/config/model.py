@@ -20,15 +20,16 @@ class ModelConfig:
 
     # Types are those of a resolved section; the vocabulary is None until the tokenizer is read.
     model_family: str = option(
-        "llama",
-        "family that sets the defaults marked 'by family'",
+        "gpt",
+        "family that sets the defaults marked 'by family'; gpt is Megatron's architecture",
         choices=tuple(FAMILIES),
     )
     num_layers: int = option(None, "transformer layers", low=1, required=True)
     hidden_size: int = option(None, "width of the residual stream", low=1, required=True)
     ffn_hidden_size: int = option(
         None,
-        "width inside the MLP (default: 4 x hidden; with --swiglu 8/3 x hidden, rounded up to 64)",
+        "width inside the MLP (default: 4 x hidden; with --swiglu 8/3 x hidden, to a multiple of 64: rounded down in "
+        "family gpt, as in Megatron, else up, as in Llama)",
         low=1,
     )
     num_attention_heads: int = option(None, "attention heads", low=1, required=True)
@@ -71,8 +72,8 @@ class ModelConfig:
         None, "a head with its own weights, else the embedding's (by family)"
     )
     embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
-    attention_dropout: float = option(0.0, "dropout of attention probabilities", low=0, below=1)
-    hidden_dropout: float = option(0.0, "dropout before each residual sum", low=0, below=1)
+    attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
+    hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
     vocab_size: int = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
     make_vocab_size_divisible_by: int = option(
@@ -129,7 +130,7 @@ class ModelConfig:
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options by name, with what the family and other sizes decide filled in. None means "not said"."""
-    family = FAMILIES.get(values.get("model_family", ModelConfig.model_family))
+    family = FAMILIES.get(values.get("model_family") or ModelConfig.model_family)
     said = {name: value for name, value in values.items() if value is not None}
     done = {**(family.defaults if family else {}), **said}
     if said.get("squared_relu") and "swiglu" not in said:  # one MLP: what is said decides, not the family
@@ -137,7 +138,9 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
     derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
     if hidden:
-        derived["ffn_hidden_size"] = -(-hidden * 8 // 3 // 64) * 64 if done.get("swiglu") else 4 * hidden
+        derived["ffn_hidden_size"] = (
+            family.swiglu_width(hidden) if family and done.get("swiglu") else 4 * hidden
+        )
     if hidden and heads and heads > 0:
         derived["kv_channels"] = max(1, hidden // heads)
     return {**derived, **done}
@@ -163,4 +166,5 @@ def from_hf_config(config: Mapping[str, Any], **options: Any) -> ModelConfig:
     if kind not in known:
         raise ValueError(f"model_type = {kind!r} is none of {', '.join(known)}")
     read = known[kind].hugging_face.options(config)
-    return make_model(**{"model_family": known[kind].name, **read, **options})
+    without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return make_model(**{"model_family": known[kind].name, **without, **read, **options})

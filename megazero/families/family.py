@@ -45,9 +45,19 @@ class Family:
     """This is one model family. ``name`` is the value of ``--model-family``.
 
     ``defaults`` maps an option to its value where nothing else is said.
+    ``rounds_swiglu_down`` is Megatron's rule for the default width of a SwiGLU MLP; Llama's own code rounds up.
     """
 
     name: str
     defaults: Mapping[str, Any]
     names: TensorNames
     hugging_face: HuggingFace
+    rounds_swiglu_down: bool = False
+
+    def swiglu_width(self, hidden: int) -> int:
+        """Return the default width of a SwiGLU MLP: 8/3 of the residual stream's, rounded to a multiple of 64.
+
+        It is at least 64.
+        """
+        exact = hidden * 8
+        return max(exact // 192, 1) * 64 if self.rounds_swiglu_down else -(-exact // 3 // 64) * 64

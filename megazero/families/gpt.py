@@ -1,4 +1,7 @@
-"""GPT-2 (Radford et al. 2019) has LayerNorm, learned positions, GELU, biases and tied embeddings."""
+"""GPT-2 (Radford et al. 2019) has LayerNorm, learned positions, GELU, biases and tied embeddings.
+
+It is what Megatron trains unless its flags say otherwise, with dropout, and the default here.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,14 @@ NAMES = TensorNames(
 )
 GPT = Family(
     name="gpt",
-    defaults={**CHOICES, "untie_embeddings_and_output_weights": False},
+    defaults={
+        **CHOICES,
+        "untie_embeddings_and_output_weights": False,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+    },
     names=NAMES,
+    rounds_swiglu_down=True,
     hugging_face=HuggingFace(
         "gpt2",
         fields={

@@ -30,6 +30,9 @@ from tests.dist.pool import RankError, run_ranks
 Values = Mapping[str, Any]
 
 TINY = {
+    "model_family": "llama",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 8,

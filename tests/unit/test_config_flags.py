@@ -213,6 +213,7 @@ def test_round_trip_and_reuse_as_yaml(tmp_path):
 
 def test_make_config_from_python():
     values = {
+        "model_family": "llama",
         "num_layers": 2,
         "hidden_size": 8,
         "num_attention_heads": 2,

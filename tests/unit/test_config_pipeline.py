@@ -9,6 +9,7 @@ from megazero.config.pipeline import stage_costs
 from megazero.models.flops import training_flops
 
 BASE = {
+    "model_family": "llama",
     "num_layers": 8,
     "hidden_size": 64,
     "num_attention_heads": 4,

@@ -11,6 +11,7 @@ from megazero.config.validate import find_errors
 from megazero.pp.schedules import make_schedule
 
 BASE = {
+    "model_family": "llama",
     "num_layers": 4,
     "hidden_size": 96,
     "num_attention_heads": 12,

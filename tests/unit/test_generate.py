@@ -29,6 +29,7 @@ def make_run(folder, tokenizer=None, dtype="fp32"):
     """A checkpoint as a trainer writes it, of a decoder whose weights are returned."""
     config = make_config(
         {
+            "model_family": "llama",
             "num_layers": 2,
             "hidden_size": 16,
             "num_attention_heads": 2,

@@ -19,6 +19,8 @@ from megazero.models.positions import Documents, Positions, rotary_frequencies
 from megazero.tp import TensorParallel
 
 SIZES = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 2,
     "hidden_size": 48,
     "ffn_hidden_size": 64,

@@ -84,6 +84,7 @@ def nemotron():
 
 
 NEMOTRON = {
+    "model_family": "llama",
     "num_layers": 2,
     "hidden_size": 48,
     "ffn_hidden_size": 80,

@@ -23,8 +23,8 @@ from megazero.verify.shrink import like, shrink, stage_layers
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "pretrain" / "configs").glob("*.yaml"))
 BASE = (
-    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 4 --lr 1e-4 "
-    "--train-iters 1000 --mock-data --vocab-size 32000"
+    "--model-family llama --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--micro-batch-size 4 --lr 1e-4 --train-iters 1000 --mock-data --vocab-size 32000"
 )
 
 

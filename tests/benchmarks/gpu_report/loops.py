@@ -43,6 +43,7 @@ class Size:
     @property
     def config(self) -> ModelConfig:
         return make_model(
+            model_family="llama",
             num_layers=self.layers,
             hidden_size=self.hidden,
             ffn_hidden_size=self.ffn,
