@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+if TYPE_CHECKING:  # a checkpoint's description is read without torch
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -24,6 +24,8 @@ def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) 
     result, failures = _run(group, action)
     answers: list = [(result, failures)]
     if group is not None:
+        import torch.distributed as dist
+
         answers = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, (result, failures), group=group)
     merged = {rank: text for _, failed in answers for rank, text in failed.items()}
@@ -41,6 +43,9 @@ def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[]
 
 def _run(group: dist.ProcessGroup | None, action: Callable[[], T]) -> tuple[T | None, dict[int, str]]:
     """Return the result of ``action``, or None and the causes by rank."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         return action(), {}
     except CheckpointException as error:  # from torch.distributed.checkpoint, alike on every rank

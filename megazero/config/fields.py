@@ -132,6 +132,13 @@ def show(value: Any) -> str:
     return "unset" if value is None else str(value).removesuffix(".0")
 
 
+def typed(opt: Option, value: Any) -> str:
+    """Return the flag that gives ``opt`` this value."""
+    if isinstance(value, bool):
+        return opt.flag if value else f"--{opt.negative_key}"
+    return f"{opt.flag} {show(value)}"
+
+
 def fault(opt: Option, value: Any) -> str:
     """Return the range or choice that a value of ``opt`` breaks, or '' if it breaks none."""
     if value is None:

@@ -5,7 +5,6 @@ Names are Megatron's. What families set is in megazero.families.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +76,7 @@ class ModelConfig:
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
     vocab_size: int = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
     make_vocab_size_divisible_by: int = option(
-        128, "the padded vocabulary is a multiple of this and of the tensor-parallel size", low=1
+        128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1
     )
     pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
 
@@ -104,11 +103,11 @@ class ModelConfig:
     def padded_vocab_size(self, tp: int) -> int:
         """Return pad_vocab_size_to if it is given.
 
-        Otherwise return the smallest multiple of make_vocab_size_divisible_by and ``tp`` that holds the vocabulary.
+        Otherwise return the smallest multiple of make_vocab_size_divisible_by x ``tp`` that holds the vocabulary.
         """
         if self.pad_vocab_size_to is not None:
             return self.pad_vocab_size_to
-        unit = math.lcm(self.make_vocab_size_divisible_by, tp)
+        unit = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // unit) * unit
 
     @property

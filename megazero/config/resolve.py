@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megazero.config.architecture import take_architecture
 from megazero.config.fields import show
 from megazero.config.layers import FACTS, Layer
 from megazero.config.model import complete
@@ -23,8 +24,12 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     notes += [f"--{fact}: {FACTS[fact]}" for fact in said.facts]
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
+    values, taken, clashes = take_architecture(values)
+    notes, errors = [*notes, *taken], [*errors, *clashes]
     values = complete(values)
     errors += _complete_zero(values, notes)
+    if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
+        values["save_keep_last"] = 1
     errors += _complete_batch(values, accumulation, world, notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
@@ -81,6 +86,11 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
     if stage is not None and 0 <= stage <= 3:
         own = STAGE_PRESETS[stage]
         legal = (own, *IN_NODE) if stage == 3 else (own,)
+        if stage == 0 and preset is None and values.get("params_dtype") == "bf16":
+            notes.append(
+                f"--zero-stage 0 with --bf16 is {BF16_STAGE_0}; --zero-preset ddp keeps full replicas"
+            )
+            own = "zero1"
         if preset is not None and preset not in legal:
             errors.append(
                 f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out"

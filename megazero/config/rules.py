@@ -33,7 +33,10 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 
 def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
-    """Report global batches, on the way up too, that are not whole micro-batches on every data-parallel rank."""
+    """Report global batches that are not whole micro-batches on every data-parallel rank.
+
+    Of a ramp-up only the batch in use must be whole (train/batch_size.py). It is known here where nothing is loaded.
+    """
     micro, batch, ramp = (
         config.batch.micro_batch_size,
         config.batch.global_batch_size,
@@ -47,13 +50,9 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
     rule = f"micro-batch size {micro} x data-parallel size {d}{grouped} = {quantum}"
     if batch % quantum:
         yield f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, quantum)}"
-    if ramp and len(ramp) == 3:
-        for word, value in (("start", ramp[0]), ("increment", ramp[1])):
-            if value % quantum:
-                yield (
-                    f"--rampup-batch-size {word} {value} is not a multiple of {rule}; nearest: "
-                    f"{multiples_around(value, quantum)}"
-                )
+    if ramp and len(ramp) == 3 and ramp[0] % quantum and config.checkpoint.load is None:
+        near = multiples_around(ramp[0], quantum)
+        yield f"--rampup-batch-size starts at {ramp[0]}, which is not a multiple of {rule}; nearest: {near}"
 
 
 def _length(config: RunConfig) -> Iterator[str]:

@@ -34,7 +34,7 @@ from megazero.config.sections import (
     ZeroConfig,
 )
 from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
-from megazero.config.summary import zero_summary
+from megazero.config.summary import model_summary, zero_summary
 from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.families import FAMILIES
 from megazero.mesh.grid import data_ranks_per_node
@@ -236,11 +236,12 @@ class RunConfig:
         return cls(**sections)
 
     def describe(self, world: World | None = None) -> list[str]:
-        """Describe every value in a paragraph per section. '*' marks what is not the default.
+        """Describe the architecture, then every value in a paragraph per section. '*' marks what is not the default.
 
         ``world`` adds the layout.
         """
-        lines = []
+        tp = self.parallel.tensor_model_parallel_size
+        lines = [f"{'decoder':<11}{model_summary(self.model, tp)}"]
         family = FAMILIES[self.model.model_family].defaults
         for section in section_types():
             words = []

@@ -62,7 +62,12 @@ class ZeroConfig:
     --zero-preset and --zero-shard exclude each other; the --zero-quantized flags go with either.
     """
 
-    zero_stage: int | None = option(None, "ZeRO stage: 0 ddp, 1 zero1, 2 zero2, 3 zero3", low=0, high=3)
+    zero_stage: int | None = option(
+        None,
+        "ZeRO stage: 0 ddp (with --bf16 zero1, as DeepSpeed's optimizer for bf16), 1 zero1, 2 zero2, 3 zero3",
+        low=0,
+        high=3,
+    )
     zero_preset: str | None = option(
         None,
         "sharding by name (default: zero1; mics and hsdp are one). zeropp shards parameters and gradients inside a "
@@ -253,7 +258,9 @@ class CheckpointConfig:
     )
     save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
     save_retain_interval: int | None = option(
-        None, "iterations between checkpoints that are kept for ever", low=1
+        None,
+        "iterations between checkpoints that are kept for ever; of the others the newest is, or --save-keep-last",
+        low=1,
     )
     save_keep_last: int | None = option(
         None, "how many of the newest checkpoints to keep (default: all)", low=1
@@ -277,7 +284,9 @@ class ProfilingConfig:
 class LoggingConfig:
     """What is written beside the checkpoints. Throughput is always logged."""
 
-    log_interval: int = option(10, "iterations between console lines", low=1)
+    log_interval: int = option(
+        100, "iterations between console lines, whose figures are means over them", low=1
+    )
     log_dir: str = option("logs", "folder of metrics.jsonl and of the resolved configuration")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project; none: not used")

@@ -78,7 +78,6 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         ),
         (["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"),
         (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
-        (["save_retain_interval"], config.checkpoint.save_keep_last is not None, "--save-keep-last"),
         (["load_optim", "load_rng"], not config.checkpoint.finetune, "continuing the run (no --finetune)"),
         (
             ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"],

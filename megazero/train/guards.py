@@ -56,7 +56,7 @@ class ExitConditions:
 
     exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
     has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
-    when one was received.
+    when one was received. halt: the run stops at this iteration, for this reason.
 
     agree(flag) returns true on every rank if the flag is true on any rank. It is a collective, and is called once per
     iteration, on all ranks, only if a duration or signals are given.
@@ -66,6 +66,7 @@ class ExitConditions:
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
     signals: StopSignals | None = None
+    halt: tuple[int, str] | None = None
     began: float = 0.0
     clock: Callable[[], float] = time.monotonic
 
@@ -82,6 +83,8 @@ class ExitConditions:
             mine is not None
         ):
             return mine or "another rank received a signal or reached --exit-duration-in-mins"
+        if self.halt is not None and iteration >= self.halt[0]:
+            return self.halt[1]
         if self.exit_interval is not None and iteration % self.exit_interval == 0:
             return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
         return None

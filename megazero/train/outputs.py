@@ -14,7 +14,6 @@ from megazero.data.files import replacing
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
 from megazero.models.attention_kernels import math_note
-from megazero.models.flops import parameter_count
 from megazero.train.console import TrainConsole
 from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
 from megazero.train.metrics import MetricsWriter
@@ -86,7 +85,6 @@ def report_start(
     """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     facts: dict[str, object] = {
-        "parameters": f"{parameter_count(decoder.config):,}",
         "device": str(mesh.device),
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
     }

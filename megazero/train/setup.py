@@ -107,6 +107,8 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling)
     checkpointing.load(origin)
 
+    if length.halt is not None:
+        notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
@@ -116,6 +118,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
         signals=stack.enter_context(StopSignals()) if config.training.exit_signal_handler else None,
+        halt=length.halt,
         began=began,
     )
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)

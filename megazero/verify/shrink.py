@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from math import lcm
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
@@ -187,8 +186,8 @@ def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
     """
     m = config.model
     divisible, exactly = min(m.make_vocab_size_divisible_by, 8), m.pad_vocab_size_to
-    unit = lcm(divisible, tp)
-    full = lcm(m.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
+    unit = divisible * tp
+    full = m.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     padded = m.vocab_size is None or (
         m.vocab_size % full != 0 if exactly is None else m.vocab_size != exactly
     )

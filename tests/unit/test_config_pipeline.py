@@ -135,17 +135,9 @@ def test_stage_costs_are_the_flops_of_the_model():
             {
                 "num_virtual_stages_per_pipeline_rank": 2,
                 "global_batch_size": 64,
-                "rampup_batch_size": (16, 8, 100),
-            },
-            "--rampup-batch-size increment 8 is not a multiple of micro-batch size 2",
-        ),
-        (
-            {
-                "num_virtual_stages_per_pipeline_rank": 2,
-                "global_batch_size": 64,
                 "rampup_batch_size": (24, 8, 100),
             },
-            "--rampup-batch-size start 24 is not a multiple",
+            "--rampup-batch-size starts at 24, which is not a multiple of micro-batch size 2",
         ),
         (
             {"pipeline_model_parallel_size": 3},

@@ -118,7 +118,10 @@ def test_required_options_are_all_named_at_once():
         ({"save": "x", "save_interval": 10, "save_retain_interval": 25}, "nearest: 20 or 30"),
         ({"global_batch_size": 40}, "not a multiple of micro-batch size 2 x data-parallel size 8 = 16"),
         ({"global_batch_size": 40}, "nearest: 32 or 48"),
-        ({"global_batch_size": 64, "rampup_batch_size": (16, 8, 100)}, "increment 8 is not a multiple"),
+        (
+            {"global_batch_size": 64, "rampup_batch_size": (24, 8, 100)},
+            "starts at 24, which is not a multiple",
+        ),
         ({"global_batch_size": 64, "rampup_batch_size": (16, 32, 100)}, "nearest steps: 24 or 48"),
         ({"global_batch_size": 64, "rampup_batch_size": (80, 16, 100)}, "above --global-batch-size 64"),
         ({"global_batch_size": 64, "rampup_batch_size": (16, 16)}, "START INCREMENT SAMPLES"),
