@@ -87,10 +87,11 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
         own = STAGE_PRESETS[stage]
         legal = (own, *IN_NODE) if stage == 3 else (own,)
         if stage == 0 and preset is None and values.get("params_dtype") == "bf16":
-            notes.append(
-                f"--zero-stage 0 with --bf16 is {BF16_STAGE_0}; --zero-preset ddp keeps full replicas"
-            )
             own = "zero1"
+            notes.append(
+                "--zero-stage 0 with --bf16 is preset zero1: DeepSpeed's optimizer for bf16 shards its states at "
+                "stage 0. --zero-preset ddp keeps full replicas"
+            )
         if preset is not None and preset not in legal:
             errors.append(
                 f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out"

@@ -83,6 +83,19 @@ def test_no_gap_and_no_repeat_after_resumes_on_other_layouts(tmp_path: Path) -> 
     assert seen == wanted
 
 
+def test_a_ramp_up_stops_where_its_batch_does_not_divide_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Batches of 8, 12 and 16: two ranks of micro-batches of 4 share the first, with those of 2 all of them."""
+    base = {**values(tmp_path), "rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "train_iters": 5}
+    wanted = samples(runs([(1, base)])[0])
+    wide = {**base, "micro_batch_size": 4, "save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
+    (first,) = runs([(2, wide)])
+    assert len(first[0].ids) == 2 and any("stops after iteration 2" in note for note in first[0].notes)
+    stuck = run_ranks(2, refusals, [wide], timeout=300)
+    assert all("a batch of 12, which is not a multiple of 8" in text for (text,) in stuck)
+    (second,) = runs([(2, {**wide, "micro_batch_size": 2})])
+    assert samples(first) + samples(second) == wanted and len(wanted) == 8 + 8 + 12 + 12 + 16
+
+
 def test_a_changed_order_is_told(tmp_path: Path) -> None:
     base = {**values(tmp_path), "save": str(tmp_path / "run"), "exit_interval": 1}
     changed = {**base, "exit_interval": 2, "load": str(tmp_path / "run"), "seed": 7, "split": "80,20,0"}

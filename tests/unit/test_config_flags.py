@@ -211,6 +211,16 @@ def test_round_trip_and_reuse_as_yaml(tmp_path):
     assert len(caught.value.errors) == 3
 
 
+def test_stage_0_in_bf16_shards_states_as_deepspeed_does():
+    sharded = run("--zero-stage 0 --bf16")
+    assert sharded.zero.zero_preset == "zero1" and any("--zero-stage 0" in note for note in sharded.notes)
+    assert (
+        run("--zero-stage 0").zero.zero_preset
+        == run("--zero-stage 0 --bf16 --zero-preset ddp").zero.zero_preset
+    )
+    assert run("--zero-stage 0 --fp16").zero.zero_preset == "ddp"
+
+
 def test_make_config_from_python():
     values = {
         "model_family": "llama",
