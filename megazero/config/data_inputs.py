@@ -10,12 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-# Tokenizers, with the option that each is made from.
-TOKENIZERS: Mapping[str, str] = MappingProxyType(
+GPT2BPE = "GPT2BPETokenizer"
+# Tokenizers, with the options that each is made from.
+TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "SentencePieceTokenizer": "tokenizer_model",
-        "HuggingFaceTokenizer": "tokenizer_model",
-        "NullTokenizer": "vocab_size",
+        "SentencePieceTokenizer": ("tokenizer_model",),
+        "HuggingFaceTokenizer": ("tokenizer_model",),
+        GPT2BPE: ("vocab_file", "merge_file"),
+        "NullTokenizer": ("vocab_size",),
     }
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megazero.config.data_inputs import GPT2BPE, TOKENIZERS
 from megazero.config.fields import show
 from megazero.config.layers import FACTS, Layer
 from megazero.config.model import complete
@@ -29,6 +30,7 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     notes += _unused_loss_scaling(values)
+    notes += _complete_tokenizer(values)
     return _assemble(values, notes), errors
 
 
@@ -43,6 +45,26 @@ def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
         return []
     given = [all_options()[name].flag for name in unused if values.get(name) is not None]
     return [f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"] if given else []
+
+
+def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
+    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given.
+
+    Returns notes on that, and on files that the tokenizer is not made from.
+    """
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if values.get(name) is not None]
+    notes = []
+    if values.get("tokenizer_type") is None and set(files) & set(TOKENIZERS[GPT2BPE]):
+        values["tokenizer_type"] = GPT2BPE
+        notes.append(f"--vocab-file, --merge-file: the tokenizer is {GPT2BPE}, Megatron's default")
+    kind = values.get("tokenizer_type")
+    if kind in TOKENIZERS and kind != "NullTokenizer":
+        unused = [all_options()[name].flag for name in files if name not in TOKENIZERS[kind]]
+        plural = "" if len(unused) > 1 else "s"
+        notes += (
+            [f"{', '.join(unused)} change{plural} nothing with --tokenizer-type {kind}"] if unused else []
+        )
+    return notes
 
 
 def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:

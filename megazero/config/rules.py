@@ -106,9 +106,9 @@ def _data(config: RunConfig) -> Iterator[str]:
             read()
         except ValueError as error:
             yield f"{flag} {error}"
-    source = TOKENIZERS.get(data.tokenizer_type or "")
-    if source and config.get(source) in (None, ""):
-        yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
+    for source in TOKENIZERS.get(data.tokenizer_type or "", ()):
+        if config.get(source) in (None, ""):
+            yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
     if data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 

@@ -224,10 +224,12 @@ class DataConfig:
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(
         None,
-        "tokenizer that made the data",
+        "tokenizer that made the data (default: GPT2BPETokenizer with --vocab-file or --merge-file)",
         choices=tuple(TOKENIZERS),
     )
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
+    vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
+    merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
     eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
     reset_position_ids: bool = option(False, "positions begin at 0 after every end-of-document token")
     reset_attention_mask: bool = option(

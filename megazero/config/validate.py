@@ -87,7 +87,11 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         ),
         (of_gradients, gradients, "--zero-quantized-gradients"),
         (of_either, weights or gradients, either),
-        (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
+        (
+            ["tokenizer_model", "vocab_file", "merge_file"],
+            config.data.tokenizer_type not in (None, "NullTokenizer"),
+            "--tokenizer-type",
+        ),
         (list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"),
     )
     yield from without_effect(table, all_options(), config.values(), broken)

@@ -21,7 +21,8 @@ def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     if data.tokenizer_type is None:
         assert config.model.vocab_size, "the configuration refuses an unknown vocabulary"
         return NullTokenizer(config.model.vocab_size - 1).info
-    return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size).info
+    files = {"vocab_file": data.vocab_file, "merge_file": data.merge_file}
+    return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size, **files).info
 
 
 def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
