@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megazero.config.data_inputs import GPT2BPE, TOKENIZERS
+from megazero.config.data_files import read_data_files
+from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
 from megazero.config.layers import FACTS, Layer
 from megazero.config.model import complete
@@ -31,6 +32,8 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     notes += _unused_loss_scaling(values)
     notes += _complete_tokenizer(values)
+    errors += read_data_files(values, notes)
+    notes += _unused_split(values)
     return _assemble(values, notes), errors
 
 
@@ -45,6 +48,18 @@ def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
         return []
     given = [all_options()[name].flag for name in unused if values.get(name) is not None]
     return [f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"] if given else []
+
+
+def _unused_split(values: Mapping[str, Any]) -> list[str]:
+    """Return notes where train, validation and test data are named apart."""
+    named = [f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS]
+    given = [name for name in named if values.get(name)]
+    if not given:
+        return []
+    notes = ["--split changes nothing where each part's data is named"] if "split" in values else []
+    if not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
+        notes.append("no validation data is named: nothing is evaluated while training")
+    return notes
 
 
 def _complete_tokenizer(values: dict[str, Any]) -> list[str]:

@@ -219,7 +219,36 @@ class DataConfig:
     """Text and tokenizer."""
 
     data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
-    split: str = option("969,30,1", "shares of train, validation and test")
+    split: str = option("969,30,1", "shares of train, validation and test in --data-path")
+    data_args_path: str | None = option(None, "file with the words of --data-path")
+    train_data_path: tuple[str, ...] = option(
+        (), "data to train on, in the form of --data-path, instead of it and --split"
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), "the same to evaluate on while training (default: nothing is evaluated)"
+    )
+    test_data_path: tuple[str, ...] = option((), "the same to evaluate on after the last iteration")
+    per_split_data_args_path: str | None = option(
+        None, 'JSON file with the words of these three: {"train": [...], "valid": [...], "test": [...]}'
+    )
+    train_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        'BLOOM\'s form, instead of these: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START and '
+        "END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of BLOOM's "
+        "code",
+    )
+    valid_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        "the same to evaluate on while training; several of these are evaluated apart, each under its name",
+    )
+    test_weighted_split_paths: tuple[str, ...] = option(
+        (), "the same to evaluate on after the last iteration"
+    )
+    train_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --train-weighted-split-paths, each in quotes"
+    )
+    valid_weighted_split_paths_path: str | None = option(None, "the same of --valid-weighted-split-paths")
+    test_weighted_split_paths_path: str | None = option(None, "the same of --test-weighted-split-paths")
     data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(

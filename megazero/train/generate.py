@@ -79,8 +79,8 @@ def load_text_model(
     """Load the model of the newest checkpoint in ``folder`` and its tokenizer, and check them against each other.
 
     tokenizer_model, vocab_file, merge_file: where the tokenizer is now, if it is not where it was in training. On
-    CUDA the parameters have the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or
-    ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
+    CUDA the parameters have the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises
+    CheckpointError or ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
     """
     path = find_checkpoint(folder)
     config = RunConfig.from_dict(store.read_manifest(path).configuration)

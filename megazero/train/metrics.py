@@ -1,7 +1,8 @@
 """metrics.jsonl has one JSON object per line, and one line per iteration or evaluation.
 
 Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold iteration,
-consumed_samples, eval_lm_loss and eval_ppl. The file is the authority on a run: it survives a kill at any moment, and
+consumed_samples, eval_lm_loss and eval_ppl, and eval_data (a name) where several data sets are evaluated or the test
+data is. The file is the authority on a run: it survives a kill at any moment, and
 after a resume it still has one line per iteration.
 
 Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would not tell a NaN from an

@@ -97,7 +97,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     origin = find_origin(config, mesh)
     length = run_length(config, mesh.dp_size, origin.progress)
     learning_rate = LearningRate.of(config)
-    datasets, progress = make_datasets(config, tokenizer, length, origin.progress)
+    data, progress = make_datasets(config, tokenizer, length, origin.progress)
 
     bill = TimeBill()
     decoder = build_decoder(config, mesh, Traffic())
@@ -123,7 +123,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
         decoder,
         engine,
         pipeline,
-        datasets,
+        data,
         length,
         learning_rate,
         checkpointing,

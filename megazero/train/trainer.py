@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
+from megazero.train.datasets import RunData
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
 from megazero.train.learning_rate import LearningRate
 from megazero.train.metrics import IterationMetrics
@@ -41,7 +42,7 @@ class Trainer:
         decoder: Decoder,
         engine: Engine,
         pipeline: Pipeline,
-        datasets: tuple[Dataset | None, Dataset | None],
+        data: RunData,
         length: RunLength,
         learning_rate: LearningRate,
         checkpointing: Checkpointing,
@@ -53,8 +54,7 @@ class Trainer:
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
-        self.train_data, self.valid_data = datasets
-        self.length, self.learning_rate = length, learning_rate
+        self.data, self.length, self.learning_rate = data, length, learning_rate
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
@@ -64,17 +64,16 @@ class Trainer:
 
     def run(self) -> Progress:
         """Train, and return where it stopped. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
-        assert self.train_data is not None
-        saved_at = self.progress.iteration
-        with self._batches(self.train_data, consumed=self.progress.consumed_samples) as batches:
+        began = saved_at = self.progress.iteration
+        with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             if self.config.training.eval_at_start and self.progress.iteration == 0:
-                self._evaluate()
+                self._evaluate(self.data.valid)
             while self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
                 if self._due(self.config.training.eval_interval, iteration):
-                    self._evaluate()
+                    self._evaluate(self.data.valid)
                 reason = self.exits.reason(iteration)
                 if reason or self._due(self.config.checkpoint.save_interval, iteration):
                     saved_at = self._save(saved_at)
@@ -83,6 +82,10 @@ class Trainer:
                     break
         self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
+        if began < self.progress.iteration == self.length.last_iteration:
+            self._evaluate(
+                {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
+            )
         return self.progress
 
     def _iterate(self, batches: Batches) -> None:
@@ -148,18 +151,22 @@ class Trainer:
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
-    def _evaluate(self) -> None:
-        """Report the mean loss over the same eval_iters global batches each time: there is no sampling noise."""
+    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> None:
+        """Report the mean loss of each data set, by its name."""
+        for name, data_set in data_sets.items():
+            self.phase = f"evaluation at iteration {self.progress.iteration}"
+            loss = self._mean_loss(data_set)
+            self.outputs.evaluation(self.progress, loss, name)
+
+    def _mean_loss(self, data_set: Dataset) -> float:
+        """Return the loss over the same eval_iters global batches each time: there is no sampling noise."""
         config = self.config
-        if self.valid_data is None:
-            return
-        self.phase = f"evaluation at iteration {self.progress.iteration}"
         micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
         assert micro and full
         per_step = full // (micro * self.mesh.dp_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.decoder.eval()
-        with self._batches(self.valid_data) as batches, self.engine.evaluation():
+        with self._batches(data_set) as batches, self.engine.evaluation():
             for _ in range(config.training.eval_iters):
                 step = [MicroBatch(**self._to_device(batch)) for batch in batches.next_step(per_step)]
                 losses = self.pipeline.evaluate(step)
@@ -167,13 +174,8 @@ class Trainer:
                     sums[0] += losses.sum()
                 sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
-        loss = float(rows[0] / rows[1].clamp(min=1))
         self.engine.traffic.take()  # of no iteration
-        self.outputs.console.evaluation(self.progress.iteration, loss)
-        if self.outputs.metrics is not None:
-            at = self.progress
-            line = self.outputs.metrics.evaluation(at.iteration, at.consumed_samples, loss)
-            self.outputs.loggers.log(at.iteration, line)
+        return float(rows[0] / rows[1].clamp(min=1))
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration
