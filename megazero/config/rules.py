@@ -85,6 +85,12 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     assert opt.lr is not None
     if opt.min_lr > opt.lr:
         yield f"--min-lr {opt.min_lr:g} exceeds --lr {opt.lr:g}; nearest: {opt.lr:g}"
+    if opt.decoupled_lr is not None:
+        floor = opt.min_lr if opt.decoupled_min_lr is None else opt.decoupled_min_lr
+        if floor > opt.decoupled_lr:
+            name = "--min-lr" if opt.decoupled_min_lr is None else "--decoupled-min-lr"
+            cure = " or --decoupled-min-lr" if opt.decoupled_min_lr is None else ""
+            yield f"{name} {floor:g} exceeds --decoupled-lr {opt.decoupled_lr:g}; nearest: {opt.decoupled_lr:g}{cure}"
     if lengths.total and lengths.warmup >= lengths.decay:
         yield (
             f"a warm-up of {lengths.warmup} {lengths.unit} must be shorter than the decay of {lengths.decay} that "

@@ -201,6 +201,9 @@ class TrainingConfig:
     train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
     exit_interval: int | None = option(None, "save and exit at iterations divisible by this", low=1)
     exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
+    kill_switch_path: str | None = option(
+        None, "save and exit when this file is there, at the end of an iteration; at the start do not begin"
+    )
     exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
     eval_interval: int = option(1000, "iterations between evaluations", low=1)
     eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")

@@ -65,7 +65,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         ),
         (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
         (
-            ["min_lr", "lr_decay_iters", "lr_decay_samples"],
+            ["min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples"],
             opt.lr_decay_style != "constant",
             "a --lr-decay-style that decays",
         ),
@@ -76,6 +76,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask,
             "--reset-attention-mask, or positions other than ALiBi",
         ),
+        (["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"),
         (["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"),
         (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
         (["save_retain_interval"], config.checkpoint.save_keep_last is not None, "--save-keep-last"),

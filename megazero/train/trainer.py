@@ -21,7 +21,7 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
-from megazero.train.learning_rate import LearningRate
+from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
@@ -35,7 +35,10 @@ _TRIM_INTERVAL = 10  # iterations
 
 
 class Trainer:
-    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py)."""
+    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py).
+
+    learning_rates: under True that of the embedding and the head, which --decoupled-lr makes another one.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class Trainer:
         pipeline: Pipeline,
         data: RunData,
         length: RunLength,
-        learning_rate: LearningRate,
+        learning_rates: Mapping[bool, LearningRate],
         checkpointing: Checkpointing,
         outputs: Outputs,
         exits: ExitConditions,
@@ -54,7 +57,7 @@ class Trainer:
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
-        self.data, self.length, self.learning_rate = data, length, learning_rate
+        self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
@@ -96,7 +99,7 @@ class Trainer:
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"
         count = self.length.batch_sizes.micro_batches(consumed)
-        learning_rate = self._set_learning_rate()
+        rates = self._set_learning_rates()
         self._set_rounding(iteration)
         with self.bill.span("data"):
             ids = batches.sample_ids(count)
@@ -122,7 +125,7 @@ class Trainer:
         if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
             release_free_memory()
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
-        self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
+        self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -142,12 +145,14 @@ class Trainer:
             self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
         self.engine.exact_gradients = exact
 
-    def _set_learning_rate(self) -> float:
+    def _set_learning_rates(self) -> dict[str, float]:
+        """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
         position = self.length.position(self.progress) - self.scaling.skipped(self.length.by_samples)
-        rate = self.learning_rate(position)
+        rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.optimizer.torch.param_groups:
-            group["lr"] = rate
-        return rate
+            group["lr"] = rates[group.get(DECOUPLED, False)]
+        apart = self.config.optimizer.decoupled_lr is not None
+        return {"learning_rate": rates[False]} | ({"decoupled_learning_rate": rates[True]} if apart else {})
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
@@ -223,7 +228,9 @@ class Trainer:
         dist.all_gather_object(every, own)
         return [each for each in every if each is not None]
 
-    def _log(self, loss: float, info: StepInfo, learning_rate: float, seconds: float, samples: int) -> None:
+    def _log(
+        self, loss: float, info: StepInfo, rates: dict[str, float], seconds: float, samples: int
+    ) -> None:
         traffic = self.engine.traffic.take()
         length = self.config.model.seq_length
         assert length
@@ -233,7 +240,7 @@ class Trainer:
             consumed_samples=self.progress.consumed_samples,
             lm_loss=loss,
             grad_norm=info.grad_norm,
-            learning_rate=learning_rate,
+            learning_rate=rates.pop("learning_rate"),
             iteration_time_s=seconds,
             tokens_per_s=samples * length / seconds,
             tflops_per_rank=flops / seconds / self.mesh.world_size / 1e12,
@@ -241,7 +248,13 @@ class Trainer:
             inter_node_bytes=traffic.pop("inter_node_bytes"),
             memory_bytes=peak_memory(self.mesh.device),
             time_bill=self.bill.close(seconds),
-            extra={"batch_size": samples, **_events(info), **self.scaling.metrics(), "bytes": traffic},
+            extra={
+                "batch_size": samples,
+                **rates,
+                **_events(info),
+                **self.scaling.metrics(),
+                "bytes": traffic,
+            },
         )
         for line in info.fallbacks:
             self.outputs.console.warning(line)
