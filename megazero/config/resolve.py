@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megazero.config.architecture import take_architecture
+from megazero.config.data_files import read_data_files
+from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
 from megazero.config.layers import FACTS, Layer
 from megazero.config.model import complete
@@ -34,6 +36,9 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     notes += _unused_loss_scaling(values)
+    notes += _complete_tokenizer(values)
+    errors += read_data_files(values, notes)
+    notes += _unused_split(values)
     return _assemble(values, notes), errors
 
 
@@ -48,6 +53,38 @@ def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
         return []
     given = [all_options()[name].flag for name in unused if values.get(name) is not None]
     return [f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"] if given else []
+
+
+def _unused_split(values: Mapping[str, Any]) -> list[str]:
+    """Return notes where train, validation and test data are named apart."""
+    named = [f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS]
+    given = [name for name in named if values.get(name)]
+    if not given:
+        return []
+    notes = ["--split changes nothing where each part's data is named"] if "split" in values else []
+    if not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
+        notes.append("no validation data is named: nothing is evaluated while training")
+    return notes
+
+
+def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
+    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given.
+
+    Returns notes on that, and on files that the tokenizer is not made from.
+    """
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if values.get(name) is not None]
+    notes = []
+    if values.get("tokenizer_type") is None and set(files) & set(TOKENIZERS[GPT2BPE]):
+        values["tokenizer_type"] = GPT2BPE
+        notes.append(f"--vocab-file, --merge-file: the tokenizer is {GPT2BPE}, Megatron's default")
+    kind = values.get("tokenizer_type")
+    if kind in TOKENIZERS and kind != "NullTokenizer":
+        unused = [all_options()[name].flag for name in files if name not in TOKENIZERS[kind]]
+        plural = "" if len(unused) > 1 else "s"
+        notes += (
+            [f"{', '.join(unused)} change{plural} nothing with --tokenizer-type {kind}"] if unused else []
+        )
+    return notes
 
 
 def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:

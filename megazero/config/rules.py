@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megazero.config import model_rules, pipeline_rules, wire_rules
-from megazero.config.data_inputs import TOKENIZERS, parse_data_path, parse_split
+from megazero.config.data_inputs import (
+    SPLITS,
+    TOKENIZERS,
+    parse_blend,
+    parse_data_path,
+    parse_split,
+    parse_weighted_splits,
+)
 from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import RunConfig, World, all_options
@@ -77,6 +84,12 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     assert opt.lr is not None
     if opt.min_lr > opt.lr:
         yield f"--min-lr {opt.min_lr:g} exceeds --lr {opt.lr:g}; nearest: {opt.lr:g}"
+    if opt.decoupled_lr is not None:
+        floor = opt.min_lr if opt.decoupled_min_lr is None else opt.decoupled_min_lr
+        if floor > opt.decoupled_lr:
+            name = "--min-lr" if opt.decoupled_min_lr is None else "--decoupled-min-lr"
+            cure = " or --decoupled-min-lr" if opt.decoupled_min_lr is None else ""
+            yield f"{name} {floor:g} exceeds --decoupled-lr {opt.decoupled_lr:g}; nearest: {opt.decoupled_lr:g}{cure}"
     if lengths.total and lengths.warmup >= lengths.decay:
         yield (
             f"a warm-up of {lengths.warmup} {lengths.unit} must be shorter than the decay of {lengths.decay} that "
@@ -95,19 +108,37 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if bool(data.data_path) == data.mock_data:
-        yield "exactly one of --data-path and --mock-data is required"
-    for flag, read in (
-        ("--data-path", lambda: parse_data_path(data.data_path)),
-        ("--split", lambda: parse_split(data.split)),
+    apart = {split: f"{split}_data_path" for split in SPLITS}
+    weighted = {split: f"{split}_weighted_split_paths" for split in SPLITS}
+    # A file stays where it could not be read, which has been reported.
+    forms = (
+        ("data_path", "data_args_path"),
+        ("mock_data",),
+        (*apart.values(), "per_split_data_args_path"),
+        (*weighted.values(), *(f"{name}_path" for name in weighted.values())),
+    )
+    given = [[name for name in form if getattr(data, name)] for form in forms]
+    if sum(map(bool, given)) != 1:
+        also = "; --train-data-path or --train-weighted-split-paths may stand in the place of --data-path"
+        yield f"exactly one of --data-path and --mock-data is required{also}"
+    for names, train in ((given[2], apart["train"]), (given[3], weighted["train"])):
+        if names and not any(name.startswith(("train", "per_split")) for name in names):
+            yield f"{all_options()[names[0]].flag} needs {all_options()[train].flag}"
+    if len(data.train_weighted_split_paths) > 1:
+        yield "--train-weighted-split-paths takes one value, in one pair of quotes; only evaluations may be several"
+    for name, read in (
+        ("data_path", parse_data_path),
+        ("split", parse_split),
+        *((name, parse_blend) for name in apart.values()),
+        *((name, parse_weighted_splits) for name in weighted.values()),
     ):
         try:
-            read()
+            read(getattr(data, name))
         except ValueError as error:
-            yield f"{flag} {error}"
-    source = TOKENIZERS.get(data.tokenizer_type or "")
-    if source and config.get(source) in (None, ""):
-        yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
+            yield f"{all_options()[name].flag} {error}"
+    for source in TOKENIZERS.get(data.tokenizer_type or "", ()):
+        if config.get(source) in (None, ""):
+            yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
     if data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 

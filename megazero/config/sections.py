@@ -206,6 +206,9 @@ class TrainingConfig:
     train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
     exit_interval: int | None = option(None, "save and exit at iterations divisible by this", low=1)
     exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
+    kill_switch_path: str | None = option(
+        None, "save and exit when this file is there, at the end of an iteration; at the start do not begin"
+    )
     exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
     eval_interval: int = option(1000, "iterations between evaluations", low=1)
     eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
@@ -224,15 +227,46 @@ class DataConfig:
     """Text and tokenizer."""
 
     data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
-    split: str = option("969,30,1", "shares of train, validation and test")
+    split: str = option("969,30,1", "shares of train, validation and test in --data-path")
+    data_args_path: str | None = option(None, "file with the words of --data-path")
+    train_data_path: tuple[str, ...] = option(
+        (), "data to train on, in the form of --data-path, instead of it and --split"
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), "the same to evaluate on while training (default: nothing is evaluated)"
+    )
+    test_data_path: tuple[str, ...] = option((), "the same to evaluate on after the last iteration")
+    per_split_data_args_path: str | None = option(
+        None, 'JSON file with the words of these three: {"train": [...], "valid": [...], "test": [...]}'
+    )
+    train_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        'BLOOM\'s form, instead of these: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START and '
+        "END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of BLOOM's "
+        "code",
+    )
+    valid_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        "the same to evaluate on while training; several of these are evaluated apart, each under its name",
+    )
+    test_weighted_split_paths: tuple[str, ...] = option(
+        (), "the same to evaluate on after the last iteration"
+    )
+    train_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --train-weighted-split-paths, each in quotes"
+    )
+    valid_weighted_split_paths_path: str | None = option(None, "the same of --valid-weighted-split-paths")
+    test_weighted_split_paths_path: str | None = option(None, "the same of --test-weighted-split-paths")
     data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(
         None,
-        "tokenizer that made the data",
+        "tokenizer that made the data (default: GPT2BPETokenizer with --vocab-file or --merge-file)",
         choices=tuple(TOKENIZERS),
     )
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
+    vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
+    merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
     eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
     reset_position_ids: bool = option(False, "positions begin at 0 after every end-of-document token")
     reset_attention_mask: bool = option(

@@ -65,7 +65,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         ),
         (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
         (
-            ["min_lr", "lr_decay_iters", "lr_decay_samples"],
+            ["min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples"],
             opt.lr_decay_style != "constant",
             "a --lr-decay-style that decays",
         ),
@@ -76,6 +76,7 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask,
             "--reset-attention-mask, or positions other than ALiBi",
         ),
+        (["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"),
         (["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"),
         (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
         (["load_optim", "load_rng"], not config.checkpoint.finetune, "continuing the run (no --finetune)"),
@@ -86,7 +87,11 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         ),
         (of_gradients, gradients, "--zero-quantized-gradients"),
         (of_either, weights or gradients, either),
-        (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
+        (
+            ["tokenizer_model", "vocab_file", "merge_file"],
+            config.data.tokenizer_type not in (None, "NullTokenizer"),
+            "--tokenizer-type",
+        ),
         (list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"),
     )
     yield from without_effect(table, all_options(), config.values(), broken)

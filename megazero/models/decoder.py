@@ -263,3 +263,10 @@ class Decoder(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return the norms and biases, which get no weight decay."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
+
+    def embedding_and_head(self) -> set[str]:
+        """Return which of the two tables of tokens, of the input and of the output, are held here.
+
+        Learned positions are not among them.
+        """
+        return {_EMBEDDING_WEIGHT, "head.weight"} & {name for name, _ in self.named_parameters()}

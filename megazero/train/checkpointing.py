@@ -143,8 +143,8 @@ class Checkpointing:
         if state["tokenizer"] != self.fingerprint:
             raise store.CheckpointError(
                 f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "
-                f"{self.fingerprint[:12]}): name that one with --tokenizer-model, or use --finetune to start a "
-                "new run from its weights"
+                f"{self.fingerprint[:12]}): name that one with --tokenizer-model (or --vocab-file and --merge-file), "
+                "or use --finetune to start a new run from its weights"
             )
 
 

@@ -21,6 +21,8 @@ from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict
 from megazero.train.parallelize import DTYPES
 
+FilePath = str | Path
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -70,22 +72,25 @@ def load_text_model(
     folder: str | os.PathLike[str],
     *,
     device: torch.device | str = "cpu",
-    tokenizer_model: str | os.PathLike[str] | None = None,
+    tokenizer_model: FilePath | None = None,
+    vocab_file: FilePath | None = None,
+    merge_file: FilePath | None = None,
 ) -> TextModel:
     """Load the model of the newest checkpoint in ``folder`` and its tokenizer, and check them against each other.
 
-    tokenizer_model: where the tokenizer is now, if it is not where it was in training. On CUDA the parameters have
-    the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or
-    ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
+    tokenizer_model, vocab_file, merge_file: where the tokenizer is now, if it is not where it was in training. On
+    CUDA the parameters have the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises
+    CheckpointError or ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
     """
     path = find_checkpoint(folder)
     config = RunConfig.from_dict(store.read_manifest(path).configuration)
-    tokenizer = _load_tokenizer(config, tokenizer_model)
+    tokenizer = _load_tokenizer(config, tokenizer_model, vocab_file, merge_file)
     trained_with = store.load(path, records=(), kinds=()).state["tokenizer"]
     if tokenizer.info.fingerprint != trained_with:
         raise store.CheckpointError(
             f"'{path}' was trained with another tokenizer (sha256 {trained_with[:12]}, this one's is "
-            f"{tokenizer.info.fingerprint[:12]}); name that one with --tokenizer-model"
+            f"{tokenizer.info.fingerprint[:12]}); name that one with --tokenizer-model (or --vocab-file and "
+            "--merge-file)"
         )
     dtype = DTYPES[config.precision.params_dtype]
     if torch.device(device).type == "cpu" and dtype.itemsize < 4:
@@ -95,13 +100,23 @@ def load_text_model(
     return TextModel(decoder.eval(), tokenizer)
 
 
-def _load_tokenizer(config: RunConfig, model: str | os.PathLike[str] | None) -> Tokenizer:
+def _load_tokenizer(
+    config: RunConfig,
+    model: FilePath | None,
+    vocab_file: FilePath | None,
+    merge_file: FilePath | None,
+) -> Tokenizer:
     data, size = config.data, config.model.vocab_size
     if data.tokenizer_type in (None, "NullTokenizer"):
         assert size, "a saved configuration has its vocabulary"
         return load_tokenizer("NullTokenizer", vocab_size=size - 1)
     assert data.tokenizer_type
-    return load_tokenizer(data.tokenizer_type, Path(model or data.tokenizer_model or ""))
+    return load_tokenizer(
+        data.tokenizer_type,
+        model or data.tokenizer_model,
+        vocab_file=vocab_file or data.vocab_file,
+        merge_file=merge_file or data.merge_file,
+    )
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -7,6 +7,7 @@ others waiting in a collective until the time-out.
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import threading
@@ -57,9 +58,10 @@ class ExitConditions:
     exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
     has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
     when one was received. halt: the run stops at this iteration, for this reason.
+    when one was received. kill_switch: the run stops when there is a file of this name.
 
     agree(flag) returns true on every rank if the flag is true on any rank. It is a collective, and is called once per
-    iteration, on all ranks, only if a duration or signals are given.
+    iteration, on all ranks, only if a duration, signals or a kill switch are given.
     """
 
     agree: Callable[[bool], bool]
@@ -67,6 +69,7 @@ class ExitConditions:
     exit_duration_in_mins: float | None = None
     signals: StopSignals | None = None
     halt: tuple[int, str] | None = None
+    kill_switch: str | None = None
     began: float = 0.0
     clock: Callable[[], float] = time.monotonic
 
@@ -79,10 +82,12 @@ class ExitConditions:
     def reason(self, iteration: int) -> str | None:
         """Return why to stop after `iteration`, or None. Every rank gets the same answer to whether to stop."""
         mine = self._own_reason()
-        if (self.signals is not None or self.exit_duration_in_mins is not None) and self.agree(
-            mine is not None
-        ):
-            return mine or "another rank received a signal or reached --exit-duration-in-mins"
+        asked = (self.signals, self.exit_duration_in_mins, self.kill_switch)
+        if any(each is not None for each in asked) and self.agree(mine is not None):
+            return (
+                mine
+                or "another rank received a signal, reached --exit-duration-in-mins or saw its kill switch"
+            )
         if self.halt is not None and iteration >= self.halt[0]:
             return self.halt[1]
         if self.exit_interval is not None and iteration % self.exit_interval == 0:
@@ -92,10 +97,16 @@ class ExitConditions:
     def _own_reason(self) -> str | None:
         if self.signals is not None and self.signals.received is not None:
             return f"received {self.signals.received.name}"
+        if self.kill_switch is not None and os.path.exists(self.kill_switch):
+            return f"--kill-switch-path {self.kill_switch} is there"
         minutes = (self.clock() - self.began) / 60
         if self.exit_duration_in_mins is not None and minutes >= self.exit_duration_in_mins:
             return f"ran {minutes:.1f} minutes, --exit-duration-in-mins is {self.exit_duration_in_mins:g}"
         return None
+
+
+class NotStarted(Exception):
+    """The run was told not to begin. That is no failure."""
 
 
 class NonFiniteLoss(RuntimeError):

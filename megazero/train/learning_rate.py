@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megazero.config import RunConfig
 
+DECOUPLED = "decoupled"  # the mark of an optimizer's group whose rate is that of --decoupled-lr
 _FALLING: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
@@ -57,14 +58,21 @@ class LearningRate:
     wsd_style: str = "exponential"
 
     @classmethod
-    def of(cls, config: RunConfig) -> LearningRate:
-        """The learning rate of a resolved configuration, in the unit of its ``lr_lengths``."""
+    def of(cls, config: RunConfig, *, decoupled: bool = False) -> LearningRate:
+        """The learning rate of a resolved configuration, in the unit of its ``lr_lengths``.
+
+        decoupled: that of the embedding and the head. It has the same shape between peak and minimum of its own.
+        """
         optimizer, lengths = config.optimizer, config.lr_lengths
-        assert optimizer.lr, "unresolved configuration"
+        peak, minimum = optimizer.lr, optimizer.min_lr
+        if decoupled and optimizer.decoupled_lr is not None:
+            peak = optimizer.decoupled_lr
+            minimum = minimum if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        assert peak, "unresolved configuration"
         return cls(
-            peak=optimizer.lr,
+            peak=peak,
             decay=lengths.decay,
-            minimum=optimizer.min_lr,
+            minimum=minimum,
             warmup=lengths.warmup,
             style=optimizer.lr_decay_style,
             wsd_decay=lengths.wsd_decay or None,

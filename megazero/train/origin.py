@@ -26,6 +26,8 @@ SAMPLE_ORDER = (
     ("model", "seq_length"),
     ("data", "data_path"),
     ("data", "split"),
+    ("data", "train_data_path"),
+    ("data", "train_weighted_split_paths"),
     ("data", "mock_data"),
 )
 # What that number was computed from in checkpoints that do not say it.
@@ -42,8 +44,9 @@ class Progress:
     """How far training has come.
 
     run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
-    the start. ordered_for: for each data set ("train", "valid") the number of samples that its order was made for, or
-    0 if the order is the same for any number. It stays the same over restarts, so that a longer run keeps the order.
+    the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
+    was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
+    keeps the order.
     """
 
     iteration: int = 0
@@ -165,7 +168,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
     now = config.to_dict()
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
         old, new = before.get(section, {}).get(name), now[section][name]
-        if old != new:
+        if (old or None) != (new or None):  # a checkpoint may be older than the option
             sure = "" if (section, name) in SAMPLE_ORDER else "may "
             yield (
                 f"--{name.replace('_', '-')} was {old} when the checkpoint was written and is {new} now: samples "

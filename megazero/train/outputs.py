@@ -34,6 +34,17 @@ class Outputs:
     loggers: Loggers
     metrics: MetricsWriter | None
 
+    def evaluation(self, at: Progress, loss: float, name: str = "") -> None:
+        """Report an evaluation. loss: nats per token. name: of its data; empty for the one validation set."""
+        self.console.evaluation(at.iteration, loss, *([name] if name else []))
+        if self.metrics is None:
+            return
+        extra = {"eval_data": name} if name else {}
+        line = self.metrics.evaluation(at.iteration, at.consumed_samples, loss, **extra)
+        if name:  # a curve of its own in TensorBoard and wandb: eval_lm_loss/NAME
+            line = {key: {name: value} if key.startswith("eval_") else value for key, value in line.items()}
+        self.loggers.log(at.iteration, line)
+
 
 def agree_on_run_id(progress: Progress) -> str:
     """The id of this run at outside loggers: the one of ``progress``, or a new one. Collective."""

@@ -21,7 +21,14 @@ from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
-from megazero.train.guards import ExitConditions, NonFiniteLoss, RankFailure, StopSignals, readable_failures
+from megazero.train.guards import (
+    ExitConditions,
+    NonFiniteLoss,
+    NotStarted,
+    RankFailure,
+    StopSignals,
+    readable_failures,
+)
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
@@ -48,6 +55,9 @@ def main(config: RunConfig, launch: Launch) -> int:
                 trainer = prepare(config, launch, stack, began)
                 with trainer.outputs.console:
                     trainer.run()
+        except NotStarted as told:
+            if launch.rank == 0:
+                print(told, flush=True)
         except (ValueError, NonFiniteLoss, RankFailure, OSError) as error:
             _fail(launch, error)
         except Exception as error:  # unexpected: the trace is what helps
@@ -80,6 +90,19 @@ def _first_to_say(text: str) -> bool:
         return True
 
 
+def _look_for_kill_switch(path: str | None) -> None:
+    """Raise NotStarted on every rank if any rank sees the file. Collective."""
+    if path is None:
+        return
+    seen = [os.path.exists(path)] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(seen, seen[0])
+    if any(seen):
+        raise NotStarted(
+            f"--kill-switch-path {path} is there: the run does not begin; remove the file to start it"
+        )
+
+
 def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
@@ -92,12 +115,13 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
     mesh = arrange_ranks(config, launch, device, timeout)
+    _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
     origin = find_origin(config, mesh)
     length = run_length(config, mesh.dp_size, origin.progress)
-    learning_rate = LearningRate.of(config)
-    datasets, progress = make_datasets(config, tokenizer, length, origin.progress)
+    learning_rates = {apart: LearningRate.of(config, decoupled=apart) for apart in (False, True)}
+    data, progress = make_datasets(config, tokenizer, length, origin.progress)
 
     bill = TimeBill()
     decoder = build_decoder(config, mesh, Traffic())
@@ -119,6 +143,7 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
         exit_duration_in_mins=config.training.exit_duration_in_mins,
         signals=stack.enter_context(StopSignals()) if config.training.exit_signal_handler else None,
         halt=length.halt,
+        kill_switch=config.training.kill_switch_path,
         began=began,
     )
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
@@ -126,9 +151,9 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
         decoder,
         engine,
         pipeline,
-        datasets,
+        data,
         length,
-        learning_rate,
+        learning_rates,
         checkpointing,
         outputs,
         exits,

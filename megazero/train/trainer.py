@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
+from megazero.train.datasets import RunData
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
-from megazero.train.learning_rate import LearningRate
+from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
@@ -34,16 +35,19 @@ _TRIM_INTERVAL = 10  # iterations
 
 
 class Trainer:
-    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py)."""
+    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py).
+
+    learning_rates: under True that of the embedding and the head, which --decoupled-lr makes another one.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         engine: Engine,
         pipeline: Pipeline,
-        datasets: tuple[Dataset | None, Dataset | None],
+        data: RunData,
         length: RunLength,
-        learning_rate: LearningRate,
+        learning_rates: Mapping[bool, LearningRate],
         checkpointing: Checkpointing,
         outputs: Outputs,
         exits: ExitConditions,
@@ -53,8 +57,7 @@ class Trainer:
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
-        self.train_data, self.valid_data = datasets
-        self.length, self.learning_rate = length, learning_rate
+        self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
@@ -64,17 +67,16 @@ class Trainer:
 
     def run(self) -> Progress:
         """Train, and return where it stopped. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
-        assert self.train_data is not None
-        saved_at = self.progress.iteration
-        with self._batches(self.train_data, consumed=self.progress.consumed_samples) as batches:
+        began = saved_at = self.progress.iteration
+        with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             if self.config.training.eval_at_start and self.progress.iteration == 0:
-                self._evaluate()
+                self._evaluate(self.data.valid)
             while self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
                 if self._due(self.config.training.eval_interval, iteration):
-                    self._evaluate()
+                    self._evaluate(self.data.valid)
                 reason = self.exits.reason(iteration)
                 if reason or self._due(self.config.checkpoint.save_interval, iteration):
                     saved_at = self._save(saved_at)
@@ -83,6 +85,10 @@ class Trainer:
                     break
         self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
+        if began < self.progress.iteration == self.length.last_iteration:
+            self._evaluate(
+                {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
+            )
         return self.progress
 
     def _iterate(self, batches: Batches) -> None:
@@ -93,7 +99,7 @@ class Trainer:
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"
         count = self.length.batch_sizes.micro_batches(consumed)
-        learning_rate = self._set_learning_rate()
+        rates = self._set_learning_rates()
         self._set_rounding(iteration)
         with self.bill.span("data"):
             ids = batches.sample_ids(count)
@@ -119,7 +125,7 @@ class Trainer:
         if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
             release_free_memory()
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
-        self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
+        self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -139,27 +145,33 @@ class Trainer:
             self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
         self.engine.exact_gradients = exact
 
-    def _set_learning_rate(self) -> float:
+    def _set_learning_rates(self) -> dict[str, float]:
+        """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
         position = self.length.position(self.progress) - self.scaling.skipped(self.length.by_samples)
-        rate = self.learning_rate(position)
+        rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.optimizer.torch.param_groups:
-            group["lr"] = rate
-        return rate
+            group["lr"] = rates[group.get(DECOUPLED, False)]
+        apart = self.config.optimizer.decoupled_lr is not None
+        return {"learning_rate": rates[False]} | ({"decoupled_learning_rate": rates[True]} if apart else {})
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
-    def _evaluate(self) -> None:
-        """Report the mean loss over the same eval_iters global batches each time: there is no sampling noise."""
+    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> None:
+        """Report the mean loss of each data set, by its name."""
+        for name, data_set in data_sets.items():
+            self.phase = f"evaluation at iteration {self.progress.iteration}"
+            loss = self._mean_loss(data_set)
+            self.outputs.evaluation(self.progress, loss, name)
+
+    def _mean_loss(self, data_set: Dataset) -> float:
+        """Return the loss over the same eval_iters global batches each time: there is no sampling noise."""
         config = self.config
-        if self.valid_data is None:
-            return
-        self.phase = f"evaluation at iteration {self.progress.iteration}"
         micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
         assert micro and full
         per_step = full // (micro * self.mesh.dp_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.decoder.eval()
-        with self._batches(self.valid_data) as batches, self.engine.evaluation():
+        with self._batches(data_set) as batches, self.engine.evaluation():
             for _ in range(config.training.eval_iters):
                 step = [MicroBatch(**self._to_device(batch)) for batch in batches.next_step(per_step)]
                 losses = self.pipeline.evaluate(step)
@@ -167,13 +179,8 @@ class Trainer:
                     sums[0] += losses.sum()
                 sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
-        loss = float(rows[0] / rows[1].clamp(min=1))
         self.engine.traffic.take()  # of no iteration
-        self.outputs.console.evaluation(self.progress.iteration, loss)
-        if self.outputs.metrics is not None:
-            at = self.progress
-            line = self.outputs.metrics.evaluation(at.iteration, at.consumed_samples, loss)
-            self.outputs.loggers.log(at.iteration, line)
+        return float(rows[0] / rows[1].clamp(min=1))
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration
@@ -221,7 +228,9 @@ class Trainer:
         dist.all_gather_object(every, own)
         return [each for each in every if each is not None]
 
-    def _log(self, loss: float, info: StepInfo, learning_rate: float, seconds: float, samples: int) -> None:
+    def _log(
+        self, loss: float, info: StepInfo, rates: dict[str, float], seconds: float, samples: int
+    ) -> None:
         traffic = self.engine.traffic.take()
         length = self.config.model.seq_length
         assert length
@@ -231,7 +240,7 @@ class Trainer:
             consumed_samples=self.progress.consumed_samples,
             lm_loss=loss,
             grad_norm=info.grad_norm,
-            learning_rate=learning_rate,
+            learning_rate=rates.pop("learning_rate"),
             iteration_time_s=seconds,
             tokens_per_s=samples * length / seconds,
             tflops_per_rank=flops / seconds / self.mesh.world_size / 1e12,
@@ -239,7 +248,13 @@ class Trainer:
             inter_node_bytes=traffic.pop("inter_node_bytes"),
             memory_bytes=peak_memory(self.mesh.device),
             time_bill=self.bill.close(seconds),
-            extra={"batch_size": samples, **_events(info), **self.scaling.metrics(), "bytes": traffic},
+            extra={
+                "batch_size": samples,
+                **rates,
+                **_events(info),
+                **self.scaling.metrics(),
+                "bytes": traffic,
+            },
         )
         for line in info.fallbacks:
             self.outputs.console.warning(line)

@@ -35,12 +35,14 @@ RESET = (
     "lr_warmup_samples",
     "lr_warmup_fraction",
     "min_lr",
+    "decoupled_min_lr",
     "lr_wsd_decay_style",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",
     "exit_interval",
     "exit_duration_in_mins",
     "exit_signal_handler",
+    "kill_switch_path",
     "eval_interval",
     "eval_at_start",
     "distributed_timeout_minutes",
@@ -79,6 +81,9 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     values |= _zero(config, world, layout, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
+    if config.optimizer.decoupled_lr is not None:
+        assert config.optimizer.lr
+        values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:

@@ -115,7 +115,7 @@ def train(values: Values) -> Seen:
                 log(loss, *rest)
 
             run._log = note
-            run.outputs.console.evaluation = lambda _, loss: evaluations.append(loss)
+            run.outputs.console.evaluation = lambda _, loss, *name: evaluations.append(loss)
             run.run()
     finally:
         trainer.Batches = original

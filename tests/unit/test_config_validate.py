@@ -101,6 +101,11 @@ def test_required_options_are_all_named_at_once():
         ({"hidden_dropout": -0.1}, "--hidden-dropout -0.1 must be at least 0"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"min_lr": 1.0}, "--min-lr 1 exceeds --lr 0.001; nearest: 0.001"),
+        ({"decoupled_lr": 1e-4, "min_lr": 2e-4}, "--min-lr 0.0002 exceeds --decoupled-lr 0.0001"),
+        (
+            {"decoupled_lr": 1e-2, "decoupled_min_lr": 0.5},
+            "--decoupled-min-lr 0.5 exceeds --decoupled-lr 0.01",
+        ),
         ({"lr_warmup_iters": 100}, "must be shorter than the decay of 100 that contains it; nearest: 99"),
         ({"lr_decay_style": "WSD"}, "needs --lr-wsd-decay-iters of 1 to 100"),
         ({"lr_decay_style": "WSD", "lr_warmup_iters": 20, "lr_wsd_decay_iters": 90}, "of 1 to 80"),
@@ -148,6 +153,7 @@ def test_faults(changes, part):
     "changes",
     [
         {"adam_beta1": 0.5, "optimizer": "sgd"},
+        {"decoupled_min_lr": 1e-4},
         {"sgd_momentum": 0.5},
         {"profile_step_end": 20},
         {"save_interval": 5},

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,19 @@ def test_exit_duration() -> None:
     assert conditions.reason(2) is None
     now[0] = 220.0
     assert "--exit-duration-in-mins is 2" in (conditions.reason(3) or "")
+
+
+def test_a_kill_switch_is_looked_at_every_iteration_and_agreed_on(tmp_path: Path) -> None:
+    others = [False]
+    file = tmp_path / "kill"
+    conditions = ExitConditions(agree=lambda mine: mine or others[0], kill_switch=str(file))
+    assert conditions.reason(1) is None
+    file.touch()
+    assert conditions.reason(2) == f"--kill-switch-path {file} is there"
+    file.unlink()
+    assert conditions.reason(3) is None
+    others[0] = True
+    assert "another rank" in (conditions.reason(4) or "")
 
 
 def test_ranks_agree_and_call_alike() -> None:
