@@ -63,7 +63,11 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             config.profiling.profile,
             "--profile",
         ),
-        (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
+        (
+            ["wandb_entity", "wandb_exp_name", "wandb_save_dir"],
+            config.logging.wandb_project is not None,
+            "--wandb-project",
+        ),
         (
             ["min_lr", "lr_decay_iters", "lr_decay_samples"],
             opt.lr_decay_style != "constant",

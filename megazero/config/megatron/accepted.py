@@ -149,6 +149,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
+        "follows from --num-query-groups",
+        """
+        group-query-attention
+        """,
+    ),
+    (
         "at a resume the flags always decide the schedule",
         """
         override-lr-scheduler override-opt-param-scheduler
@@ -166,7 +172,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         """
         adlr-autoresume adlr-autoresume-interval=1 check-weight-hash-across-dp-replicas-interval=1 deepscale
         deepspeed disable-flight-recorder-dump-on-timeout disable-flight-recorder-extra-dump-on-exec
-        disable-flight-recorder-include-only-active disable-manual-gc-eval disable-msc
+        disable-flight-recorder-include-only-active disable-manual-gc-eval disable-msc distributed-timeout=1
         distributed-timeout-seconds-after-init=1 empty-unused-memory-each-iter=1 empty-unused-memory-level=1
         enable-experimental enable-msc flight-recorder-dump-path=1 flight-recorder-include-stack-trace
         flight-recorder-trace-buffer-size=1 gpu-sniff-test-interval=1 manual-gc manual-gc-interval=1
