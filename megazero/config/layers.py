@@ -64,8 +64,8 @@ class Layer:
     """This is what one source says: values by field name, errors and notes.
 
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
-    Of Megatron's flags, ``facts`` are those that change nothing here, and ``refused`` those that are not built, by what
-    to do instead; ``implied`` has options with the values that mapped flags give them, and how these were typed.
+    Of Megatron's flags, ``facts`` change nothing here, and ``refused`` are not built, by what to do instead;
+    ``implied`` has options with the values that mapped flags give them, and how these were typed.
     """
 
     source: str
