@@ -26,6 +26,8 @@ def take(layer: Layer, row: Row, typed: str, words: Sequence[str]) -> None:
     if row.kind == REFUSE or meaning is None:
         shown = typed if row.kind == REFUSE else f"{typed} {' '.join(words)}"
         layer.refused.setdefault(row.cure, []).append(shown)
+    elif row.kind == MAP and row.words == "?" and not words:
+        layer.notes.append(f"{typed} has no value and is left out")
     elif row.kind == MAP:
         for name, value in meaning.items():
             layer.implied.append((name, words[0] if value == TYPED else value, " ".join([typed, *words])))

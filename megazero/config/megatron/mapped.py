@@ -15,7 +15,8 @@ DERIVED = (
     "glu_activation",
 )  # of derived.py; no options
 
-# Names whose value is another option's, as it is.
+# Names whose value is another option's, as it is. "=?": without a value, which is a variable of a script that is
+# empty, the flag says nothing, with a note.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "activations-checkpoint-granularity": "recompute_granularity",
@@ -25,7 +26,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "inter-layer-model-parallel-size": "pipeline_model_parallel_size",
         "intra-layer-model-parallel-size": "tensor_model_parallel_size",
         "layernorm-epsilon": "norm_epsilon",
-        "lr-decay-tokens": "lr_decay_tokens",
+        "lr-decay-tokens=?": "lr_decay_tokens",
         "lr-warmup-tokens": "lr_warmup_tokens",
         "min-scale": "min_loss_scale",
         "model-parallel-size": "tensor_model_parallel_size",

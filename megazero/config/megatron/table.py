@@ -62,8 +62,9 @@ def _rows() -> Iterator[Row]:
         yield Row(name, ACCEPT, words, text=reason, cure=cure, values=legal)
     for name, (_, _, reason, cure) in CONDITIONAL.items():
         yield Row(name, ACCEPT, text=reason, cure=cure)
-    for name, option in RENAMED.items():
-        yield Row(name, MAP, "1", sets={option: TYPED})
+    for written, option in RENAMED.items():
+        ((name, words),) = _names(written)
+        yield Row(name, MAP, "1" if words == "0" else words, sets={option: TYPED})
     for name, sets in SWITCHES.items():
         yield Row(name, MAP, sets=sets)
     for name, (by_value, cure) in BY_VALUE.items():
