@@ -120,8 +120,10 @@ def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None
 def parse_split(split: str) -> tuple[float, float, float]:
     """Return the shares of train, valid and test as "969,30,1" gives them.
 
-    Missing shares are 0. Raises ValueError for other text.
+    Missing shares are 0. Quotes that a script left around it are no part of it, as in Megatron. Raises ValueError for
+    other text.
     """
+    split = split.strip("'\"")
     legal = re.fullmatch(r"\s*\d*\.?\d+\s*([,/]\s*\d*\.?\d+\s*){0,2}", split)
     shares = [float(word) for word in re.split("[,/]", split)] if legal else []
     if not sum(shares):

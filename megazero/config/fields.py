@@ -168,8 +168,8 @@ def without_effect(
     options: Mapping[str, Option],
     values: Mapping[str, Any],
     skip: Collection[str] = (),
-) -> Iterator[str]:
-    """Yield a line for each option that was changed although another option makes it meaningless.
+) -> Iterator[tuple[str, str]]:
+    """Yield each option that was changed although another option makes it meaningless, with a line that says it.
 
     Each row of ``table`` has the names, whether they have an effect, and what would give them one.
     ``skip`` has the names that were reported already.
@@ -181,4 +181,4 @@ def without_effect(
             if not holds and value != option.default and name not in said:
                 said.add(name)
                 typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
-                yield f"{typed} has no effect without {cure}; leave it out or add that"
+                yield name, f"{typed} has no effect without {cure}; leave it out or add that"

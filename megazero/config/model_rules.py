@@ -140,6 +140,6 @@ def check_model(model: ModelConfig, tp: int = 1) -> None:
     if not errors:
         errors = [*heads(model), *rotary(model), *mlp(model), *tensor_parallel(model, tp)]
         errors += padded_vocabulary(model, tp)
-        errors += without_effect(conditions(model), options, vars(model))
+        errors += [line for _, line in without_effect(conditions(model), options, vars(model))]
     if errors:
         raise ConfigError(errors)

@@ -12,7 +12,8 @@ from megazero.config.architecture import take_architecture
 from megazero.config.data_files import read_data_files
 from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
-from megazero.config.layers import FACTS, Layer
+from megazero.config.layers import Layer
+from megazero.config.megatron.mapped import DERIVED
 from megazero.config.model import complete
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
@@ -23,7 +24,8 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
-    notes += [f"--{fact}: {FACTS[fact]}" for fact in said.facts]
+    if said.facts or any(name in values for name in DERIVED):
+        errors += _megatron(said, values, notes)
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     values, taken, clashes = take_architecture(values)
@@ -40,6 +42,16 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     errors += read_data_files(values, notes)
     notes += _unused_split(values)
     return _assemble(values, notes), errors
+
+
+def _megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
+    """Complete what Megatron's flags say, and note those that change nothing. Returns error lines."""
+    from megazero.config.megatron.apply import accepted_note, unmet_conditions
+    from megazero.config.megatron.derived import complete_derived
+
+    notes += accepted_note(said.facts)
+    errors = complete_derived(values, notes)
+    return errors + unmet_conditions(said.facts, complete(values))
 
 
 def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:

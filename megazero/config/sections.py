@@ -324,5 +324,6 @@ class LoggingConfig:
     log_dir: str = option("logs", "folder of metrics.jsonl and of the resolved configuration")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
+    wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")
     wandb_exp_name: str | None = option(None, "name of the run there")
     wandb_save_dir: str | None = option(None, "folder of its local files")

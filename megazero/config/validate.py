@@ -1,4 +1,8 @@
-"""One pass over a configuration reports every error at once: the value, the rule, the nearest legal choice."""
+"""One pass over a configuration reports every error at once: the value, the rule, the nearest legal choice.
+
+Of options that another option makes meaningless, megazero's own are errors. Megatron's are notes, since its scripts
+give them and Megatron ignores them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     for needs, rule in RULES:
         if not unknown.intersection(needs):
             errors += rule(config)
-    errors += _without_effect(config, broken)
+    errors += [line for name, line in _without_effect(config, broken) if _own(name)]
     if world is not None:
         errors += _layout(config, world, broken)
     if not config.knows_nodes(world) and config.zero.zero_shard:
@@ -33,8 +37,18 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     return errors
 
 
-def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]:
-    """Report options that were changed although another option makes them meaningless. None is ignored silently."""
+def ignored(config: RunConfig) -> list[str]:
+    """Return notes on Megatron's options that were changed although another option makes them meaningless."""
+    return [line.split("; leave it out")[0] for name, line in _without_effect(config, ()) if not _own(name)]
+
+
+def _own(name: str) -> bool:
+    """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
+    return name.startswith("zero_") or name == "allow_fresh_start"
+
+
+def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield options that were changed although another option makes them meaningless, with a line that says it."""
     opt, save, load = config.optimizer, config.checkpoint.save, config.checkpoint.load
     wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
     weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
@@ -63,7 +77,11 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             config.profiling.profile,
             "--profile",
         ),
-        (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
+        (
+            ["wandb_entity", "wandb_exp_name", "wandb_save_dir"],
+            config.logging.wandb_project is not None,
+            "--wandb-project",
+        ),
         (
             ["min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples"],
             opt.lr_decay_style != "constant",

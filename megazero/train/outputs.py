@@ -80,6 +80,7 @@ def open_outputs(
                 WandbLogger(
                     log.wandb_project,
                     run_id=progress.run_id,
+                    entity=log.wandb_entity,
                     name=log.wandb_exp_name,
                     directory=log.wandb_save_dir,
                     config=resolved,
