@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import DEFAULT_BLOCK, Format
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
+from megazero.kernels.sum_rows import sum_rows
 
 __all__ = ["Blockwise", "Codec", "Identity", "Noise", "decoded"]
 
@@ -69,11 +71,12 @@ class Codec(Protocol):
         out: torch.Tensor,
         accumulate: bool,
         exact: torch.Tensor | None = None,
+        own: Sequence[torch.Tensor] = (),
     ) -> None:
         """Add up the decoded messages [k, m] in the order messages[0], messages[1], ...
 
         The sum goes to out [n] (at least fp32) and exact [e]. With ``accumulate`` it starts from what they
-        hold.
+        hold. own: [n] and [e] of any float dtype, which are added before the messages.
         """
         ...
 
@@ -122,12 +125,12 @@ class Identity:
         out: torch.Tensor,
         accumulate: bool,
         exact: torch.Tensor | None = None,
+        own: Sequence[torch.Tensor] = (),
     ) -> None:
-        if exact is None:
-            _sum_rows(messages, out, accumulate)
-        else:
-            _sum_rows(messages[:, : out.numel()], out, accumulate)
-            _sum_rows(messages[:, out.numel() :], exact, accumulate)
+        regions = (out,) if exact is None else (out, exact)
+        parts = messages.split([x.numel() for x in regions], dim=1)
+        for part, total, first in zip_longest(parts, regions, own):
+            sum_rows(part, total, accumulate, first)
 
 
 @dataclass(frozen=True)
@@ -222,11 +225,15 @@ class Blockwise:
         out: torch.Tensor,
         accumulate: bool,
         exact: torch.Tensor | None = None,
+        own: Sequence[torch.Tensor] = (),
     ) -> None:
         self._check(messages, out.numel(), exact)
+        for total, first in zip((out,) if exact is None else (out, exact), own, strict=False):
+            total.add_(first) if accumulate else total.copy_(first)
+        accumulate = accumulate or bool(own)
         dequantize_accumulate(messages, out, self.form, accumulate)
         if exact is not None:
-            _sum_rows(self.exact(messages, out.numel(), exact.numel()), exact, accumulate)
+            sum_rows(self.exact(messages, out.numel(), exact.numel()), exact, accumulate)
 
     def decode_sum_encode(
         self,
@@ -251,7 +258,7 @@ class Blockwise:
         dequantize_sum_quantize(messages, n, self.form, out, next_codec.form, next_codec._drawn(noise))
         if exact:
             sums = torch.empty(exact, dtype=_sum_dtype(self.exact_dtype), device=messages.device)
-            _sum_rows(self.exact(messages, n, exact), sums, accumulate=False)
+            sum_rows(self.exact(messages, n, exact), sums, accumulate=False)
             next_codec.exact(out, n // rows, exact // rows).copy_(sums.view(rows, -1))
         return out
 
@@ -308,19 +315,3 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
-
-
-def _sum_rows(messages: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """Add messages [k, n] row by row, in order, into out [n], which keeps what it holds if ``accumulate``."""
-    # Chain of adds: on a CPU as fast as torch.sum(dim=0) in fp32 and 1.6x faster in bf16
-    # (5.0 ms against 8.0 ms for 4 x 1M), and the order of the sum is the source order by construction.
-    sources = messages.unbind(0)
-    if accumulate:
-        out.add_(sources[0])
-    elif len(sources) > 1 and messages.dtype == out.dtype:
-        torch.add(sources[0], sources[1], out=out)
-        sources = sources[1:]
-    else:
-        out.copy_(sources[0])
-    for source in sources[1:]:
-        out.add_(source)

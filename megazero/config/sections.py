@@ -89,7 +89,9 @@ class ZeroConfig:
         choices=LIFETIMES,
     )
     zero_prefetch_bytes: int = option(
-        256 * 2**20, "bytes of parameters gathered ahead of use, beyond those of the next module", low=0
+        256 * 2**20,
+        "bytes of parameters gathered ahead of use, or kept for the next one, beyond those of the next module",
+        low=0,
     )
     zero_chunk_numel: int = option(
         2**27,

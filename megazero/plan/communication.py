@@ -8,7 +8,7 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -56,11 +56,13 @@ class Formats:
 class Copies:
     """How long copies live.
 
-    ``uses`` gives, for each part, the units that its modules need, in order of the forward.
+    ``uses`` gives, for each part, the units that its modules need, in order of the forward. prefetch_bytes: how many
+    bytes of parameters may be here ahead of use, beyond those of the next module.
     """
 
     uses: Sequence[Sequence[Sequence[int]]]
     keep_gathered: bool = False
+    prefetch_bytes: int = 0
 
 
 def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
@@ -93,7 +95,7 @@ def model_state(
     """
     axes, levels = grid.data_axes, _levels(grid.data_axes)
     out: Bytes = Counter()
-    gathered = gathers(copies, program)
+    gathered = gathers(copies, program, [(unit.coded + unit.exact) * formats.width for unit in units])
     for index, unit in enumerate(units):
         out += _weights(unit, axes, levels, formats, gathered[index])
         out += _gradients(unit, axes, levels, formats, micro_batches)
@@ -164,27 +166,62 @@ def _gradients(
     return out
 
 
-def gathers(copies: Copies, program: Sequence[tuple[str, int]]) -> Counter[int]:
-    """Return how often each unit is gathered over P in a step: once per use, less where it is still there.
+def gathers(copies: Copies, program: Sequence[tuple[str, int]], sizes: Sequence[int]) -> Counter[int]:
+    """Return how often each unit, of ``sizes`` bytes, is gathered over P in a step: less often than it is used where
+    it is still there.
 
-    After a use a unit stays only if the next module needs it. With ``keep_gathered`` it stays as long as its part
-    comes again.
+    After a use a unit stays if what comes next needs it: the next module, or one within the bytes that may be held
+    ahead. With ``keep_gathered`` it stays as long as its part comes again. In a backward it is in use until its last
+    module there has run.
     """
     visits = [(i, list(visit)) for i, segment in enumerate(program) for visit in _visits(copies, *segment)]
     out: Counter[int] = Counter()
-    held: set[int] = set()
-    for at, (segment, units) in enumerate(visits):
+    in_use: set[int] = set()  # or kept
+    ahead: set[int] = set()
+    for at, (segment, units) in enumerate([(0, []), *visits]):  # the step's begin looks ahead, too
         kind, part = program[segment]
-        out.update(unit for unit in units if unit not in held)
-        held.update(units)
-        again = {u for i, later in visits[at + 1 :] if i == segment and kind != "F" for u in later}
-        following = visits[at + 1][1] if at + 1 < len(visits) else []
-        returns = any(later == part and k != "W" for k, later in program[segment + 1 :])
-        for unit in units:
-            keep = copies.keep_gathered and returns
-            if not (keep or unit in following or unit in again):
-                held.discard(unit)
+        later = visits[at : at + 2 * len(sizes)]
+        out.update(unit for unit in units if unit not in in_use | ahead)
+        in_use.update(units)
+        ahead.difference_update(units)
+        coming = _coming([units for _, units in later], copies, sizes, in_use, ahead)
+        out.update(coming - in_use - ahead)
+        ahead |= coming - in_use
+        # A backward of the input alone ends a module's use when the module before it has begun.
+        lasts = kind == "I" and at < len(visits) and visits[at][0] == segment
+        again = {u for i, needed in visits[at - lasts :] if i == segment and kind != "F" for u in needed}
+        returns = any(other == part and k != "W" for k, other in program[segment + 1 :])
+        if not (copies.keep_gathered and returns):
+            ended = in_use - again
+            in_use -= ended
+            ahead |= ended & coming
     return out
+
+
+def _coming(
+    later: Iterable[Sequence[int]], copies: Copies, sizes: Sequence[int], in_use: set[int], ahead: set[int]
+) -> set[int]:
+    """Return the units that are to be here for later modules: all of the next one, and more within the bytes.
+
+    The next module is the first that needs more than what is in use. What is ahead already counts first.
+    """
+    coming: set[int] = set()
+    budget, reached = copies.prefetch_bytes - sum(sizes[u] for u in ahead), False
+    for units in later:
+        if not reached:
+            coming.update(units)
+            reached = not in_use.issuperset(units)
+            budget += sum(sizes[u] for u in ahead.intersection(units)) if reached else 0
+            continue
+        for unit in units:
+            if unit in coming:
+                continue
+            free = unit in ahead or copies.keep_gathered and unit in in_use
+            budget -= 0 if free else sizes[unit]
+            if budget < 0:
+                return coming
+            coming.add(unit)
+    return coming
 
 
 def _visits(copies: Copies, kind: str, part: int) -> Iterator[Sequence[int]]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 
 import torch
@@ -50,7 +50,8 @@ class Gatherer:
         self.units, self.context, self.lane = units, context, lane
         self.program = Program()
         self.index = {u: i for i, u in enumerate(units)}
-        self.ahead: set[Unit] = set()  # gathered or on the way before use
+        self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
+        self.coming: set[Unit] = set()  # those and the ones in use now that are to stay for a later module
 
     @property
     def evaluating(self) -> bool:
@@ -82,34 +83,38 @@ class Gatherer:
         """Start gathers of what comes next: all that the next module needs, and more within the policy's
         bytes.
 
-        The next module is the first one that needs what is not here, or what was started ahead of it.
+        The next module is the first one that needs what is not here, or what was started ahead of it. What is in use
+        now and comes again within the bytes is noted, and then stays: to drop it would mean to gather it again at
+        once.
         """
         # Bounded in uses, too: a long evaluation is one segment of many forwards.
         modules = islice(self.program.upcoming(), 2 * len(self.units))
-        awaited = ([u for u in map(self.units.__getitem__, needs) if self._awaited(u)] for needs in modules)
-        coming = (units for units in awaited if units)
-        following = next(coming, [])
+        needed = ([self.units[i] for i in needs] for needs in modules)
+        self.coming.clear()
+        following: list[Unit] = []
+        while not any(map(self._awaited, following)) and (units := next(needed, None)):
+            following = units
+            self._start(units)
         budget = self.context.policy.prefetch_bytes
         budget -= sum(u.gather_bytes for u in self.ahead.difference(following))
-        self._start(following)
-        for units in coming:
-            for unit in units:
-                if unit not in self.ahead:
-                    budget -= unit.gather_bytes
-                    if budget < 0:
-                        return
-                    self._start([unit])
+        for unit in chain.from_iterable(needed):
+            if unit not in self.coming:
+                budget -= self._further_bytes(unit)
+                if budget < 0:
+                    return
+                self._start([unit])
 
     def release(self, unit: Unit) -> None:
-        """Drop the gathered parameters unless someone uses them now or next."""
+        """Drop the gathered parameters unless someone uses them now or soon."""
         if not unit.levels.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
             return
-        keep = (
-            self.context.policy.keep_gathered and not self.evaluating and self.program.returns_to(unit.part)
-        )
-        if keep or self.program.next_is(self.index[unit]):
+        if self._kept(unit):
+            hide(unit)
+        elif unit in self.coming:
+            self.ahead.add(unit)
             hide(unit)
         elif unit.full_present:
+            self.ahead.discard(unit)
             self.lane.follow()
             unit.drop_full()
 
@@ -118,31 +123,47 @@ class Gatherer:
         self.lane.drain()
         self.lane.follow()
         self.ahead.clear()
+        self.coming.clear()
         for unit in self.units:
             unit.ticket = None
             if unit.levels.p and not unit.pinned:
                 unit.drop_full()
 
     def _awaited(self, unit: Unit) -> bool:
-        """Whether the unit has to be gathered for a later module, or is on its way to one."""
+        """Whether the unit has to be gathered for a later module, or is here or on its way for one."""
         return unit in self.ahead or not unit.ready and unit.ticket is None
 
+    def _kept(self, unit: Unit) -> bool:
+        """Whether the unit stays gathered between its uses whatever comes next."""
+        if not self.context.policy.keep_gathered or self.evaluating:
+            return False
+        return self.program.returns_to(unit.part)
+
+    def _further_bytes(self, unit: Unit) -> int:
+        """How many bytes the unit takes for a later module that are not counted yet."""
+        if unit in self.ahead:
+            return 0
+        in_use = not self._awaited(unit)
+        return 0 if in_use and (not unit.levels.p or self._kept(unit)) else unit.gather_bytes
+
     def _start(self, units: Sequence[Unit]) -> None:
+        """Gather what is not here yet, ahead of use, and note that all of these are to stay."""
+        self.coming.update(units)
         for unit in units:
-            if unit not in self.ahead:
+            if self._awaited(unit) and unit not in self.ahead:
                 self._launch(unit)
                 self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
         self.context.issued.add(f"g{self.index[unit]}")
-        chain = gather_chain(unit, self.context)
+        moves = gather_chain(unit, self.context)
         refreshed = [hop.level for hop in unit.refresh_hops if unit.stale]
         gathered = [hop.level for hop in unit.gather_hops]
         plan = (*self.context.legs("refresh", refreshed), *self.context.legs("gather", gathered))
         if plan:
-            unit.ticket = self.lane.submit(unit.name, plan, chain)
+            unit.ticket = self.lane.submit(unit.name, plan, moves)
         else:
-            deque(chain, maxlen=0)
+            deque(moves, maxlen=0)
 
 
 def gather_chain(unit: Unit, context: Context) -> Chain:

@@ -53,7 +53,8 @@ class Policy:
         'resident' it is kept across steps. None chooses 'use' where P = OS, 'resident' where P = 1 or the
         refresh sends differences, else 'step'.
     keep_gathered: full parameters live from their first use in a step to its end (one gather a step).
-    prefetch_bytes: how many bytes may be gathered ahead of use, beyond what the next module needs.
+    prefetch_bytes: how many bytes may be gathered ahead of use, or kept for the next one, beyond what the next
+        module needs.
     pending_reductions: how many units' gradients may be on their way before a backward waits for the oldest.
     chunk_numel: a unit with more elements is cut, at parameters, into several units. They are gathered for
         the same module but move one by one: one's hop inside a node runs beside another's across nodes, and

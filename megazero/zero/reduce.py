@@ -305,14 +305,12 @@ class Reduction:
 
         In place the own row is already there.
         """
-        own, out = hop.axis.index, [r.view(-1) for r in sums.rows(hop.level, 1)]
-        if hop.whole:
-            hop.codec.decode_sum(received, out[0], accumulate, *out[1:])
-            return
-        if source.buffer is not sums.buffer:
-            for piece, rows in zip(out, source.rows(hop.level - 1, hop.axis.size), strict=True):
-                piece.add_(rows[own]) if accumulate else piece.copy_(rows[own])
-        hop.codec.decode_sum(received, out[0], True, *out[1:])
+        out = [r.view(-1) for r in sums.rows(hop.level, 1)]
+        in_place, own = source.buffer is sums.buffer, list[torch.Tensor]()
+        if not (hop.whole or in_place):
+            own = [rows[hop.axis.index] for rows in source.rows(hop.level - 1, hop.axis.size)]
+        accumulate = accumulate or in_place and not hop.whole
+        hop.codec.decode_sum(received, out[0], accumulate, *out[1:], own=own)
 
     def _noise(self, hop: Hop) -> Noise:
         rounding = self.context.rounding

@@ -126,7 +126,8 @@ def policy_of(wire: Wire) -> Policy:
 
 def megazero(shards: str, wire: Wire | None = None) -> Contestant:
     """A preset's factors, or '1,1,d'; exact without ``wire``."""
-    policy = policy_of(wire) if wire else Policy()
+    # Nothing ahead but the next module: these small models would fit in the default and be gathered once per step.
+    policy = replace(policy_of(wire) if wire else Policy(), prefetch_bytes=0)
 
     def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
         ranks = nodes * ranks_per_node

@@ -61,9 +61,10 @@ def test_kernels_every_operation_at_every_width(rehearsal: Setting) -> None:
     record = Record()
     kernels.run(rehearsal, record)
     assert not failed(record)
-    assert {row["bits"] for row in record.rows} == {8, 4, 2}
+    assert {row["bits"] for row in record.rows} == {32, 16, 8, 4, 2}
     assert {row["operation"] for row in record.rows} == {
         "encode fp32", "encode bf16", "decode bf16", "decode-add bf16", "decode-sum fp32", "decode-sum-encode",
+        "sum",
     }  # fmt: skip
     assert all(row["of a copy"] > 0 for row in record.rows)
 
