@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.bound import error_bound
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
@@ -30,7 +31,7 @@ from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
 from megazero.kernels.sum_rows import sum_rows
 
-__all__ = ["Blockwise", "Codec", "Identity", "Noise", "decoded"]
+__all__ = ["Blockwise", "Codec", "Identity", "Noise", "decoded", "encoded"]
 
 ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
@@ -100,7 +101,7 @@ class Identity:
     ) -> torch.Tensor:
         """Encode as the protocol says. Nothing is rounded at random, so noise has no effect.
 
-        Returns x itself if neither exact nor out is given and x already has the wire's dtype.
+        Returns x itself if neither exact nor out is given and x already has the wire's dtype. ``out`` may be x.
         """
         if exact is None and out is None:
             return x.to(self.wire_dtype)
@@ -108,7 +109,8 @@ class Identity:
         if out is None:
             m = n + (0 if exact is None else exact.shape[1])
             out = torch.empty(len(x), m, dtype=self.wire_dtype, device=x.device)
-        out[:, :n].copy_(x)
+        if out.data_ptr() != x.data_ptr():
+            out[:, :n].copy_(x)
         if exact is not None:
             out[:, n:].copy_(exact)
         return out
@@ -244,22 +246,24 @@ class Blockwise:
         *,
         exact: int = 0,
         noise: Noise | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Do the middle of two hops: sum messages by source, and encode the sum for the next hop.
 
         messages [k, m] (uint8) hold n coded and ``exact`` exact elements. The sum is encoded with next_codec
-        as ``rows`` slices of n / rows elements (and exact / rows). Returns uint8 [rows, next m]. Raises
-        ValueError if n or exact does not cut into equal rows.
+        as ``rows`` slices of n / rows elements (and exact / rows). Returns uint8 [rows, next m], ``out`` if it is
+        given. Raises ValueError if n or exact does not cut into equal rows.
         noise: next_codec's; its start is the global index of the sum's first element.
         """
         if n % rows or exact % rows:
             raise ValueError(f"{n} coded and {exact} exact elements do not cut into {rows} equal slices")
-        out = next_codec._message(rows, n // rows, exact // rows, messages.device, None)
+        out = next_codec._message(rows, n // rows, exact // rows, messages.device, out)
         dequantize_sum_quantize(messages, n, self.form, out, next_codec.form, next_codec._drawn(noise))
         if exact:
-            sums = torch.empty(exact, dtype=_sum_dtype(self.exact_dtype), device=messages.device)
-            sum_rows(self.exact(messages, n, exact), sums, accumulate=False)
-            next_codec.exact(out, n // rows, exact // rows).copy_(sums.view(rows, -1))
+            with SCRATCH.frame(messages.device) as frame:
+                sums = frame.take(exact, _sum_dtype(self.exact_dtype))
+                sum_rows(self.exact(messages, n, exact), sums, accumulate=False)
+                next_codec.exact(out, n // rows, exact // rows).copy_(sums.view(rows, -1))
         return out
 
     def exact(self, messages: torch.Tensor, n: int, e: int) -> torch.Tensor:
@@ -297,14 +301,31 @@ class Blockwise:
         return out
 
 
+def encoded(
+    codec: Codec, regions: Sequence[torch.Tensor], take: Take, noise: Noise | None = None
+) -> torch.Tensor:
+    """Encode rows [k, n], one tensor per region, into messages [k, m] in a buffer that ``take`` gives.
+
+    Rows that are sent as they are, of one region, are their own messages: nothing is copied.
+    """
+    if isinstance(codec, Identity) and len(regions) == 1 and regions[0].dtype == codec.wire_dtype:
+        return regions[0]
+    rows, m = len(regions[0]), codec.message_numel(*(r.shape[1] for r in regions))
+    return codec.encode(*regions, noise=noise, out=take(rows * m, codec.wire_dtype).view(rows, m))
+
+
 def decoded(
-    codec: Codec, messages: torch.Tensor, like: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    codec: Codec,
+    messages: torch.Tensor,
+    like: Sequence[torch.Tensor],
+    take: Take,
+    dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Decode messages [k, m] into new tensors, one [k, n] per region.
+    """Decode messages [k, m] into buffers that ``take`` gives, one [k, n] per region.
 
     They have the shapes of ``like``, and its dtype unless ``dtype`` is given.
     """
-    out = [torch.empty_like(x, dtype=dtype) for x in like]
+    out = [take(x.numel(), dtype or x.dtype).view(x.shape) for x in like]
     codec.decode(messages, *out)
     return out
 

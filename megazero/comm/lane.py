@@ -49,14 +49,18 @@ class CommunicationError(RuntimeError):
     """A collective failed or timed out. The message names the rank, the lane, the unit and the axis."""
 
 
+def _nothing() -> None:
+    """Release nothing: the chain reads no memory of the compute stream that comes free."""
+
+
 @dataclass(eq=False)
 class Ticket:
-    """A chain in flight. ``keep`` references the collectives' inputs until the chain's event has passed."""
+    """A chain in flight. ``release`` is called when the current stream comes after it, which may be twice."""
 
     label: str
     plan: tuple[Leg, ...]
     chain: Chain
-    keep: tuple[torch.Tensor, ...] = ()
+    release: Callable[[], object] = _nothing
     work: dist.Work | None = None
     issued: int = 0
     done: bool = False
@@ -90,10 +94,10 @@ class Lane:
                 stream.wait_event(event)
 
     def submit(
-        self, label: str, plan: tuple[Leg, ...], chain: Chain, keep: tuple[torch.Tensor, ...] = ()
+        self, label: str, plan: tuple[Leg, ...], chain: Chain, release: Callable[[], object] = _nothing
     ) -> Ticket:
-        """Start a chain. ``keep`` holds the tensors of the compute stream that the chain reads."""
-        ticket = Ticket(label, plan, chain, keep)
+        """Start a chain. ``release`` lets go of the compute stream's buffers that the chain reads."""
+        ticket = Ticket(label, plan, chain, release)
         if self.streams:
             self._run_through(ticket)
         else:
@@ -134,12 +138,13 @@ class Lane:
         """Return when the chain's results may be used on the current stream."""
         if self.streams:
             self._wait_event(ticket)
-            return
-        if ticket.done:
-            return
-        self.poll()
-        if ticket.done:
-            return
+        else:
+            self._wait_works(ticket)
+        ticket.release()
+
+    def _wait_works(self, ticket: Ticket) -> None:
+        if not ticket.done:
+            self.poll()
         while not ticket.done:
             first = next(t for t in self.tickets if not t.done)
             with self.timed(f"exposed_{first.plan[max(first.issued - 1, 0)].hop}"):
@@ -230,7 +235,6 @@ class Lane:
             if len(self.stalls) > STALLS:
                 self._add_up(*self.stalls.popleft())
         stream.wait_event(ticket.event)
-        ticket.keep = ()  # its memory is the compute stream's, which now comes after the chain
 
 
 def no_timing(_: str) -> Any:

@@ -105,16 +105,17 @@ class Mesh:
         """
         return any(a.index for a in self.data_axes if a.spec.role == "replica")
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows [world, k] of all ranks by rank, with the dtype of ``row``, for ordered sums of scalars.
 
-        ``row`` is 1-D, [k], on ``device``, and k is the same on all ranks.
+        ``row`` is 1-D, [k], on ``device``, and k is the same on all ranks. The rows are written to ``out`` if it is
+        given, which is contiguous; else they are a new tensor.
         """
+        out = row.new_empty(self.world_size, row.numel()) if out is None else out
         if self.world_size == 1:
-            return row[None].clone()
-        out = row.new_empty(self.world_size * row.numel())
-        all_gather_flat(out, row.contiguous())
-        return out.view(self.world_size, -1)
+            return out.copy_(row[None])
+        all_gather_flat(out.view(-1), row.contiguous())
+        return out
 
     def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows [d, k] of this rank's data-parallel group, in its order, with the dtype of ``row``.

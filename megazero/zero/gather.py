@@ -11,12 +11,11 @@ had been given at the lane's last ``follow`` and not behind what it was given si
 all compute that was enqueued before it. ``follow`` is called at every drop, and when gathers begin outside of
 a step (``begin_step``, evaluation, ``gathered``, ``refresh``, a forward between steps). That is enough:
 
-- Memory. Buffers that come and go (full, copy, passing messages) are allocated inside chains, so the
-allocator takes
+- Memory. Buffers that come and go (full, copy) are allocated inside chains, so the allocator takes
   them from blocks that were allocated on the same stream before. Such a block came free in a chain of that
   stream (then the order of the stream is enough) or by a drop. Before a drop the compute stream has waited
   for every chain that wrote or read the buffer, and all that reads it has been enqueued: what follows the
-  drop follows those.
+  drop follows those. Passing messages are taken and closed inside one chain (kernels/arena.py).
 - Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step
 and the
   next time that gathers begin, with nothing in flight (``drop_all``). Chains of one unit follow each other.
@@ -35,6 +34,7 @@ import torch
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import start_gather
 from megazero.comm.lane import Chain, Lane
+from megazero.kernels.arena import Take
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.program import EVALUATION, Program, Segment
@@ -178,13 +178,16 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
     unit.materialise_full()
     if not unit.gather_hops:
         return
-    every = unit.full if unit.direct else unit.new_wire(0)
-    for hop in unit.gather_hops:
-        own = unit.copy if hop.level == unit.levels.p else every[hop.own]
-        yield start_gather(context.axis(hop.level), every[hop.into], own, "gather", context.traffic)
-    if not unit.direct:
-        rows = prod(unit.wire.sizes)
-        unit.codec.decode(every.view(rows, -1), *Slice(unit.layout, unit.full, 0).rows(0, rows))
+    with context.frame() as frame:
+        every = unit.full
+        if not unit.direct:
+            every = frame.take(unit.wire.level_numel(0), unit.codec.wire_dtype)
+        for hop in unit.gather_hops:
+            own = unit.copy if hop.level == unit.levels.p else every[hop.own]
+            yield start_gather(context.axis(hop.level), every[hop.into], own, "gather", context.traffic)
+        if not unit.direct:
+            rows = prod(unit.wire.sizes)
+            unit.codec.decode(every.view(rows, -1), *Slice(unit.layout, unit.full, 0).rows(0, rows))
 
 
 def _refresh(unit: Unit, context: Context) -> Chain:
@@ -193,18 +196,19 @@ def _refresh(unit: Unit, context: Context) -> Chain:
     Each OS slice (or its difference to R) is encoded once per update, and the messages are all-gathered over
     the axes between P and OS.
     """
-    messages = unit.open_refresh()
-    _encode(unit, messages, context)
-    for hop in unit.refresh_hops:
-        own, into = messages[hop.own], messages[hop.into]
-        yield start_gather(context.axis(hop.level), into, own, "refresh", context.traffic)
-    if unit.delta or not (unit.levels.p or unit.direct):  # else they were received in the P copy
-        rows = prod(unit.refresh_wire.sizes[unit.levels.p :])
-        regions = Slice(unit.layout, unit.copy, unit.levels.p).rows(unit.levels.p, rows)
-        if unit.delta and isinstance(unit.refresh_codec, Blockwise):
-            unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
-        else:
-            unit.refresh_codec.decode(messages.view(rows, -1), *regions)
+    with context.frame() as frame:
+        messages = unit.open_refresh(frame.take)
+        _encode(unit, messages, context)
+        for hop in unit.refresh_hops:
+            own, into = messages[hop.own], messages[hop.into]
+            yield start_gather(context.axis(hop.level), into, own, "refresh", context.traffic)
+        if unit.delta or not (unit.levels.p or unit.direct):  # else they were received in the P copy
+            rows = prod(unit.refresh_wire.sizes[unit.levels.p :])
+            regions = Slice(unit.layout, unit.copy, unit.levels.p).rows(unit.levels.p, rows)
+            if unit.delta and isinstance(unit.refresh_codec, Blockwise):
+                unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
+            else:
+                unit.refresh_codec.decode(messages.view(rows, -1), *regions)
     unit.copy_version = unit.master_version
     used = partial(used_weights, unit)
     context.rounding.measure(unit, unit.refresh_codec, WEIGHTS, unit.master, used)
@@ -217,27 +221,32 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
     message = messages[own.span].view(1, -1)
     source = Slice(unit.layout, unit.master, levels.os).rows(levels.os, 1)
     if unit.direct and not unit.delta:
-        # A cast, or nothing where master is the copy.
-        unit.codec.decode(unit.codec.encode(source[0]), message)
+        unit.codec.encode(source[0], out=message)  # a cast, or nothing where master is the copy
         return
-    if unit.delta and unit.codecs.weights is not None:
-        held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
-        source[0] = source[0].to(unit.dtype).to(unit.sum_dtype) - held
     start = unit.layout.pieces(levels.os)[0].start
     noise = context.rounding.noise(unit, "refresh", start)
-    unit.refresh_codec.encode(*source, noise=noise, out=message)
+    with context.frame() as frame:
+        if unit.delta and unit.codecs.weights is not None:
+            held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
+            rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source[0])
+            difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
+            source[0] = difference.copy_(rounded).sub_(held)
+        unit.refresh_codec.encode(*source, noise=noise, out=message)
 
 
-def used_weights(unit: Unit) -> torch.Tensor:
+def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
     """Return what forwards see of this rank's OS slice, once the P copy is current: compact [n/OS],
-    master's dtype.
+    master's dtype. It lies in a buffer from ``take``; without one it is a new tensor.
     """
-    levels = unit.levels
+    take = take or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=unit.device))
+    levels, numel = unit.levels, unit.layout.level_numel(unit.levels.os)
+    out = take(numel, unit.sum_dtype)
     if unit.delta or not levels.p:
-        rows = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)
-        return torch.cat([r.view(-1) for r in rows]).to(unit.sum_dtype)
-    out = torch.empty(unit.layout.level_numel(levels.os), dtype=unit.dtype, device=unit.device)
+        held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)
+        for rows, used in zip(held, Slice(unit.layout, out, levels.os).rows(levels.os, 1), strict=True):
+            used.copy_(rows)
+        return out
     (own,) = unit.wire.within(levels.os, levels.p)
-    message = unit.copy[own.span].view(1, -1)
-    unit.codec.decode(message, *Slice(unit.layout, out, levels.os).rows(levels.os, 1))
-    return out.to(unit.sum_dtype)
+    message, read = unit.copy[own.span].view(1, -1), take(numel, unit.dtype)
+    unit.codec.decode(message, *Slice(unit.layout, read, levels.os).rows(levels.os, 1))
+    return out.copy_(read)

@@ -31,8 +31,9 @@ class Landed:
 
 
 class LoneMesh(Mesh):
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        return row.expand(self.world_size, -1)
+    def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        rows = row.expand(self.world_size, -1)
+        return rows if out is None else out.copy_(rows)
 
     def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
         return row.expand(self.dp_size, -1)
