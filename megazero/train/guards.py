@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any, Self
 
+from megazero.train.exit_status import ExitStatus
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -98,6 +100,8 @@ class ExitConditions:
 class NonFiniteLoss(RuntimeError):
     """The loss, or the gradient norm of too many steps in a row, was NaN or infinite."""
 
+    exit_status = ExitStatus.NON_FINITE
+
 
 @dataclass(frozen=True)
 class LocalStep:
@@ -176,6 +180,8 @@ def _shortened(samples: Sequence[int]) -> str:
 
 class RankFailure(RuntimeError):
     """A collective failed because another rank died, hung or left."""
+
+    exit_status = ExitStatus.RANK_LOST
 
 
 # What gloo, NCCL and the store say (torch 2.11 to 2.13), lower case, and what it means.

@@ -19,6 +19,7 @@ from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
+from megazero.train.exit_status import ExitStatus
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
 from megazero.train.learning_rate import LearningRate
 from megazero.train.metrics import IterationMetrics
@@ -62,8 +63,8 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def run(self) -> Progress:
-        """Train, and return where it stopped. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
+    def run(self) -> ExitStatus:
+        """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         assert self.train_data is not None
         saved_at = self.progress.iteration
         with self._batches(self.train_data, consumed=self.progress.consumed_samples) as batches:
@@ -83,7 +84,8 @@ class Trainer:
                     break
         self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
-        return self.progress
+        finished = self.progress.iteration >= self.length.last_iteration
+        return ExitStatus.FINISHED if finished else ExitStatus.STOPPED
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()

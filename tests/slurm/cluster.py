@@ -51,6 +51,7 @@ SlurmdTimeout=10
 KillWait={kill_wait}
 MinJobAge=3600
 JobRequeue=1
+GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobCompType=jobcomp/filetxt
@@ -110,9 +111,15 @@ class Cluster:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
-    def submit(self, script: Path, *words: str, environ: Mapping[str, str] | None = None) -> int:
-        """Submit a batch script with options and arguments: ``words`` come before and after it, parted by "--"."""
-        options, _, arguments = _part(words, "--")
+    def submit(
+        self,
+        script: Path,
+        arguments: Sequence[str] = (),
+        *,
+        options: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> int:
+        """Submit a batch script, with sbatch's own options before it. Returns the job's number."""
         return int(self.call("sbatch", "--parsable", *options, str(script), *arguments, environ=environ))
 
     def job(self, number: int) -> dict[str, str]:
@@ -177,9 +184,15 @@ class Cluster:
             address=HEAD_ADDRESS,
             kill_wait=self.kill_wait,
             grace=self.grace,
-            nodes="\n".join(f"NodeName={name} NodeAddr={at} CPUs=12 State=UNKNOWN" for name, at in nodes),
+            nodes="\n".join(
+                f"NodeName={name} NodeAddr={at} CPUs=12 Gres=gpu:8 State=UNKNOWN" for name, at in nodes
+            ),
         )
         (self.folder / "slurm.conf").write_text(text)
+        # GPUs in name only: files where devices would be.
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
+        for i in range(8):
+            (self.folder / f"gpu{i}").touch()
 
     def _daemon(self, command: Sequence[str], member: int) -> None:
         log = (self.folder / f"{command[0]}-{member}.out").open("ab")
@@ -216,11 +229,6 @@ def until(
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what a SLURM around this process has set."""
     return {name: value for name, value in environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-
-
-def _part(words: Sequence[str], at: str) -> tuple[list[str], str, list[str]]:
-    index = list(words).index(at) if at in words else len(words)
-    return list(words[:index]), at, list(words[index + 1 :])
 
 
 def main() -> int:
