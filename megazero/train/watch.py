@@ -220,8 +220,8 @@ class Watch:
             pass  # the line that names the ranks matters more
 
     def _leave(self, line: str | None, missing: Sequence[Beat]) -> None:
-        if self.rank == 0:
-            time.sleep(self.interval)  # it may hold the store where the others are about to read
+        if self.rank == 0 or any(beat.rank == 0 for beat in missing):
+            time.sleep(self.interval)  # rank 0 may hold the store where the others are about to read
         for beat in missing:
             if beat.host == self._host and beat.rank != self.rank and started(beat.pid) == beat.start:
                 os.kill(beat.pid, signal.SIGKILL)  # a stopped process ends by nothing else
