@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any, Self
 
+from megazero.train.exit_status import ExitStatus
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -108,9 +110,13 @@ class ExitConditions:
 class NotStarted(Exception):
     """The run was told not to begin. That is no failure."""
 
+    exit_status = ExitStatus.SWITCHED_OFF
+
 
 class NonFiniteLoss(RuntimeError):
     """The loss, or the gradient norm of too many steps in a row, was NaN or infinite."""
+
+    exit_status = ExitStatus.NON_FINITE
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,8 @@ def _shortened(samples: Sequence[int]) -> str:
 
 class RankFailure(RuntimeError):
     """A collective failed because another rank died, hung or left."""
+
+    exit_status = ExitStatus.RANK_LOST
 
 
 # What gloo, NCCL and the store say (torch 2.11 to 2.13), lower case, and what it means.

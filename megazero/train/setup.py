@@ -21,6 +21,7 @@ from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
+from megazero.train.exit_status import ExitStatus, record, status_of
 from megazero.train.guards import (
     ExitConditions,
     NonFiniteLoss,
@@ -44,6 +45,8 @@ def main(config: RunConfig, launch: Launch) -> int:
     """Train as configured; the process's exit status. Every expected failure is one clear message."""
     began = time.monotonic()
     trainer: Trainer | None = None
+    if launch.rank == 0:
+        record(config.logging.log_dir, None)
     with ExitStack() as stack:
         try:
             with readable_failures(
@@ -54,29 +57,36 @@ def main(config: RunConfig, launch: Launch) -> int:
             ):
                 trainer = prepare(config, launch, stack, began)
                 with trainer.outputs.console:
-                    trainer.run()
+                    status = trainer.run()
         except NotStarted as told:
+            status = told.exit_status
             if launch.rank == 0:
                 print(told, flush=True)
         except (ValueError, NonFiniteLoss, RankFailure, OSError) as error:
-            _fail(launch, error)
+            _fail(config, launch, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
-            _fail(launch, error)
+            _fail(config, launch, error)
+    if launch.rank == 0:
+        record(config.logging.log_dir, status)
     if dist.is_initialized():
+        dist.barrier()  # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED
         dist.destroy_process_group()
-    return 0
+    return status
 
 
-def _fail(launch: Launch, error: Exception) -> None:
+def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
     """Say it and leave without waiting for collectives that can no longer complete."""
+    status = status_of(error)
+    if launch.rank == 0:
+        record(config.logging.log_dir, status)
     # A user's mistake is mostly the same on all ranks and said once; what is about one rank is said by it.
     if not isinstance(error, ValueError) or _first_to_say(f"{error}"):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if launch.rank == 0 and launch.world_size > 1:
         time.sleep(1)  # it may hold the store where the others ask whether the message was said
-    os._exit(1)
+    os._exit(status)
 
 
 def _first_to_say(text: str) -> bool:

@@ -20,6 +20,7 @@ from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
+from megazero.train.exit_status import ExitStatus
 from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
@@ -65,8 +66,8 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def run(self) -> Progress:
-        """Train, and return where it stopped. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
+    def run(self) -> ExitStatus:
+        """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         began = saved_at = self.progress.iteration
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             if self.config.training.eval_at_start and self.progress.iteration == 0:
@@ -89,7 +90,8 @@ class Trainer:
             self._evaluate(
                 {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
             )
-        return self.progress
+        finished = self.progress.iteration >= self.length.last_iteration
+        return ExitStatus.FINISHED if finished else ExitStatus.STOPPED
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()
