@@ -21,7 +21,7 @@ from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
-from megazero.train.exit_status import ExitStatus, record, status_of
+from megazero.train.exit_status import record, status_of
 from megazero.train.guards import (
     ExitConditions,
     NonFiniteLoss,

@@ -52,7 +52,7 @@ def test_layouts_and_a_resume_are_one_rank(tmp_path: Path, untied: bool) -> None
 
 
 def told(values: dict[str, Any], path: str, after: int) -> tuple[str, int]:
-    """What ended the run, and its iterations. The last rank alone sees the file, from its look number ``after`` on."""
+    """What ended the run, and its iterations. The last rank alone sees the file, from its look ``after`` on."""
     exists, looks = os.path.exists, []
 
     def seen(name: Any) -> bool:
