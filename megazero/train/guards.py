@@ -58,11 +58,10 @@ class ExitConditions:
     has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
     when one was received.
 
-    agree(flag) returns true on every rank if the flag is true on any rank. It is a collective, and is called once per
-    iteration, on all ranks, only if a duration or signals are given.
+    In every iteration the ranks tell each other whether they have a reason of their own, with the step's scalars.
+    What comes after that counts in the next iteration.
     """
 
-    agree: Callable[[bool], bool]
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
     signals: StopSignals | None = None
@@ -75,18 +74,19 @@ class ExitConditions:
         if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
             raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
 
-    def reason(self, iteration: int) -> str | None:
-        """Return why to stop after `iteration`, or None. Every rank gets the same answer to whether to stop."""
-        mine = self._own_reason()
-        if (self.signals is not None or self.exit_duration_in_mins is not None) and self.agree(
-            mine is not None
-        ):
-            return mine or "another rank received a signal or reached --exit-duration-in-mins"
+    def reason(self, iteration: int, own: str | None, any_rank: bool) -> str | None:
+        """Return why to stop after `iteration`, or None. Every rank gets the same answer to whether to stop.
+
+        own: what `own_reason` returned in this iteration. any_rank: whether it returned a reason on some rank.
+        """
+        if any_rank:
+            return own or "another rank received a signal or reached --exit-duration-in-mins"
         if self.exit_interval is not None and iteration % self.exit_interval == 0:
             return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
         return None
 
-    def _own_reason(self) -> str | None:
+    def own_reason(self) -> str | None:
+        """Return why this rank would stop now: a signal, or the time that the run has lasted."""
         if self.signals is not None and self.signals.received is not None:
             return f"received {self.signals.received.name}"
         minutes = (self.clock() - self.began) / 60
