@@ -59,14 +59,13 @@ class ExitConditions:
 
     exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
     has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
-    when one was received. halt: the run stops at this iteration, for this reason.
-    when one was received. kill_switch: the run stops when there is a file of this name.
+    when one was received. halt: the run stops at this iteration, for this reason. kill_switch: the run stops when
+    there is a file of this name.
 
-    agree(flag) returns true on every rank if the flag is true on any rank. It is a collective, and is called once per
-    iteration, on all ranks, only if a duration, signals or a kill switch are given.
+    In every iteration the ranks tell each other whether they have a reason of their own, with the step's scalars.
+    What comes after that counts in the next iteration.
     """
 
-    agree: Callable[[bool], bool]
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
     signals: StopSignals | None = None
@@ -81,13 +80,14 @@ class ExitConditions:
         if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
             raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
 
-    def reason(self, iteration: int) -> str | None:
-        """Return why to stop after `iteration`, or None. Every rank gets the same answer to whether to stop."""
-        mine = self._own_reason()
-        asked = (self.signals, self.exit_duration_in_mins, self.kill_switch)
-        if any(each is not None for each in asked) and self.agree(mine is not None):
+    def reason(self, iteration: int, own: str | None, any_rank: bool) -> str | None:
+        """Return why to stop after `iteration`, or None. Every rank gets the same answer to whether to stop.
+
+        own: what `own_reason` returned in this iteration. any_rank: whether it returned a reason on some rank.
+        """
+        if any_rank:
             return (
-                mine
+                own
                 or "another rank received a signal, reached --exit-duration-in-mins or saw its kill switch"
             )
         if self.halt is not None and iteration >= self.halt[0]:
@@ -96,7 +96,8 @@ class ExitConditions:
             return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
         return None
 
-    def _own_reason(self) -> str | None:
+    def own_reason(self) -> str | None:
+        """Return why this rank would stop now: a signal, or the time that the run has lasted."""
         if self.signals is not None and self.signals.received is not None:
             return f"received {self.signals.received.name}"
         if self.kill_switch is not None and os.path.exists(self.kill_switch):
