@@ -5,7 +5,7 @@ It fills in family defaults, derived sizes, the ZeRO preset and the notes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megazero.config.architecture import take_architecture
@@ -14,7 +14,7 @@ from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
 from megazero.config.layers import Layer
 from megazero.config.megatron.mapped import DERIVED
-from megazero.config.model import complete
+from megazero.config.model import ModelConfig, complete
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
@@ -30,6 +30,7 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     values, taken, clashes = take_architecture(values)
     notes, errors = [*notes, *taken], [*errors, *clashes]
+    notes += _unlike_megatron(values, said.facts)
     values = complete(values)
     errors += _complete_zero(values, notes)
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
@@ -52,6 +53,24 @@ def _megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str
     notes += accepted_note(said.facts)
     errors = complete_derived(values, notes)
     return errors + unmet_conditions(said.facts, complete(values))
+
+
+def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterator[str]:
+    """Note what a command line of Megatron would make of the same flags, where that is another model."""
+    if said.get("model_family") not in (None, ModelConfig.model_family):
+        return
+    groups = said.get("num_query_groups")
+    if (
+        groups is not None
+        and "group-query-attention" not in facts
+        and groups != said.get("num_attention_heads")
+    ):
+        yield (
+            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
+            "confirms it"
+        )
+    if said.get("add_bias_linear") is False and not said.get("swiglu") and not said.get("squared_relu"):
+        yield "GELU is its tanh form; Megatron computes it exactly where linears have no biases"
 
 
 def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:

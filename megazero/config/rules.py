@@ -5,6 +5,7 @@ Each rule yields error lines with the nearest legal choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from megazero.config import model_rules, pipeline_rules, wire_rules
@@ -92,12 +93,12 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             yield f"{name} {floor:g} exceeds --decoupled-lr {opt.decoupled_lr:g}; nearest: {opt.decoupled_lr:g}{cure}"
     if lengths.total and lengths.warmup >= lengths.decay:
         yield (
-            f"a warm-up of {lengths.warmup} {lengths.unit} must be shorter than the decay of {lengths.decay} that "
-            f"contains it; nearest: {max(lengths.decay - 1, 0)}"
+            f"a warm-up of {lengths.warmup:.15g} {lengths.unit} must be shorter than the decay of {lengths.decay} "
+            f"that contains it; nearest: {max(lengths.decay - 1, 0)}"
         )
     if opt.lr_decay_style != "WSD" or not lengths.total:
         return
-    room = lengths.decay - lengths.warmup
+    room = math.floor(lengths.decay - lengths.warmup)
     if not 0 < lengths.wsd_decay <= room:
         unit = "iters" if lengths.unit == "iterations" else "samples"
         yield (

@@ -56,12 +56,15 @@ class World:
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """This has the lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'."""
+    """This has the lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'.
+
+    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``.
+    """
 
     unit: str
     total: int
     decay: int
-    warmup: int
+    warmup: float
     wsd_decay: int
 
 
@@ -185,10 +188,10 @@ class RunConfig:
         opt, by_samples = self.optimizer, self.training.train_samples is not None
         total = (self.training.train_samples if by_samples else self.training.train_iters) or 0
         decay = (opt.lr_decay_samples if by_samples else opt.lr_decay_iters) or total
-        warmup = opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters
+        warmup: float = opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters
         fraction = opt.lr_warmup_fraction
         if fraction is not None and 0 <= fraction < 1:  # another one is reported as illegal
-            warmup = int(fraction * decay)
+            warmup = fraction * decay
         wsd = (opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0
         return ScheduleLengths("samples" if by_samples else "iterations", total, decay, warmup, wsd)
 

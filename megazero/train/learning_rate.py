@@ -3,7 +3,8 @@
 Values equal megatron-core's OptimizerParamScheduler (compared bit for bit in the tests). The unit of
 progress is the caller's: iterations or samples, the same one for `consumed`, `warmup`, `decay` and
 `wsd_decay`. Iteration n (counted from 0) uses the rate at the progress made *before* it, so with a
-warm-up from 0 the first iteration has rate 0, as in Megatron. Nothing is stored: a resumed run
+warm-up from 0 the first iteration has rate 0, as in Megatron. A warm-up that is a fraction of
+the decay need not be whole. Nothing is stored: a resumed run
 has the rate of the uninterrupted one by construction. Weight decay is constant.
 """
 
@@ -51,7 +52,7 @@ class LearningRate:
     peak: float
     decay: int
     minimum: float = 0.0
-    warmup: int = 0
+    warmup: float = 0
     warmup_init: float = 0.0
     style: str = "linear"
     wsd_decay: int | None = None
