@@ -1,4 +1,4 @@
-"""Names that torchtitan and DeepSpeed have for what is an option here: no flags, but understood in errors.
+"""Names that torchtitan, DeepSpeed and Hugging Face have for what is an option here: no flags, but understood in errors.
 
 torchtitan's names are of all its releases, with - for _.
 """
@@ -131,6 +131,26 @@ WITHOUT = """
     training.mixed-precision-reduce training.precompute-float8-dynamic-scale-for-fsdp validation.dataset
     validation.dataset-path validation.enable validation.enabled validation.local-batch-size validation.seq-len
 """
+# Of Hugging Face's Trainer.
+HUGGING_FACE: Mapping[str, str] = MappingProxyType(
+    {
+        "eval-steps": "eval_interval",
+        "gradient-checkpointing": "recompute_granularity",
+        "learning-rate": "lr",
+        "logging-steps": "log_interval",
+        "lr-scheduler-type": "lr_decay_style",
+        "max-grad-norm": "clip_grad",
+        "max-steps": "train_iters",
+        "num-train-epochs": "train_iters",
+        "output-dir": "save",
+        "per-device-train-batch-size": "micro_batch_size",
+        "resume-from-checkpoint": "load",
+        "save-steps": "save_interval",
+        "save-total-limit": "save_keep_last",
+        "warmup-ratio": "lr_warmup_fraction",
+        "warmup-steps": "lr_warmup_iters",
+    }
+)
 # What DeepSpeed's keys are here where config/deepspeed.py translates the value, too.
 DEEPSPEED: Mapping[str, str] = MappingProxyType(
     {

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from heapq import nlargest
 
-from megazero.config.elsewhere import deepspeed_names, torchtitan_names
+from megazero.config.elsewhere import HUGGING_FACE, deepspeed_names, torchtitan_names
 from megazero.config.layers import all_switches
 from megazero.config.megatron.apply import derived_options, spelled
 from megazero.config.megatron.mapped import DERIVED, TYPED
@@ -19,14 +20,19 @@ from megazero.config.run import all_options
 
 WORD = 1.6  # cost of a word too many or too few, in letters
 CANDIDATES = 80  # names that share the most pairs of letters, for which costs are computed
+MOST_COST = 3  # a word and a letter; less than another word in the place of one
 MOST = 3  # names that are shown where several are equally near
 
 
 def suggestion(key: str, prefix: str = "--", extra: Sequence[str] = ()) -> str:
     """Return '; nearest: X' with what X is, or '' where no name is near. ``extra`` has further legal names."""
     own = {*all_switches(), *extra}
-    deepspeed, torchtitan = deepspeed_names(), torchtitan_names()
-    found = nearest(key, [*own, *rows(), *deepspeed, *torchtitan])
+    programs = {
+        "DeepSpeed": deepspeed_names(),
+        "torchtitan": torchtitan_names(),
+        "Hugging Face": HUGGING_FACE,
+    }
+    found = nearest(key, [*own, *rows(), *(name for names in programs.values() for name in names)])
     meant: list[str] = []
     for name in found:
         if name in own:
@@ -34,8 +40,9 @@ def suggestion(key: str, prefix: str = "--", extra: Sequence[str] = ()) -> str:
         elif name in rows():
             meant.append(f"{prefix}{name} ({_meaning(name)})")
         else:
-            program, names = ("torchtitan", torchtitan) if name in torchtitan else ("DeepSpeed", deepspeed)
-            meant.append(_elsewhere(name, program, names))
+            meant += [
+                _elsewhere(name, program, names) for program, names in programs.items() if name in names
+            ][:1]
     return f"; nearest: {' or '.join(dict.fromkeys(meant))}" if meant else ""
 
 
@@ -78,7 +85,7 @@ def nearest(word: str, known: Collection[str]) -> list[str]:
     likely = nlargest(CANDIDATES, sorted(shared), key=shared.__getitem__)
     costs = {name: cost(word, name) for name in likely}
     least = min(costs.values(), default=0.0)
-    if least > min(0.3 * len(word), 4):
+    if least > min(0.3 * len(word), MOST_COST):
         return []
     best = [name for name in likely if costs[name] == least]
     order = {name: place for place, name in enumerate(known)}
@@ -91,6 +98,7 @@ def cost(word: str, name: str) -> float:
     return min(float(_letters(word, name)), _words(*parts))
 
 
+@cache
 def _pairs(text: str) -> Counter[str]:
     padded = f"-{text.replace('.', '-')}-"
     return Counter(padded[i : i + 2] for i in range(len(padded) - 1))
