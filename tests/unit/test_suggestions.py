@@ -35,7 +35,7 @@ def test_the_suggestion_is_right_for_nine_in_ten(seed, count):
         ),
         ("compile.components", "; nearest: torchtitan's compile.components (nothing here is like it)"),
         ("train-micro-batch-size-per-gpu", "--micro-batch-size (DeepSpeed's train_micro_batch_size_per_gpu)"),
-        ("stage3-max-live-params", "DeepSpeed's stage3_max_live_parameters (a key of --deepspeed-config)"),
+        ("stage3-max-live-parametrs", "DeepSpeed's stage3_max_live_parameters (a key of --deepspeed-config)"),
         ("learning-rate", "; nearest: --lr (Hugging Face's learning_rate)"),
         ("dropout", "; nearest: --attention-dropout or --hidden-dropout"),
         ("frobnicate", ""),
@@ -51,4 +51,6 @@ def test_costs_count_letters_and_words():
     assert cost("abc", "abc") == 0 and cost("acb", "abc") == 1 and cost("ab", "abc") == 1
     assert cost("lr-style", "lr-decay-style") == pytest.approx(1.6)
     assert cost("decay-lr", "lr-decay") == pytest.approx(3.2)
-    assert nearest("seed", ["seed", "speed"]) == ["seed"] and nearest("sped", ["seed", "speed"]) == ["speed"]
+    assert nearest("seed", ["seed", "speed"]) == ["seed"] and nearest("sped", ["speed", "spread"]) == [
+        "speed"
+    ]
