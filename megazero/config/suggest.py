@@ -25,7 +25,7 @@ MOST = 3  # names that are shown where several are equally near
 
 def suggestion(key: str, prefix: str = "--", extra: Sequence[str] = ()) -> str:
     """Return '; nearest: X' with what X is, or '' where no name is near. ``extra`` has further legal names."""
-    own = {*all_switches(), *extra}
+    own = dict.fromkeys((*all_switches(), *extra))  # in one order
     programs = {
         "DeepSpeed": deepspeed_names(),
         "torchtitan": torchtitan_names(),
