@@ -216,7 +216,7 @@ def test_yaml_takes_megatrons_names(tmp_path):
 
 def test_megatron_page_is_current_and_has_every_flag():
     page = (ROOT / "docs" / "megatron.md").read_text()
-    assert page == markdown(), "run: python -m tools.megatron_page > docs/megatron.md"
+    assert page == markdown(), "run: python tools/megatron_page.py > docs/megatron.md"
     assert all(f"`--{name}" in page for name in rows())
 
 
