@@ -1,4 +1,4 @@
-"""Names that torchtitan, DeepSpeed and Hugging Face have for what is an option here: no flags, but understood in errors.
+"""Names that other programs have for what is an option here: no flags, but understood in errors.
 
 torchtitan's names are of all its releases, with - for _.
 """

@@ -6,7 +6,6 @@ with what that name is here. It is read only after an error.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from heapq import nlargest
@@ -19,14 +18,14 @@ from megazero.config.megatron.table import ACCEPT, REFUSE, rows
 from megazero.config.run import all_options
 
 WORD = 1.6  # cost of a word too many or too few, in letters
-CANDIDATES = 80  # names that share the most pairs of letters, for which costs are computed
+CANDIDATES = 40  # names that share the most pairs of letters, for which costs are computed
 MOST_COST = 3  # a word and a letter; less than another word in the place of one
 MOST = 3  # names that are shown where several are equally near
 
 
 def suggestion(key: str, prefix: str = "--", extra: Sequence[str] = ()) -> str:
     """Return '; nearest: X' with what X is, or '' where no name is near. ``extra`` has further legal names."""
-    own = {*all_switches(), *extra}
+    own = dict.fromkeys((*all_switches(), *extra))  # in one order
     programs = {
         "DeepSpeed": deepspeed_names(),
         "torchtitan": torchtitan_names(),
@@ -81,7 +80,7 @@ def nearest(word: str, known: Collection[str]) -> list[str]:
     if word in known:
         return [word]
     pairs = _pairs(word)
-    shared = {name: sum((pairs & _pairs(name)).values()) / (len(word) + len(name)) for name in set(known)}
+    shared = {name: len(pairs & _pairs(name)) / (len(word) + len(name)) for name in set(known)}
     likely = nlargest(CANDIDATES, sorted(shared), key=shared.__getitem__)
     costs = {name: cost(word, name) for name in likely}
     least = min(costs.values(), default=0.0)
@@ -99,9 +98,9 @@ def cost(word: str, name: str) -> float:
 
 
 @cache
-def _pairs(text: str) -> Counter[str]:
+def _pairs(text: str) -> frozenset[str]:
     padded = f"-{text.replace('.', '-')}-"
-    return Counter(padded[i : i + 2] for i in range(len(padded) - 1))
+    return frozenset(padded[i : i + 2] for i in range(len(padded) - 1))
 
 
 def _letters(a: str, b: str) -> int:

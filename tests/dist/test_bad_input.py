@@ -41,7 +41,7 @@ GOOD = (
 FLAGS = {
     "all at once": (
         "--hidden-sise 64 --num-attention-heads 3 --num-query-groups 2 --ffn-hidden-size 50 --seq-length 9 "
-        "--tensor-model-parallel-size 4 --sequence-parallel --global-batch-size 7 --save-interval 2",
+        "--tensor-model-parallel-size 4 --sequence-parallel --global-batch-size 7 --zero-weight-bits 8",
         [
             "--hidden-sise does not exist; nearest: --hidden-size",
             "--num-attention-heads 3 do not divide into --num-query-groups 2",
@@ -50,7 +50,7 @@ FLAGS = {
             "--ffn-hidden-size 50 does not divide by --tensor-model-parallel-size 4",
             "--seq-length 9 does not divide by --tensor-model-parallel-size 4",
             "--global-batch-size 7 is not a multiple of micro-batch size 2",
-            "--save-interval 2 has no effect without --save",
+            "--zero-weight-bits 8 has no effect without --zero-quantized-weights",
         ],
     ),
     "shard factors": ("--zero-shard 2,3,4", ["shard factors P,G,OS = 2,3,4", "nearest legal: "]),
@@ -134,13 +134,6 @@ PIPELINES = {
     "the world": (
         "--num-layers 6 --pipeline-model-parallel-size 3",
         ["4 ranks do not divide by tensor-parallel size 1 x pipeline size 3; nearest world size: 3"],
-    ),
-    "no pipeline": (
-        "--pipeline-schedule zb-h1 --use-tp-pp-dp-mapping",
-        [
-            "--use-tp-pp-dp-mapping on has no effect without --pipeline-model-parallel-size above 1; leave it out",
-            "--pipeline-schedule zb-h1 has no effect without --pipeline-model-parallel-size above 1; leave it out",
-        ],
     ),
     "names": (
         FOUR + "--pipeline-schedule 1f1 --pipeline-partition balance",

@@ -74,10 +74,6 @@ def test_required_options_are_all_named_at_once():
         ),
         ({"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, "--seq-length 30"),
         ({"kv_channels": 7}, "must be even for rotary positions; nearest: 6 or 8"),
-        (
-            {"reset_position_ids": True, "position_embedding_type": "alibi"},
-            "--reset-position-ids on has no effect without --reset-attention-mask",
-        ),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be at most 1"),
         ({"rotary_percent": 0.4, "position_embedding_type": "rope"}, "which must be even and above 0"),
         ({"squared_relu": True, "swiglu": True}, "--squared-relu and --swiglu exclude each other"),
@@ -166,6 +162,22 @@ def test_faults(changes, part):
         {"wandb_exp_name": "x"},
         {"save": "x", "save_keep_last": 2},
         {"tokenizer_model": "x"},
+        {"reset_position_ids": True, "position_embedding_type": "alibi"},
+        {"data_cache_path": "x"},
+        {"min_lr": 1e-4, "lr_decay_style": "constant"},
+        {"eval_interval": 5, "eval_iters": 0},
+    ],
+)
+def test_options_of_megatron_without_effect_are_noted(changes):
+    notes = [note for note in legal(**changes).notes if "has no effect without" in note]
+    assert len(notes) == 1 and "leave it out" not in notes[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"load": "x", "save": "x", "finetune": True, "zero_exact_numel": 0},
+        {"allow_fresh_start": True},
         {"zero_weight_bits": 8},
         {"zero_weight_clip_search": 8},
         {"zero_weight_error_bound": 0.1},

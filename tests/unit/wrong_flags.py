@@ -54,7 +54,7 @@ def wrong_flags(seed: int, count: int) -> list[Wrong]:
 
 
 def _right(name: str) -> tuple[str, ...]:
-    """Return what a right suggestion contains, one of them: the name, as its program writes it, or what it is here."""
+    """Return what a right suggestion contains, one of them: the name as its program writes it, or what it is here."""
     written = (f"--{name}",) if name in all_switches() or name in rows() else ()
     here = deepspeed_names().get(name) or torchtitan_names().get(name)
     return (*written, *([all_options()[here].flag] if here else []), name.replace("-", "_"))
