@@ -111,23 +111,25 @@ def test_weighted_splits_keep_their_place(tmp_path: Path) -> None:
         "eval_interval": 4,
         "lr_decay_iters": len(STEPS),  # of any length
     }
+    again = str(tmp_path / "again")
     save = {**base, "save": str(tmp_path / "run"), "exit_interval": 3}
     whole, first, rest = runs(
         [
             (1, base),
             (2, save),
-            (4, {**base, **LAYOUTS["pp 2 x tp 2"][1], "load": save["save"], "train_iters": 9}),
+            (4, {**base, **LAYOUTS["pp 2 x tp 2"][1], "load": save["save"], "train_iters": 9, "save": again}),
         ]
     )
     assert samples(first) + samples(rest)[: len(SAMPLES) - sum(STEPS[:3])] == samples(whole)
     assert len(whole[0].evaluations) == 4 and len(set(whole[0].evaluations)) == 4
     assert rest[0].evaluations[:4] == pytest.approx(whole[0].evaluations, rel=1e-5)
-    path = store.latest(tmp_path / "run")
-    assert path is not None and store.read_state(path)["ordered_for"] == {
-        "train": len(SAMPLES),
-        "valid/A": 12,
-        "valid/B": 12,
-    }
+    for root in (save["save"], again):  # a longer run keeps the numbers, and so the orders
+        path = store.latest(root)
+        assert path is not None and store.read_state(path)["ordered_for"] == {
+            "train": len(SAMPLES),
+            "valid/A": 12,
+            "valid/B": 12,
+        }
     changed = {**base, "load": save["save"], "train_weighted_split_paths": (f"train: 1 0:0.9 {one}",)}
     (other,) = runs([(1, changed)])
     assert [note.split(" was ")[0] for note in other[0].notes] == ["--train-weighted-split-paths"]
