@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.bound import error_bound
 from megazero.kernels.dequantize import dequantize
@@ -337,11 +338,11 @@ def _sum_rows(messages: torch.Tensor, out: torch.Tensor, accumulate: bool) -> No
     # (5.0 ms against 8.0 ms for 4 x 1M), and the order of the sum is the source order by construction.
     sources = messages.unbind(0)
     if accumulate:
-        out.add_(sources[0])
+        add_to(out, sources[0])
     elif len(sources) > 1 and messages.dtype == out.dtype:
         torch.add(sources[0], sources[1], out=out)
         sources = sources[1:]
     else:
         out.copy_(sources[0])
     for source in sources[1:]:
-        out.add_(source)
+        add_to(out, source)

@@ -19,6 +19,7 @@ import torch
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded, encoded
 from megazero.comm.hops import start_exchange, start_gather
 from megazero.comm.lane import Chain, Lane, Leg, Ticket
+from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
@@ -330,7 +331,7 @@ class Reduction:
             return
         if source.buffer is not sums.buffer:
             for piece, rows in zip(out, source.rows(hop.level - 1, hop.axis.size), strict=True):
-                piece.add_(rows[own]) if accumulate else piece.copy_(rows[own])
+                add_to(piece, rows[own]) if accumulate else piece.copy_(rows[own])
         hop.codec.decode_sum(received, out[0], True, *out[1:])
 
     def _noise(self, hop: Hop) -> Noise:

@@ -13,6 +13,7 @@ from hashlib import blake2b
 import torch
 
 from megazero.comm.codec import Codec, Identity
+from megazero.kernels.accumulate import accumulate
 from megazero.kernels.arena import Arena, Take
 from megazero.kernels.noise import Noise
 from megazero.zero.unit import Unit
@@ -93,7 +94,7 @@ class Rounding:
             squares = frame.take(2, torch.float64)
             error = frame.take(decoded.numel(), decoded.dtype).view(decoded.shape)
             wide = frame.take(decoded.numel(), torch.float64)
-            torch.sub(decoded, exact, out=error)
+            accumulate(error.copy_(decoded), exact, alpha=-1.0)
             for values, square in zip((error, exact), squares, strict=True):
                 wide.view(values.shape).copy_(values)
                 torch.sum(wide.square_(), 0, out=square)
