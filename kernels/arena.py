@@ -140,8 +140,9 @@ class _Region:
     def _grow(self, size: int) -> _Block:
         if not self.used:
             self.blocks.clear()
-        torn = self.used + size <= self.held  # there is room, but not in one piece
-        self.wanted = max(self.wanted, self.held + size if torn else self.used + size)
+        # Of one block, behind its last buffer: gaps before that were too small.
+        end = self.blocks[0].taken[-1][1] if len(self.blocks) == 1 else self.used
+        self.wanted = max(self.wanted, end + size)
         self.blocks.append(_Block(size if self.blocks else self.wanted, self.device))
         return self.blocks[-1]
 

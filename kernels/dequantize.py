@@ -11,6 +11,7 @@ reads as many bytes as it writes. It accesses memory as quantize does.
 from __future__ import annotations
 
 import torch
+from megazero.kernels.accumulate import accumulate
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
@@ -50,7 +51,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
                 unpacking.digits(payload[row, blocks], digits)
                 digits.view(-1, form.block).mul_(unpacking.scales(scales[row, blocks]))
                 if add:
-                    digits.add_(piece)
+                    accumulate(digits, piece)
                 if not direct:
                     piece.copy_(digits)
 

@@ -111,7 +111,8 @@ class Work(NamedTuple):
         """Take it for n elements."""
         b = n // form.block
         digits = take(n, torch.float32).view(b, form.block)
-        return Work(digits, *(take(b, torch.float32) for _ in range(3)), take(b, torch.bool))
+        absmax, scale, inverse = (take(b, torch.float32) for _ in range(3))
+        return Work(digits, absmax, scale, inverse, take(b, torch.bool))
 
     def of_blocks(self, b: int) -> Work:
         return self if b == len(self.mask) else Work(*(x[:b] for x in self))

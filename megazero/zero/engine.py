@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megazero.comm.lane import Lane
@@ -37,7 +36,7 @@ from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, IssueHash, Segment
 from megazero.zero.reduce import Reducer
-from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding
+from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, unit_names
 from megazero.zero.unit import Unit
 
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
@@ -344,12 +343,3 @@ class Engine:
                 commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducer.exact)
         self.rounding.updates += int(updated)
         self.hooks.close_step()
-
-
-def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
-    """Return the names of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
-    names: list[list[str]] = [[u.name for u in units]]
-    if mesh.pp.size > 1:
-        names = [[] for _ in range(mesh.pp.size)]
-        dist.all_gather_object(names, [u.name for u in units], group=mesh.pp.gather_group)
-    return list(dict.fromkeys(name for stage in names for name in stage))

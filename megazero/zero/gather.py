@@ -34,6 +34,7 @@ import torch
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import start_gather
 from megazero.comm.lane import Chain, Lane
+from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import Take
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
@@ -230,7 +231,7 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
             held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
             rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source[0])
             difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
-            source[0] = difference.copy_(rounded).sub_(held)
+            source[0] = add_to(difference.copy_(rounded), held, alpha=-1.0)
         unit.refresh_codec.encode(*source, noise=noise, out=message)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded, encoded
+from megazero.comm.codec import Blockwise, Identity, Noise, decoded, encoded
 from megazero.comm.hops import start_exchange, start_gather
 from megazero.comm.lane import Chain, Lane, Leg, Ticket
 from megazero.kernels.arena import Take
@@ -24,6 +24,7 @@ from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.feedback import add_residual, lost_slice
+from megazero.zero.hop import Hop, Turn
 from megazero.zero.layout import Slice
 from megazero.zero.rounding import GRADIENTS
 from megazero.zero.tied import sum_ends, tied_legs
@@ -104,43 +105,6 @@ class Reducer:
         # The bound is on staging memory; where there is none (G = 1) the backward need not wait.
         while staging is not None and len(self.pending) > self.context.policy.pending_reductions:
             self.lane.wait(self.pending.popleft())
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Says which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
-
-    index: the number of the micro-batch in the step. exact: codecs are off in this step.
-    """
-
-    index: int
-    last: bool
-    exact: bool = False
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def single(self) -> bool:
-        return self.first and self.last
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One collective of a reduction: it goes over ``axis``, from level - 1 to ``level``, in the codec's format.
-
-    fused: the sum goes straight into the next hop's messages. feedback: the rounding is fed back.
-    whole: the own row is a message, too. So it is for fused hops and the one after, since no buffer has the sum,
-        and for exact rows that can be sent from where they lie. Else the own row is neither copied nor rounded.
-    """
-
-    axis: Axis
-    level: int
-    codec: Codec
-    fused: bool = False
-    whole: bool = False
-    feedback: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,7 +236,7 @@ class Reduction:
     def _encode(self, hop: Hop, source: Slice, take: Take) -> torch.Tensor:
         """Return messages [size - 1, m] to the hop's other ranks, or [size, m] if the hop is whole.
 
-        They lie in a buffer from ``take``, or in the source.
+        They lie in a buffer from ``take`` or in the source.
         """
         if hop.feedback and hop.level - 1 == self.unit.crossing:
             add_residual(self.unit, source, self.context.rounding.divisor)
@@ -300,18 +264,12 @@ class Reduction:
     def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor, take: Take) -> torch.Tensor:
         """Return the next hop's messages, made straight from those received, without a buffer for the sum."""
         assert isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
-        n, *exact = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
-        codec, rows = following.codec, following.axis.size
-        m = codec.message_numel(n // rows, sum(exact) // rows)
-        messages = hop.codec.decode_sum_encode(
-            received,
-            n,
-            codec,
-            rows,
-            exact=sum(exact),
-            noise=self._noise(following),
-            out=take(rows * m, codec.wire_dtype).view(rows, m),
-        )
+        n, *rest = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
+        codec, rows, exact = following.codec, following.axis.size, sum(rest)
+        m = codec.message_numel(n // rows, exact // rows)
+        out = take(rows * m, codec.wire_dtype).view(rows, m)
+        noise = self._noise(following)
+        messages = hop.codec.decode_sum_encode(received, n, codec, rows, exact=exact, noise=noise, out=out)
         if self.context.rounding.measures(self.unit, codec):
             with self.context.frame() as frame:
                 sums = [frame.take(n, self.unit.sum_dtype) for n in numels]

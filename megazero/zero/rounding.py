@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 
 from megazero.comm.codec import Codec, Identity
+from megazero.kernels.accumulate import accumulate
 from megazero.kernels.arena import Arena, Take
 from megazero.kernels.noise import Noise
+from megazero.mesh.mesh import Mesh
 from megazero.zero.unit import Unit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
@@ -93,7 +96,7 @@ class Rounding:
             squares = frame.take(2, torch.float64)
             error = frame.take(decoded.numel(), decoded.dtype).view(decoded.shape)
             wide = frame.take(decoded.numel(), torch.float64)
-            torch.sub(decoded, exact, out=error)
+            accumulate(error.copy_(decoded), exact, alpha=-1.0)
             for values, square in zip((error, exact), squares, strict=True):
                 wide.view(values.shape).copy_(values)
                 torch.sum(wide.square_(), 0, out=square)
@@ -129,3 +132,12 @@ def relative_errors(sums: Sequence[float]) -> dict[str, float]:
         if norm != 0:
             out[kind] = (error / norm) ** 0.5
     return out
+
+
+def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
+    """Return the names of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
+    names: list[list[str]] = [[u.name for u in units]]
+    if mesh.pp.size > 1:
+        names = [[] for _ in range(mesh.pp.size)]
+        dist.all_gather_object(names, [u.name for u in units], group=mesh.pp.gather_group)
+    return list(dict.fromkeys(name for stage in names for name in stage))

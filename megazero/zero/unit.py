@@ -50,6 +50,7 @@ from torch import nn
 
 from megazero.comm.codec import Codec, Identity
 from megazero.comm.lane import Ticket
+from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.zero.binding import Binding
 from megazero.zero.layout import Layout
@@ -282,7 +283,7 @@ class Unit:
             assert self.grad is not None
             target = self.grad[slot.start : slot.start + slot.numel].view(slot.shape)
             if name in self.touched:
-                target.add_(param.grad)
+                add_to(target, param.grad)
             else:
                 target.copy_(param.grad)
                 self.touched.add(name)
