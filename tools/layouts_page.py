@@ -82,6 +82,7 @@ STATE: Mapping[str, Mapping[str, Any]] = {
     "zero2": {"zero_preset": "zero2"},
     "zero3": {"zero_preset": "zero3"},
     "zero3, parameters gathered for the step": {"zero_preset": "zero3", "zero_params_lifetime": "gathered"},
+    "zero3, gradients whole for the step": {"zero_preset": "zero3", "zero_gradients_lifetime": "step"},
     "mics, hsdp": {"zero_preset": "mics"},
     "hpz": {"zero_preset": "hpz"},
     "hpz, resident": {"zero_preset": "hpz", "zero_params_lifetime": "resident"},
@@ -94,6 +95,11 @@ STATE: Mapping[str, Mapping[str, Any]] = {
     "zeropp, error feedback": {
         "zero_preset": "zeropp",
         "zero_gradient_rounding": "feedback",
+        "zero_exact_numel": 64,
+    },
+    "zeropp, gradients whole for the step": {
+        "zero_preset": "zeropp",
+        "zero_gradients_lifetime": "step",
         "zero_exact_numel": 64,
     },
     "zero1, quantised": {"zero_preset": "zero1", **QUANTIZED},

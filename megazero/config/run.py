@@ -166,6 +166,7 @@ class RunConfig:
             self.zero.zero_params_lifetime,
             self.zero.zero_hpz_partition_size,
             quantizes_changes(self.zero),
+            self.zero.zero_gradients_lifetime,
         )
 
     def wire(self, world: World) -> Wire:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megazero.config.data_inputs import TOKENIZERS
 from megazero.config.fields import option
-from megazero.config.shards import LIFETIMES, PRESETS
+from megazero.config.shards import GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
@@ -87,6 +87,13 @@ class ZeroConfig:
         "refresh, else step). gathered: as by default, and full parameters stay gathered from their first use in a "
         "step to its end: one gather a step for a pipeline stage, for the memory of the stage's parameters",
         choices=LIFETIMES,
+    )
+    zero_gradients_lifetime: str | None = option(
+        None,
+        "how long whole gradients live: reduced to this rank's part with every micro-batch (default), or for the "
+        "step: accumulated whole and reduced once, whatever the number of micro-batches, for 4 bytes of each of the "
+        "stage's parameters. For G > 1",
+        choices=GRADIENT_LIFETIMES,
     )
     zero_prefetch_bytes: int = option(
         256 * 2**20,

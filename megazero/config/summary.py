@@ -52,7 +52,7 @@ def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -
         f"{', full parameters to the end of the step' if shards.keep_gathered else ''}"
     ]
     if axes:
-        parts += [_weights(zero, wire, axes), _gradients(zero, wire, axes)]
+        parts += [_weights(zero, wire, axes), _gradients(zero, wire, axes, shards.whole_gradients)]
     else:
         parts.append("one data-parallel rank: nothing is sent or quantised")
     if wire.codings:
@@ -78,10 +78,12 @@ def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
     return f"weights{why}: {', '.join(hops) or 'never sent'}"
 
 
-def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
-    hops = []
+def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: bool) -> str:
+    hops, roles_often, roles_once = [], ("p", "g"), ("os", "replica")
+    if whole:
+        roles_often, roles_once = (), roles_often + roles_once
     for link, coding in ((INTRA, wire.gradients_intra), (INTER, wire.gradients_inter)):
-        often, once = (link in _links(axes, roles) for roles in (("p", "g"), ("os", "replica")))
+        often, once = (link in _links(axes, roles) for roles in (roles_often, roles_once))
         if often or once:
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
             rounding = "nearest, error feedback" if wire.feedback and link == INTER else "nearest"

@@ -120,7 +120,10 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
     shard = config.zero.zero_shard
     assert shard
     try:
-        resolve_shards(shard, max(shard[-1], 1), 1, config.zero.zero_params_lifetime)
+        zero = config.zero
+        resolve_shards(
+            shard, max(shard[-1], 1), 1, zero.zero_params_lifetime, gradients=zero.zero_gradients_lifetime
+        )
     except ValueError as error:
         yield str(error)
 

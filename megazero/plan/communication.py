@@ -57,12 +57,14 @@ class Copies:
     """How long copies live.
 
     ``uses`` gives, for each part, the units that its modules need, in order of the forward. prefetch_bytes: how many
-    bytes of parameters may be here ahead of use, beyond those of the next module.
+    bytes of parameters may be here ahead of use, beyond those of the next module. whole_gradients: gradients are
+    accumulated whole, and reduced once per step.
     """
 
     uses: Sequence[Sequence[Sequence[int]]]
     keep_gathered: bool = False
     prefetch_bytes: int = 0
+    whole_gradients: bool = False
 
 
 def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
@@ -93,7 +95,7 @@ def model_state(
 
     ends_link: the link to the other end, if this rank holds one end of tied embeddings.
     """
-    axes, levels = grid.data_axes, _levels(grid.data_axes)
+    axes, levels = grid.data_axes, _levels(grid.data_axes, copies.whole_gradients)
     out: Bytes = Counter()
     gathered = gathers(copies, program, [(unit.coded + unit.exact) * formats.width for unit in units])
     for index, unit in enumerate(units):
@@ -112,12 +114,12 @@ def model_state(
     return +out
 
 
-def _levels(axes: Sequence[AxisSpec]) -> tuple[int, int, int, int]:
-    """Return how many axes cut parameters, gradients and optimizer states, and how many axes there are."""
+def _levels(axes: Sequence[AxisSpec], whole_gradients: bool) -> tuple[int, int, int, int]:
+    """Return how many axes cut parameters, accumulated gradients, optimizer states, and how many there are."""
     roles = [axis.role for axis in axes]
     p = roles.count("p")
     g = p + roles.count("g")
-    return p, g, g + roles.count("os"), len(roles)
+    return p, 0 if whole_gradients else g, g + roles.count("os"), len(roles)
 
 
 def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:

@@ -75,6 +75,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
     return zero.Policy(
         lifetime=shards.lifetime,
         keep_gathered=shards.keep_gathered,
+        whole_gradients=shards.whole_gradients,
         prefetch_bytes=config.zero.zero_prefetch_bytes,
         chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,

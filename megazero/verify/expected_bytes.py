@@ -111,7 +111,8 @@ class ExpectedBytes:
                     owner.update({id(fresh[name]): len(units) for name in group})
                     units.append(self._shape(decoder, {n: fresh[n] for n in group}, rank, is_tied))
                 uses[-1].append(list(dict.fromkeys(owner[id(p)] for p in module.parameters())))
-        return units, Copies(uses, self.shards.keep_gathered, self.config.zero.zero_prefetch_bytes)
+        shards, ahead = self.shards, self.config.zero.zero_prefetch_bytes
+        return units, Copies(uses, shards.keep_gathered, ahead, shards.whole_gradients)
 
     def _groups(
         self, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]

@@ -246,6 +246,19 @@ def test_zeropp_crosses_nodes_once_per_step() -> None:
     assert sent[4]["reduce", "intra_node"] == 4 * sent[1]["reduce", "intra_node"] == 4 * 2048 * 2
 
 
+def test_whole_gradients_cross_nodes_once_per_step() -> None:
+    """zero3, bf16 parameters, 4 micro-batches."""
+    grid, unit, formats = make_grid(4, 2, shards=(4, 4, 4)), UnitShape(4096, 0, True), Formats(2, 4)
+    program, sent = [("F", 0), ("B", 0)] * 4, {}
+    for whole in (False, True):
+        copies = Copies([[[0]]], whole_gradients=whole)
+        sent[whole] = communication.model_state([unit], grid, formats, copies, program, 4)
+    assert sent[True]["reduce", "inter_node"] == 1024 * 4
+    assert sent[False]["reduce", "inter_node"] == 4 * 1024 * 4
+    assert sent[True]["reduce", "intra_node"] == 2048 * 4  # a sum of 4 micro-batches, in fp32
+    assert sent[False]["reduce", "intra_node"] == 4 * 2048 * 2
+
+
 def test_boundaries_of_a_pipeline() -> None:
     grid, schedule = make_grid(4, 2, tp=2, pp=2), make_schedule("1f1b", 2, 1, 3)
     whole = communication.pipeline(schedule, grid, 0, Activation(8, 2, 16, 2, tp=2))
