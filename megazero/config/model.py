@@ -13,7 +13,6 @@ from typing import Any
 from megazero.config.fields import option
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
-
 # The norms of a layer, in the order of use.
 LAYER_NORMS = {
     "sequential": ("input_norm", "mlp_norm"),
