@@ -10,7 +10,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+# No pad token: transformers gives its embedding no gradient.
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
 LLAMA = {
     **SIZES,
     "intermediate_size": 80,

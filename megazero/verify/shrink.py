@@ -241,11 +241,14 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
 
 
 def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return (elements on a rank, shrunk) of norms, and of the biases of the MLP where the MLP has some."""
+    """Return (elements on a rank, shrunk) of norms, of those of single heads where there are some, and of the MLP's
+    biases where it has some.
+    """
     m, full_tp = config.model, config.parallel.tensor_model_parallel_size
     assert m.hidden_size and m.ffn_hidden_size
     biases = [(m.ffn_hidden_size // full_tp, values["ffn_hidden_size"] // tp)] if m.add_bias_linear else []
-    return [(m.hidden_size, values["hidden_size"]), *biases]
+    heads = [(m.kv_channels, values["kv_channels"])] if m.qk_norm == "head" else []
+    return [(m.hidden_size, values["hidden_size"]), *heads, *biases]
 
 
 def _layer_numel(model: Mapping[str, Any]) -> int:
