@@ -36,8 +36,8 @@ TRAINING = {
 }
 
 
-# Of the weights. With 0.03 to 0.1, one rank of transformers in fp32 is itself 4e-7 to 1.2e-6 from one in fp64, and OLMo
-# 2, whose norms blow small outputs up, 1.5e-6 to 1.3e-5.
+# Of the weights. With 0.03 to 0.1, one rank of transformers in fp32 is itself 4e-7 to 1.2e-6 from one in fp64, and
+# OLMo 2, whose norms blow small outputs up, 1.5e-6 to 1.3e-5.
 STD = 0.06
 
 
