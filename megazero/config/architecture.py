@@ -61,7 +61,7 @@ def architecture_of(options: ModelConfig) -> Family:
         named = any(names.can_express(options) for names in family.names)
         if named and not any(_inexpressible(options, family)):
             raise ValueError(
-                f"--model-family {own.name} stores this mixture of choices under other names than Hugging Face, which "
+                f"--model-family {own.name} stores this mixture under other names than Hugging Face, which "
                 f"has it as {family.hugging_face.model_type}; --model-family {family.name} stores it under those"
             )
     nearest = min(faults, key=lambda name: len(faults[name]))
