@@ -6,14 +6,16 @@ import dataclasses
 
 import pytest
 
+from megazero.config import RunConfig
 from megazero.config.architecture import architecture_of, from_hf_config
 from megazero.config.errors import ConfigError
 from megazero.config.model import make_model
 from megazero.config.model_rules import check_model
 from megazero.families import FAMILIES
 from megazero.train.outputs import export_note
+from megazero.verify.shrink import shrink
 from tests.family_models import BLOOM, FALCON, GPT2, LLAMA, NEOX, VARIANTS, transformers
-from tests.unit.command_lines import run
+from tests.unit.command_lines import WORLD, run
 
 # As published (by memory), with what classes of today do not have any more.
 PUBLISHED = {
@@ -212,3 +214,21 @@ def test_windows_that_do_not_cover_the_sequence_are_refused():
         check_model(make_model(**sizes, model_family="gpt", max_position_embeddings=8, qk_norm="all-heads"))
     with pytest.raises(ConfigError, match="--no-openai-gelu has no effect"):
         check_model(make_model(**sizes, model_family="llama", max_position_embeddings=8, openai_gelu=False))
+
+
+def test_verification_keeps_the_choices_of_a_family():
+    config = run("--model-family olmo2 --sliding-window 64 --num-query-groups 2")
+    small = shrink(config, WORLD, 8, 3).config.model
+    kept = ("qk_norm", "transformer_block_type", "sliding_window", "position_embedding_type")
+    assert all(getattr(small, name) == getattr(config.model, name) for name in kept)
+    assert small.norm_epsilon == 1e-2
+
+
+def test_a_configuration_stored_before_these_options_is_read():
+    new = ("add_attention_bias", "openai_gelu", "qk_norm", "transformer_block_type", "scaled_alibi")
+    for family in ("llama", "gpt"):
+        config = run(f"--model-family {family}")
+        stored = config.to_dict()
+        for name in (*new, "sliding_window"):
+            del stored["model"][name]
+        assert RunConfig.from_dict(stored).model == config.model
