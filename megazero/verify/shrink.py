@@ -24,8 +24,8 @@ from megazero.verify.shrink_world import SubLayout, sub_layout
 LOSS_SCALE = 1024.0
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
 INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
-# With norms of queries and keys, which are 1e-3 to 1e-2 here, and their scores would not be small: one fp32 rank of OLMo
-# 2 is 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
+# With norms of queries and keys, which are small here, so that their scores would not be: one fp32 rank of OLMo 2 is
+# 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
 QK_NORM_EPSILON = 1e-2
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
 # Of the data, what the model computes by.
