@@ -111,6 +111,7 @@ def config_of(family: str, **changes) -> dict:
         ("GPT2", {"add_cross_attention": True}, "add_cross_attention = True"),
         ("GPT2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported (only gelu"),
         ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("GPT2", {"hidden_size": 64}, "hidden_size = 64 and n_embd = 48 differ"),
         ("Bloom", {"n_inner": 100}, "n_inner = 100 is not supported"),
         ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "without parallel_attn fails"),
         ("Falcon", {"num_ln_in_parallel_attn": 2}, "without new_decoder_architecture fails"),
