@@ -1,72 +1,94 @@
-"""A run that continues a checkpoint has the checkpoint's architecture."""
+"""Which architecture in Hugging Face has a model's mixture of choices: config.json of a model, and the other way."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megazero.checkpoint.directory import newest_manifest
-from megazero.config.fields import typed
-from megazero.config.model import complete
-from megazero.config.run import all_options
+from megazero.config.fields import Option, section_options, show
+from megazero.config.model import ModelConfig, complete
+from megazero.config.model_rules import conditions
+from megazero.families import FAMILIES, Family
 
-# Options of the model that decide neither which parameters there are nor what is computed of them. All others are
-# its architecture. Learned positions are parameters, others go as far as they are asked to.
-FREE = (
+# They are not part of the function that a model computes.
+_NOT_COMPARED = (
+    "model_family",
     "seq_length",
-    "max_position_embeddings",
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",
     "pad_vocab_size_to",
 )
-# Parameters have the same shapes whatever these say: a new run from the weights (--finetune) may change them.
-SHAPELESS = ("rotary_", "norm_epsilon")
 
 
-def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the options by name with those of the architecture from the checkpoint under --load, if there is one.
+def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **options: Any) -> ModelConfig:
+    """Return the model section that a Hugging Face config.json describes.
 
-    Also return a note on what was not said and would have been another value, and an error line for each option that
-    was said and is another. The data's tokenizer decides the vocabulary if one is named.
+    ``accept`` has the fields that are set aside although the decoder does not know them.
+    ``options`` are given by name and replace what is read. Dropout is 0 unless it is given here.
+    Raises ValueError, which names a model type, or every field that the decoder does not have.
     """
-    values, load = dict(said), said.get("load")
-    manifest = newest_manifest(load) if load else None
-    if manifest is None:
-        return values, [], []
-    notes, errors = list[str](), list[str]()
-    saved = _architecture(manifest.configuration.get("model", {}))
-    if said.get("tokenizer_type") is not None:
-        saved.pop("vocab_size", None)
-    for name, value in saved.items():
-        if said.get(name) in (None, value):
-            values[name] = value
-            continue
-        wanted, has = (typed(all_options()[name], each) for each in (said[name], value))
-        if said.get("finetune") and name.startswith(SHAPELESS):
-            notes.append(f"{wanted} replaces {has} of the checkpoint in {load}")
-            continue
-        errors.append(
-            f"{wanted} is not the model of the checkpoint in {load}, which has {has}; leave it out to continue that "
-            "model, or name another folder"
-        )
-        values[name] = value
-    options = all_options()
-    would_be = {name: options[name].default for name in saved} | complete(said)
-    taken = [typed(options[n], v) for n, v in saved.items() if said.get(n) is None and would_be[n] != v]
-    if taken:
-        notes.append(f"from the checkpoint in {load}: {' '.join(taken)}")
-    return values, notes, errors
+    known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
+    kind = config.get("model_type")
+    if kind not in known:
+        raise ValueError(f"model_type = {kind!r} is none of {', '.join(known)}")
+    return _read(known[kind], config, accept, options)
 
 
-def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a saved model section is architecture and known here."""
-    learned = model.get("position_embedding_type") == "learned_absolute"
-    return {
-        name: value
-        for name, value in model.items()
-        if value is not None
-        and name in all_options()
-        and (name not in FREE or (learned and name == "max_position_embeddings"))
-    }
+def _read(
+    family: Family, config: Mapping[str, Any], accept: Collection[str], options: Mapping[str, Any]
+) -> ModelConfig:
+    read = family.hugging_face.options(config, accept)
+    without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return ModelConfig(**complete({"model_family": family.name, **without, **read, **options}))
+
+
+def architecture_of(options: ModelConfig) -> Family:
+    """Return the family whose architecture in Hugging Face computes what the model of ``options`` does.
+
+    A checkpoint of the model has the names of that architecture. ``options.vocab_size`` may be unknown.
+    Raises ValueError that names the choices which the nearest architecture does not have, or the family whose names
+    the checkpoint would need.
+    """
+    own = FAMILIES[options.model_family]
+    others = [family for family in FAMILIES.values() if family is not own]
+    candidates = [family for family in (own, *others) if options.tensor_names in family.names]
+    faults = {family.name: list(_inexpressible(options, family)) for family in candidates}
+    for family in candidates:
+        if not faults[family.name]:
+            return family
+    for family in FAMILIES.values():
+        named = any(names.can_express(options) for names in family.names)
+        if named and not any(_inexpressible(options, family)):
+            raise ValueError(
+                f"--model-family {own.name} stores this mixture under other names than Hugging Face, which "
+                f"has it as {family.hugging_face.model_type}; --model-family {family.name} stores it under those"
+            )
+    nearest = min(faults, key=lambda name: len(faults[name]))
+    raise ValueError(
+        f"no architecture in Hugging Face has this mixture of choices; the nearest is {nearest}, without "
+        f"{', '.join(faults[nearest])}"
+    )
+
+
+def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
+    """Write config.json of the family, read it again, and yield what was lost on the way, as flags."""
+    config = family.hugging_face.config(options)
+    config["vocab_size"] = options.vocab_size or 1
+    try:
+        back = _read(family, config, (), {"seq_length": options.seq_length})
+    except ValueError as error:
+        yield str(error)
+        return
+    idle = {name for names, holds, _ in conditions(options) if not holds for name in names}
+    for option in section_options("model", ModelConfig):
+        if option.name not in (*_NOT_COMPARED, *idle, "vocab_size"):
+            value = _value(options, option)
+            if value != _value(back, option):
+                yield f"{option.flag} {show(value)}"
+
+
+def _value(options: ModelConfig, option: Option) -> Any:
+    """Return the value of an option. Biases of q, k and v may be said twice."""
+    return options.qkv_bias if option.name == "add_qkv_bias" else getattr(options, option.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megazero.config.architecture import take_architecture
+from megazero.config.checkpoint_architecture import take_architecture
 from megazero.config.data_files import read_data_files
 from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show

@@ -11,7 +11,13 @@ from megazero.checkpoint.placement import Placement
 from megazero.models.decoder import Decoder
 
 # Buffers of older releases that hold no weights.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+_BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "rotary_emb.inv_freq",
+)
 
 
 def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -28,15 +34,17 @@ def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tupl
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
     """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
 
-    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (without the leading "model."
-    or "transformer."), as GPT-2 and BLOOM are published.
+    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (without the leading
+    "model.", "transformer." or "gpt_neox."), as GPT-2 and BLOOM are published.
     Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
     placements = decoder.placements()
-    available = _with_prefix(state_dict, placements)
+    names = decoder.config.tensor_names
+    files = {names.aliases.get(name, name): value for name, value in state_dict.items()}
+    available = _with_prefix(files, placements)
     wanted = {p.name: p.shape for p in placements.values()}
     errors = [f"{name} is missing" for name in sorted(wanted.keys() - available.keys())]
-    tied = {"lm_head.weight"} if not decoder.config.untie_embeddings_and_output_weights else set()
+    tied = {f"{names.model['head']}.weight"} if decoder.tied else set()
     unexpected = available.keys() - wanted.keys() - tied
     errors += [f"{n} belongs to no parameter" for n in sorted(unexpected) if not n.endswith(_BUFFERS)]
     errors += [

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.config.model import ModelConfig
-from megazero.config.parameters import ParameterRole, parameter_roles
-from megazero.families import TensorNames
+from megazero.config.parameters import ParameterRole, head_copies, parameter_roles
+from megazero.families import TensorNames, fused_row
 from megazero.tp import TensorParallel, VocabShard
 
 
@@ -18,12 +18,18 @@ def replicated_names(c: ModelConfig, tp_size: int) -> set[str]:
     return {r.name for r in parameter_roles(c) if r.split is None or head_copies(c, r.name, tp_size) > 1}
 
 
-def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
-    """Return how many tensor-parallel ranks in a row hold the same rows of a parameter that is cut.
+def of_own_heads(c: ModelConfig, name: str) -> bool:
+    """Tell whether ranks hold the same of a parameter that each applies to its own heads alone."""
+    return c.qk_norm == "head" and (".q_norm." in name or ".k_norm." in name)
 
-    With fewer key/value heads than ranks, each rank holds the one that its query heads use.
+
+def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``named_parameters``.
+
+    They are Hugging Face's of ``architecture_of(c)``, if there is one: fused and transposed where the family's are,
+    with the true vocabulary. A tied head has none.
     """
-    return max(1, tp_size // c.num_query_groups) if ".k_proj." in name or ".v_proj." in name else 1
+    return {p.name: p.shape for p in decoder_placements(c, TensorParallel()).values()}
 
 
 def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placement]:
@@ -59,7 +65,7 @@ def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: Par
     segments: tuple[Segment, ...] = (Segment(0, rows, first),)
     shape = role.shape
     if part is not None:
-        shape = (3 * role.shape[0], *role.shape[1:])
+        shape = (c.query_projection_size + 2 * c.kv_projection_size, *role.shape[1:])
         segments = _fused_segments(c, names, part, first, rows)
     transposed = names.transposed and len(shape) == 2 and role.name != "embedding.positions"
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
@@ -69,7 +75,13 @@ def _fused_segments(
     c: ModelConfig, names: TensorNames, part: int, first: int, rows: int
 ) -> tuple[Segment, ...]:
     """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
-    if names.fused == "sides":
-        return (Segment(0, rows, part * c.query_projection_size + first),)
-    d = c.kv_channels
-    return tuple(Segment(j, d, 3 * (first + j) + part * d) for j in range(0, rows, d))
+    d, heads, groups = c.kv_channels, c.num_attention_heads, c.num_query_groups
+    stored = [d * fused_row(names, part, (first + j) // d, heads, groups) for j in range(0, rows, d)]
+    segments = [Segment(0, d, stored[0])]
+    for local, row in zip(range(d, rows, d), stored[1:], strict=True):
+        last = segments[-1]
+        if row == last.stored + last.length:
+            segments[-1] = Segment(last.local, last.length + d, last.stored)
+        else:
+            segments.append(Segment(local, d, row))
+    return tuple(segments)
