@@ -1,10 +1,14 @@
 """Pretrain a decoder-only language model: torchrun ... pretrain/pretrain_gpt.py FLAGS (see --help)."""
 
+import os
 import sys
 import time
+from contextlib import nullcontext
 
 from megazero.config import ConfigError, World, parse
 from megazero.mesh.launch import read_launch, take_local_rank
+from megazero.train.exit_status import ExitStatus, record_status
+from megazero.train.stopping import NotStarted, StopSignals
 
 
 def main() -> int:
@@ -13,7 +17,7 @@ def main() -> int:
         launch = read_launch(local_rank=local_rank)
     except ValueError as error:
         print(error, file=sys.stderr)
-        return 2
+        return ExitStatus.MISTAKE
     try:
         # Before torch is imported: a mistake is told in a fraction of a second.
         config = parse(flags, World(launch.world_size, launch.local_world_size or 0))
@@ -22,10 +26,18 @@ def main() -> int:
             print(f"{error}\n--help lists every flag", file=sys.stderr)
         else:
             time.sleep(1)  # torchrun ends all ranks with the first that leaves: let the one that speaks be it
-        return 2
-    from megazero.train.setup import main as train
+        return ExitStatus.MISTAKE
+    # From now on, too: loading takes a while, in which the job may be told to stop.
+    with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
+        try:
+            from megazero.train.setup import main as train
 
-    return train(config, launch)
+            return train(config, launch, signals)
+        except NotStarted as told:
+            if launch.rank == 0:
+                print(told, flush=True)
+                record_status(config.logging.log_dir, told.exit_status)
+            os._exit(told.exit_status)  # other ranks may be waiting for this one in a collective
 
 
 if __name__ == "__main__":

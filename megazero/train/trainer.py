@@ -21,13 +21,14 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
-from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
+from megazero.train.guards import LocalStep, NonFiniteGuard
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.stopping import ExitConditions
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
@@ -69,29 +70,30 @@ class Trainer:
     def run(self) -> ExitStatus:
         """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         began = saved_at = self.progress.iteration
+        owed = self.progress.owes_evaluation
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
-            if self.config.training.eval_at_start and self.progress.iteration == 0:
-                self._evaluate(self.data.valid)
-            while self.progress.iteration < self.length.last_iteration:
+            reason = told = self._evaluate_if(self.config.training.eval_at_start and began == 0)
+            while not told and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
-                if self._due(self.config.training.eval_interval, iteration):
-                    self._evaluate(self.data.valid)
-                reason = self.exits.reason(iteration)
+                told = self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
+                reason = told or self.exits.planned(iteration)
                 if reason or self._due(self.config.checkpoint.save_interval, iteration):
                     saved_at = self._save(saved_at)
                 if reason:
-                    self.outputs.console.note(f"stopping after iteration {iteration}: {reason}")
                     break
+        if reason:
+            self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
-        if began < self.progress.iteration == self.length.last_iteration:
+        if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
+            return ExitStatus.STOPPED
+        if began < self.progress.iteration or owed:
             self._evaluate(
                 {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
             )
-        finished = self.progress.iteration >= self.length.last_iteration
-        return ExitStatus.FINISHED if finished else ExitStatus.STOPPED
+        return ExitStatus.FINISHED
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()
@@ -158,20 +160,39 @@ class Trainer:
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
-    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> None:
-        """Report the mean loss of each data set, by its name."""
-        for name, data_set in data_sets.items():
-            self.phase = f"evaluation at iteration {self.progress.iteration}"
-            loss = self._mean_loss(data_set)
-            self.outputs.evaluation(self.progress, loss, name)
+    def _evaluate_if(self, due: bool) -> str | None:
+        """Evaluate if it is due, now or from before a restart, unless the run is told to stop: then say why.
 
-    def _mean_loss(self, data_set: Dataset) -> float:
-        """Return the loss over the same eval_iters global batches each time: there is no sampling noise."""
+        What is left out is owed: a resume makes up for it first.
+        """
+        told = self.exits.told()
+        due = due or self.progress.owes_evaluation
+        if due and not told:
+            told = self._evaluate(self.data.valid)
+        self.progress = replace(self.progress, owes_evaluation=bool(due and told))
+        return told
+
+    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> str | None:
+        """Report the mean loss of each data set, by its name. Return why it was broken off, if it was."""
+        self.phase = f"evaluation at iteration {self.progress.iteration}"
+        for name, data_set in data_sets.items():
+            loss, told = self._mean_loss(data_set)
+            if told:
+                return told
+            self.outputs.evaluation(self.progress, loss, name)
+        return None
+
+    def _mean_loss(self, data_set: Dataset) -> tuple[float, str | None]:
+        """Return the loss over the same eval_iters global batches each time: there is no sampling noise.
+
+        With it goes the reason why it was broken off between two batches, or None.
+        """
         config = self.config
         micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
         assert micro and full
         per_step = full // (micro * self.mesh.dp_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        told = None
         self.decoder.eval()
         with self._batches(data_set) as batches, self.engine.evaluation():
             for _ in range(config.training.eval_iters):
@@ -180,9 +201,11 @@ class Trainer:
                 if losses is not None:
                     sums[0] += losses.sum()
                 sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
+                if told := self.exits.told():
+                    break
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
         self.engine.traffic.take()  # of no iteration
-        return float(rows[0] / rows[1].clamp(min=1))
+        return float(rows[0] / rows[1].clamp(min=1)), told
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration

@@ -14,7 +14,7 @@ from megazero.checkpoint import store
 from megazero.config import World, make_config
 from megazero.mesh.launch import Launch
 from megazero.train import setup
-from megazero.train.guards import NotStarted
+from megazero.train.stopping import NotStarted
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Seen, train, train_each
 

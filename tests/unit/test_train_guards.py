@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from megazero.train.guards import (
-    ExitConditions,
     LocalStep,
     NonFiniteGuard,
     NonFiniteLoss,
     RankFailure,
-    StopSignals,
     collective_symptom,
     readable_failures,
 )
+from megazero.train.stopping import ExitConditions, StopSignals
 
 
 def _alone(flag: bool) -> bool:
