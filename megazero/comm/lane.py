@@ -31,7 +31,9 @@ import torch.distributed as dist
 from megazero.comm.labels import Label, no_label
 
 Chain = Generator[dist.Work, None, None]
-STALLS = 1024  # waits whose events are kept; of older ones the seconds, since nobody need ever take them
+STALLS = (
+    1024  # waits whose events are kept; of older ones that are over the seconds: nobody need ever take them
+)
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
 
@@ -163,20 +165,22 @@ class Lane:
     def take_stalls(self) -> dict[str, float]:
         """Return for how many seconds the compute stream has stood waiting since the last call, by hop.
 
-        This is for CUDA, and it synchronises.
+        This is for CUDA. Waits that are not over are left for the next call: after the step's own wait for the device
+        there is none.
         """
-        while self.stalls:
-            self._add_up(*self.stalls.popleft())
+        self._add_up()
         out = dict(self.stood)
         self.stood.clear()
         return out
 
-    def _add_up(self, before: Any, ticket: Ticket) -> None:
-        """Add the seconds of one wait to ``stood``, by hop."""
+    def _add_up(self) -> None:
+        """Add the seconds of the waits that are over to ``stood``, by hop."""
+        while self.stalls and all(event.query() for event in (self.stalls[0][0], *self.stalls[0][1].landed)):
+            self._add_up_one(*self.stalls.popleft())
+
+    def _add_up_one(self, before: Any, ticket: Ticket) -> None:
         stood = 0.0
-        before.synchronize()
         for leg, landed in zip(ticket.plan, ticket.landed, strict=True):
-            landed.synchronize()
             until = max(stood, before.elapsed_time(landed) / 1e3)  # negative: had landed before the wait
             self.stood[f"exposed_{leg.hop}"] += until - stood
             stood = until
@@ -233,7 +237,7 @@ class Lane:
             before.record(stream)
             self.stalls.append((before, ticket))
             if len(self.stalls) > STALLS:
-                self._add_up(*self.stalls.popleft())
+                self._add_up()
         stream.wait_event(ticket.event)
 
 

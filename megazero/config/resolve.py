@@ -89,7 +89,7 @@ def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
     if values.get("tokenizer_type") is None and set(files) & set(TOKENIZERS[GPT2BPE]):
         values["tokenizer_type"] = GPT2BPE
         notes.append(f"--vocab-file, --merge-file: the tokenizer is {GPT2BPE}, Megatron's default")
-    kind = values.get("tokenizer_type")
+    kind = values.get("tokenizer_type", "")
     if kind in TOKENIZERS and kind != "NullTokenizer":
         unused = [all_options()[name].flag for name in files if name not in TOKENIZERS[kind]]
         plural = "" if len(unused) > 1 else "s"

@@ -62,7 +62,7 @@ class SentencePieceTokenizer:
         self.info = TokenizerInfo(
             hashlib.sha256(raw).hexdigest(), self._model.vocab_size(), self._model.eos_id()
         )
-        self.files = (model,)
+        self.files: tuple[Path, ...] = (model,)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
@@ -99,7 +99,10 @@ class HuggingFaceTokenizer:
                 f'put {{"eos_token": "..."}} in special_tokens_map.json beside it'
             )
         self.info = TokenizerInfo(hashlib.sha256(raw).hexdigest(), max(vocabulary.values()) + 1, eod)
-        self.files = (path, *(side for side in map(path.with_name, EOS_FILES) if side.is_file()))
+        self.files: tuple[Path, ...] = (
+            path,
+            *(side for side in map(path.with_name, EOS_FILES) if side.is_file()),
+        )
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -146,7 +149,7 @@ class GPT2BPETokenizer:
         digests = (hashlib.sha256(part).digest() for part in (raw, raw_merges))
         fingerprint = hashlib.sha256(b"".join(digests)).hexdigest()
         self.info = TokenizerInfo(fingerprint, max(ids.values()) + 1, ids[self.EOD])
-        self.files = (vocabulary, merges)
+        self.files: tuple[Path, ...] = (vocabulary, merges)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text).ids
@@ -158,7 +161,7 @@ class GPT2BPETokenizer:
 class NullTokenizer:
     """Its text is decimal integers below ``vocab_size``, separated by spaces. The eod is ``vocab_size`` itself."""
 
-    files = ()
+    files: tuple[Path, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:

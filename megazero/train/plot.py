@@ -62,9 +62,9 @@ def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], path: Path, colour: st
         axes.plot(iterations, losses, color=colour, linewidth=1, alpha=0.8, label=f"{prefix}train")
     for number, (data, of_data) in enumerate(evaluations.items()):
         iterations, losses = [m["iteration"] for m in of_data], [m["eval_lm_loss"] for m in of_data]
-        label = f"{prefix}evaluation{f' {data}' if data else ''}"
+        of_what = f"{prefix}evaluation{f' {data}' if data else ''}"
         axes.plot(iterations, losses, f"{MARKERS[number % len(MARKERS)]}--", color=colour, markersize=5,
-                  markeredgecolor="black", label=label)  # fmt: skip
+                  markeredgecolor="black", label=of_what)  # fmt: skip
     resumes = [m["resumed_from"] for m in train if "resumed_from" in m]
     for number, iteration in enumerate(resumes):
         label = f"{prefix}resume" if number == 0 else None

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
@@ -143,7 +142,6 @@ def prepare(
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
     report_start(config, mesh, decoder, progress, outputs.console)
     exits = ExitConditions(
-        agree=lambda flag: bool(mesh.gather_rows(torch.tensor([float(flag)], device=device)).any()),
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
         signals=signals,

@@ -77,11 +77,10 @@ class ExitConditions:
     when one was received. halt: the run stops at this iteration, for this reason. kill_switch: the run stops when
     there is a file of this name.
 
-    agree(flag) returns true on every rank if the flag is true on any rank. It is a collective, and is called once per
-    iteration and batch of an evaluation, on all ranks, only if a duration, signals or a kill switch are given.
+    In every iteration the ranks tell each other whether they have a reason of their own, with the step's scalars, and
+    between the batches of an evaluation by themselves.
     """
 
-    agree: Callable[[bool], bool]
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
     signals: StopSignals | None = None
@@ -96,16 +95,18 @@ class ExitConditions:
         if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
             raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
 
-    def told(self) -> str | None:
-        """Return why to save and stop at once, or None. Every rank gets the same answer to whether to stop."""
-        mine = self._own_reason()
-        asked = (self.signals, self.exit_duration_in_mins, self.kill_switch)
-        if any(each is not None for each in asked) and self.agree(mine is not None):
-            return (
-                mine
-                or "another rank received a signal, reached --exit-duration-in-mins or saw its kill switch"
-            )
-        return None
+    @property
+    def may_be_told(self) -> bool:
+        """Whether there is anything that could stop the run at once."""
+        return any(each is not None for each in (self.signals, self.exit_duration_in_mins, self.kill_switch))
+
+    def told(self, own: str | None, any_rank: bool) -> str | None:
+        """Return why to save and stop at once, or None. Every rank gets the same answer to whether to stop.
+
+        own: what `own_reason` returned. any_rank: whether it returned a reason on some rank.
+        """
+        others = "another rank received a signal, reached --exit-duration-in-mins or saw its kill switch"
+        return own or others if any_rank else None
 
     def planned(self, iteration: int) -> str | None:
         """Return why to stop after this iteration and what belongs to it, or None."""
@@ -115,7 +116,8 @@ class ExitConditions:
             return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
         return None
 
-    def _own_reason(self) -> str | None:
+    def own_reason(self) -> str | None:
+        """Return why this rank would stop now: a signal, the kill switch, or the time that the run has lasted."""
         if self.signals is not None and self.signals.received is not None:
             return f"received {self.signals.received.name}"
         if self.kill_switch is not None and os.path.exists(self.kill_switch):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
 Batch = dict[str, Any]  # of tensors
-_TRIM_INTERVAL = 10  # iterations
 
 
 class Trainer:
@@ -63,6 +63,9 @@ class Trainer:
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
+        # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
+        self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
     # -- the loop --------------------------------------------------------------------------------
@@ -72,17 +75,16 @@ class Trainer:
         began = saved_at = self.progress.iteration
         owed = self.progress.owes_evaluation
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
-            reason = told = self._evaluate_if(self.config.training.eval_at_start and began == 0)
-            while not told and self.progress.iteration < self.length.last_iteration:
+            self._evaluate_if(self.config.training.eval_at_start and began == 0)
+            reason = self.told
+            while not reason and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
-                told = self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
-                reason = told or self.exits.planned(iteration)
+                self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
+                reason = self.told or self.exits.planned(iteration)
                 if reason or self._due(self.config.checkpoint.save_interval, iteration):
                     saved_at = self._save(saved_at)
-                if reason:
-                    break
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
@@ -109,25 +111,25 @@ class Trainer:
             ids = batches.sample_ids(count)
             host = batches.next_step(count)  # held until the norm has been read: the copies are done by then
             step = [self._to_device(batch) for batch in host]
-            divisor = self._valid_tokens(step)
+            divisor = self._valid_tokens(host)
         with self.bill.span("compute"):
             factor, scaled_divisor = self.scaling.factors(divisor, self.mesh.dp_size)
             self.engine.begin_step(count, scaled_divisor, self.pipeline.program(count))
-            local = self._forward_backward(step, ids, factor)
-            # On gloo nobody would move them on while an early stage's ranks wait for the others' losses.
-            self.engine.reductions.drain()
-            loss = self._reduce_sum(local) / divisor
-            own = LocalStep(self.mesh.rank, float(local), tuple(i for row in ids for i in row))
+            self.scalars[0].copy_(self._forward_backward(step, ids, factor))
+            own_reason = self.exits.own_reason()
+            self.scalars[1].fill_(float(own_reason is not None))
+            info = self.engine.step(self.scalars)
+            losses, reasons = zip(*info.scalars, strict=True)
+            self.told = self.exits.told(own_reason, any(reasons))
+            loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
+            own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
             if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
                 self.guard.check_loss(iteration, loss, own, self._gather)
-            info = self.engine.step()
             self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
             self.scaling.update(info.skipped, batches.consumed - consumed)
             for lane in (self.engine.gathers, self.engine.reductions):
                 for name, seconds in lane.take_stalls().items():
                     self.bill.add(name, seconds)
-        if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
-            release_free_memory()
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
         self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
 
@@ -160,39 +162,35 @@ class Trainer:
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
-    def _evaluate_if(self, due: bool) -> str | None:
-        """Evaluate if it is due, now or from before a restart, unless the run is told to stop: then say why.
+    def _evaluate_if(self, due: bool) -> None:
+        """Evaluate if it is due, now or from before a restart, unless the run is told to stop.
 
-        What is left out is owed: a resume makes up for it first.
+        What is left out or broken off for that is owed: a resume makes up for it first.
         """
-        told = self.exits.told()
         due = due or self.progress.owes_evaluation
-        if due and not told:
-            told = self._evaluate(self.data.valid)
-        self.progress = replace(self.progress, owes_evaluation=bool(due and told))
-        return told
+        if due and not self.told:
+            self._evaluate(self.data.valid)
+        self.progress = replace(self.progress, owes_evaluation=bool(due and self.told))
 
-    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> str | None:
-        """Report the mean loss of each data set, by its name. Return why it was broken off, if it was."""
+    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> None:
+        """Report the mean loss of each data set, by its name, until the run is told to stop."""
         self.phase = f"evaluation at iteration {self.progress.iteration}"
         for name, data_set in data_sets.items():
-            loss, told = self._mean_loss(data_set)
-            if told:
-                return told
+            loss = self._mean_loss(data_set)
+            if loss is None:
+                break
             self.outputs.evaluation(self.progress, loss, name)
-        return None
 
-    def _mean_loss(self, data_set: Dataset) -> tuple[float, str | None]:
+    def _mean_loss(self, data_set: Dataset) -> float | None:
         """Return the loss over the same eval_iters global batches each time: there is no sampling noise.
 
-        With it goes the reason why it was broken off between two batches, or None.
+        It is None if the run was told to stop between two batches.
         """
         config = self.config
         micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
         assert micro and full
         per_step = full // (micro * self.mesh.dp_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        told = None
         self.decoder.eval()
         with self._batches(data_set) as batches, self.engine.evaluation():
             for _ in range(config.training.eval_iters):
@@ -201,11 +199,19 @@ class Trainer:
                 if losses is not None:
                     sums[0] += losses.sum()
                 sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
-                if told := self.exits.told():
+                self._ask_for_reasons()
+                if self.told:
                     break
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
         self.engine.traffic.take()  # of no iteration
-        return float(rows[0] / rows[1].clamp(min=1)), told
+        return None if self.told else float(rows[0] / rows[1].clamp(min=1))
+
+    def _ask_for_reasons(self) -> None:
+        """Exchange the ranks' reasons to stop by themselves, where there is no step that does. Collective."""
+        if self.exits.may_be_told:
+            own = self.exits.own_reason()
+            flag = torch.tensor([float(own is not None)], device=self.mesh.device)
+            self.told = self.exits.told(own, bool(self.mesh.gather_rows(flag).any()))
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration
@@ -234,17 +240,16 @@ class Trainer:
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _valid_tokens(self, step: Sequence[Batch]) -> float:
-        """The number of tokens of the global batch that count in the loss, at least 1."""
+        """The number of tokens of the global batch that count in the loss, at least 1.
+
+        step: on the host, where the number is exchanged, too: the device is not waited for.
+        """
         tokens = sum(b["loss_mask"].numel() for b in step) * self.mesh.dp_size
         if not self.config.data.eod_mask_loss:
             return float(tokens)
         own = torch.stack([b["loss_mask"].sum(dtype=torch.float64) for b in step]).sum()
-        return max(1.0, self._reduce_sum(own))
-
-    def _reduce_sum(self, value: torch.Tensor) -> float:
-        """Sum a scalar over the last stage's data-parallel ranks, in rank order; tp ranks hold equal values."""
-        rows = self.mesh.gather_rows(value.double().reshape(1))
-        return self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item()
+        rows = self.mesh.gather_rows(own.reshape(1))
+        return max(1.0, self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item())
 
     def _gather(self, own: LocalStep) -> list[LocalStep]:
         if self.mesh.world_size == 1:
@@ -296,18 +301,6 @@ def _events(info: StepInfo) -> dict[str, Any]:
         out["quantization_unit"] = info.sampled
         out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
     return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
-
-
-def release_free_memory() -> None:
-    """Give glibc's free memory back to the system.
-
-    Aligned allocations in glibc reuse free chunks badly. Without this call a rank that held 0.63 GB grew by 3 MB in
-    each step (2 ranks, 8M parameters). With it the rank stays at 0.63 GB, and steps are not slower (199 ms; 207 ms
-    without).
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def peak_memory(device: torch.device) -> int:

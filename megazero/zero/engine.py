@@ -157,8 +157,9 @@ class Engine:
         self.reducer.wait()
         self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
         with self.timed("optimizer"):
-            self._send_scalars(scalars)
-        # Not in the optimizer's time: on CUDA the host stands here while the device ends the backward.
+            self._open_scalars(scalars)
+        # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
+        self.scalars.exchange(self.traffic)
         norm, errors, told = self.scalars.read()
         norm /= self.divisor
         skipped = not math.isfinite(norm)
@@ -301,8 +302,8 @@ class Engine:
         for binding in unit.bindings:
             binding.accept()
 
-    def _send_scalars(self, extra: torch.Tensor | None) -> None:
-        """Exchange the norm over unique slices, hashes of what was issued, rounding errors, and the caller's own."""
+    def _open_scalars(self, extra: torch.Tensor | None) -> None:
+        """Write this rank's row: norm over unique slices, hash of what was issued, rounding errors, caller's own."""
         tp, ends = self.mesh.tp, self.mesh.ends
         with self.arena.frame(self.mesh.device) as frame:
             sum_partial(self.optimizer.runs, tp, frame, self.traffic)
@@ -313,7 +314,6 @@ class Engine:
             self.optimizer.squared_norm((tp.index, tp.size), ends is None or ends.index == 0, out=row[0])
         row[1].fill_(float(self.issued.take()))
         self.rounding.take(out=row[2:OWN])
-        self.scalars.exchange(self.traffic)
 
     def _send_exactly(self, name: str, kind: str) -> None:
         if name in self.rounding.names:

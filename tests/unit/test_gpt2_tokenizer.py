@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -10,10 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from megazero.checkpoint.store import CheckpointError
 from megazero.config import ConfigError, make_config
 from megazero.data import IndexedDataset
 from megazero.data.corpus import stdlib_sources
+from megazero.data.preprocess import Job, preprocess
+from megazero.data.text import find_inputs
 from megazero.data.tokenizer import GPT2BPETokenizer, load_tokenizer
+from megazero.train.generate import generate, load_text_model
+from megazero.train.metrics import read_metrics
+from tests.unit.test_train_seams import run
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = "<|endoftext|>"
@@ -165,3 +172,48 @@ def test_its_files_choose_it() -> None:
     spm = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "s"}
     config = make_config({**SMALL, **spm, "vocab_file": "v"})
     assert config.notes[0] == "--vocab-file changes nothing with --tokenizer-type SentencePieceTokenizer"
+
+
+def test_a_run_its_resume_and_its_text(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """From raw text to a sample, also when the files have moved; data and runs of another tokenizer are refused."""
+    for name in ("text", "other"):
+        (tmp_path / name).mkdir()
+    for number, path in enumerate(stdlib_sources()[:30]):
+        (tmp_path / "text" / f"{number}.py").write_text(path.read_text("utf-8")[:3000], "utf-8")
+    shutil.copytree(files[0].parent, tmp_path / "own")
+    train(tmp_path / "other", TRICKY, 400)
+
+    def of(name: str) -> dict[str, str]:
+        return {
+            "vocab_file": str(tmp_path / name / "vocab.json"),
+            "merge_file": str(tmp_path / name / "merges.txt"),
+        }
+
+    def data_of(name: str) -> dict[str, list[str]]:
+        job = Job(
+            find_inputs([str(tmp_path / "text")]),
+            ("text",),
+            "GPT2BPETokenizer",
+            None,
+            None,
+            True,
+            False,
+            **of(name),
+        )
+        return {"data_path": preprocess(job, tmp_path / f"data of {name}", say=lambda _: None)[0]}
+
+    base = {**SMALL, "mock_data": None, "train_iters": 3, "eval_iters": 1, "split": "9,1,0", **of("own")}
+    base |= {**data_of("own"), "save": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
+    run({**base, "exit_interval": 2})
+    run({**base, "load": base["save"]})
+    assert [line["iteration"] for line in read_metrics(tmp_path / "logs")] == [1, 2, 3]
+    with pytest.raises(ValueError, match="made with another tokenizer: vocabulary size"):
+        run({**base, **of("other"), "load": base["save"]})
+    with pytest.raises(CheckpointError, match="trained with another tokenizer.*--merge-file"):
+        same_size = {"vocab_size": GPT2BPETokenizer(*files).info.vocab_size}
+        run({**base, **of("other"), **data_of("other"), **same_size, "load": base["save"]})
+    assert generate(load_text_model(base["save"]), "def f(", 5).startswith("def f(")
+    (tmp_path / "own").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="cannot read tokenizer"):
+        load_text_model(base["save"])
+    assert generate(load_text_model(base["save"], **of("moved")), "def f(", 5).startswith("def f(")

@@ -40,6 +40,12 @@ def test_like_keeps_odd_and_even(size: int, most: int, wanted: int) -> None:
     assert like(size, most) == wanted
 
 
+def test_the_ratio_of_two_learning_rates_is_kept() -> None:
+    words = "--world-size 2 --ranks-per-node 2 --min-lr 1e-5 --decoupled-lr 3e-4 --decoupled-min-lr 1e-6"
+    optimizer = shrunk(words).config.optimizer
+    assert optimizer.lr and optimizer.decoupled_lr == pytest.approx(3 * optimizer.lr)
+
+
 def test_structure_is_kept_and_sizes_are_not() -> None:
     words = "--tensor-model-parallel-size 2 --sequence-parallel --num-query-groups 8 --ranks-per-node 4"
     found = shrunk(
