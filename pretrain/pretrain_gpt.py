@@ -1,14 +1,12 @@
 """Pretrain a decoder-only language model: torchrun ... pretrain/pretrain_gpt.py FLAGS (see --help)."""
 
-import os
 import sys
 import time
-from contextlib import nullcontext
 
 from megazero.config import ConfigError, World, parse
 from megazero.mesh.launch import read_launch, take_local_rank
-from megazero.train.exit_status import ExitStatus, record_status
-from megazero.train.stopping import NotStarted, StopSignals
+from megazero.train.exit_status import ExitStatus
+from megazero.train.program import run
 
 
 def main() -> int:
@@ -27,17 +25,7 @@ def main() -> int:
         else:
             time.sleep(1)  # torchrun ends all ranks with the first that leaves: let the one that speaks be it
         return ExitStatus.MISTAKE
-    # From now on, too: loading takes a while, in which the job may be told to stop.
-    with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
-        try:
-            from megazero.train.setup import main as train
-
-            return train(config, launch, signals)
-        except NotStarted as told:
-            if launch.rank == 0:
-                print(told, flush=True)
-                record_status(config.logging.log_dir, told.exit_status)
-            os._exit(told.exit_status)  # other ranks may be waiting for this one in a collective
+    return run(config, launch)
 
 
 if __name__ == "__main__":
