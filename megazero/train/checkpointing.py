@@ -77,6 +77,7 @@ class Checkpointing:
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
             "ordered_for": dict(progress.ordered_for),
+            "owes_evaluation": progress.owes_evaluation,
             "optimizer": self.engine.optimizer.scalars(),
             "engine": self.engine.state(),
             "loss_scaling": self.scaling.state(),

@@ -1,6 +1,7 @@
 """The exit status of a run, by which a batch script decides whether to start it again.
 
-The numbers are those of sysexits.h where it has a fitting one. 1 and 2 are what Python and argparse use.
+This needs no torch. The numbers are those of sysexits.h where it has a fitting one. 1 and 2 are what Python and
+argparse use.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megazero.data.files import replacing
 
 # LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun 1 for any, srun
 # the signal by which it ended the ranks that were still leaving).
-FILE = "exit_status"
+STATUS_FILE = "exit_status"
 
 # Errors of the operating system that are about the disk, not about what the user wrote.
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV}
@@ -52,16 +53,16 @@ def status_of(error: BaseException) -> ExitStatus:
     return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
 
 
-def record(log_dir: str, status: ExitStatus | None) -> None:
+def record_status(log_dir: str, status: ExitStatus | None) -> None:
     """Write LOG_DIR/exit_status for the batch script, or take it away (None) while the run is under way.
 
     On the first rank. A disk that takes no file is passed over in silence: the launcher's status is left.
     """
     try:
         if status is None:
-            (Path(log_dir) / FILE).unlink(missing_ok=True)
+            (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
         else:
-            with replacing(Path(log_dir) / FILE) as file:
+            with replacing(Path(log_dir) / STATUS_FILE) as file:
                 file.write(f"{status:d}\n".encode())
     except OSError:
         pass

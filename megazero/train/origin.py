@@ -46,7 +46,7 @@ class Progress:
     run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
     the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
     was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
-    keeps the order.
+    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration.
     """
 
     iteration: int = 0
@@ -54,6 +54,7 @@ class Progress:
     run_id: str = ""
     notes: tuple[str, ...] = ()
     ordered_for: Mapping[str, int] = field(default_factory=dict)
+    owes_evaluation: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,12 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         *_changed_order(config, manifest.configuration, knows_number),
     )
     progress = Progress(
-        state["iteration"], state["consumed_samples"], state["run_id"], notes, state.get("ordered_for", {})
+        state["iteration"],
+        state["consumed_samples"],
+        state["run_id"],
+        notes,
+        state.get("ordered_for", {}),
+        state.get("owes_evaluation", False),
     )
     return Origin(progress, path, manifest, state)
 

@@ -20,15 +20,8 @@ from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
-from megazero.train.exit_status import record, status_of
-from megazero.train.guards import (
-    ExitConditions,
-    NonFiniteLoss,
-    NotStarted,
-    RankFailure,
-    StopSignals,
-    readable_failures,
-)
+from megazero.train.exit_status import record_status, status_of
+from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
@@ -36,16 +29,20 @@ from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import arrange_ranks, start_rank
+from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
 
 
-def main(config: RunConfig, launch: Launch) -> int:
-    """Train as configured; the process's exit status. Every expected failure is one clear message."""
+def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
+    """Train as configured; the process's exit status. Every expected failure is one clear message.
+
+    signals: what notes the signals that stop the run, already at work. Raises NotStarted.
+    """
     began = time.monotonic()
     trainer: Trainer | None = None
     if launch.rank == 0:
-        record(config.logging.log_dir, None)
+        record_status(config.logging.log_dir, None)
     with ExitStack() as stack:
         try:
             with readable_failures(
@@ -54,20 +51,16 @@ def main(config: RunConfig, launch: Launch) -> int:
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: trainer.phase if trainer else "the preparation",
             ):
-                trainer = prepare(config, launch, stack, began)
+                trainer = prepare(config, launch, stack, began, signals)
                 with trainer.outputs.console:
                     status = trainer.run()
-        except NotStarted as told:
-            status = told.exit_status
-            if launch.rank == 0:
-                print(told, flush=True)
         except (ValueError, NonFiniteLoss, RankFailure, OSError) as error:
             _fail(config, launch, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
             _fail(config, launch, error)
     if launch.rank == 0:
-        record(config.logging.log_dir, status)
+        record_status(config.logging.log_dir, status)
     if dist.is_initialized():
         dist.barrier()  # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED
         dist.destroy_process_group()
@@ -78,7 +71,7 @@ def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
     """Say it and leave without waiting for collectives that can no longer complete."""
     status = status_of(error)
     if launch.rank == 0:
-        record(config.logging.log_dir, status)
+        record_status(config.logging.log_dir, status)
     # A user's mistake is mostly the same on all ranks and said once; what is about one rank is said by it.
     if not isinstance(error, ValueError) or _first_to_say(f"{error}"):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -112,10 +105,12 @@ def _look_for_kill_switch(path: str | None) -> None:
         )
 
 
-def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -> Trainer:
+def prepare(
+    config: RunConfig, launch: Launch, stack: ExitStack, began: float, signals: StopSignals | None = None
+) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
-    stack: closes what is opened here. began: time.monotonic() at the start of the process.
+    stack: closes what is opened here. began: time.monotonic() at the start of the process. Raises NotStarted.
     """
     timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
     # First of all the ranks join: from then on the others notice when one of them fails alone (a file that its node
@@ -149,12 +144,14 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     exits = ExitConditions(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
-        signals=stack.enter_context(StopSignals()) if config.training.exit_signal_handler else None,
+        signals=signals,
         halt=length.halt,
         kill_switch=config.training.kill_switch_path,
         began=began,
     )
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
+    if signals is not None:
+        signals.training()
     return Trainer(
         decoder,
         engine,

@@ -22,13 +22,14 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
-from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
+from megazero.train.guards import LocalStep, NonFiniteGuard
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.stopping import ExitConditions
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
@@ -63,9 +64,8 @@ class Trainer:
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
         # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
-        self.told = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        self.own_reason: str | None = None  # of this rank, to stop after the iteration
-        self.stopping = False  # some rank has one
+        self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
     # -- the loop --------------------------------------------------------------------------------
@@ -73,29 +73,29 @@ class Trainer:
     def run(self) -> ExitStatus:
         """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         began = saved_at = self.progress.iteration
+        owed = self.progress.owes_evaluation
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
-            if self.config.training.eval_at_start and self.progress.iteration == 0:
-                self._evaluate(self.data.valid)
-            while self.progress.iteration < self.length.last_iteration:
+            self._evaluate_if(self.config.training.eval_at_start and began == 0)
+            reason = self.told
+            while not reason and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
-                if self._due(self.config.training.eval_interval, iteration):
-                    self._evaluate(self.data.valid)
-                reason = self.exits.reason(iteration, self.own_reason, self.stopping)
+                self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
+                reason = self.told or self.exits.planned(iteration)
                 if reason or self._due(self.config.checkpoint.save_interval, iteration):
                     saved_at = self._save(saved_at)
-                if reason:
-                    self.outputs.console.note(f"stopping after iteration {iteration}: {reason}")
-                    break
+        if reason:
+            self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
-        if began < self.progress.iteration == self.length.last_iteration:
+        if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
+            return ExitStatus.STOPPED
+        if began < self.progress.iteration or owed:
             self._evaluate(
                 {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
             )
-        finished = self.progress.iteration >= self.length.last_iteration
-        return ExitStatus.FINISHED if finished else ExitStatus.STOPPED
+        return ExitStatus.FINISHED
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()
@@ -115,12 +115,12 @@ class Trainer:
         with self.bill.span("compute"):
             factor, scaled_divisor = self.scaling.factors(divisor, self.mesh.dp_size)
             self.engine.begin_step(count, scaled_divisor, self.pipeline.program(count))
-            self.told[0].copy_(self._forward_backward(step, ids, factor))
-            self.own_reason = self.exits.own_reason()
-            self.told[1].fill_(float(self.own_reason is not None))
-            info = self.engine.step(self.told)
+            self.scalars[0].copy_(self._forward_backward(step, ids, factor))
+            own_reason = self.exits.own_reason()
+            self.scalars[1].fill_(float(own_reason is not None))
+            info = self.engine.step(self.scalars)
             losses, reasons = zip(*info.scalars, strict=True)
-            self.stopping = any(reasons)
+            self.told = self.exits.told(own_reason, any(reasons))
             loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
             own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
             if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
@@ -162,15 +162,30 @@ class Trainer:
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
+    def _evaluate_if(self, due: bool) -> None:
+        """Evaluate if it is due, now or from before a restart, unless the run is told to stop.
+
+        What is left out or broken off for that is owed: a resume makes up for it first.
+        """
+        due = due or self.progress.owes_evaluation
+        if due and not self.told:
+            self._evaluate(self.data.valid)
+        self.progress = replace(self.progress, owes_evaluation=bool(due and self.told))
+
     def _evaluate(self, data_sets: Mapping[str, Dataset]) -> None:
-        """Report the mean loss of each data set, by its name."""
+        """Report the mean loss of each data set, by its name, until the run is told to stop."""
+        self.phase = f"evaluation at iteration {self.progress.iteration}"
         for name, data_set in data_sets.items():
-            self.phase = f"evaluation at iteration {self.progress.iteration}"
             loss = self._mean_loss(data_set)
+            if loss is None:
+                break
             self.outputs.evaluation(self.progress, loss, name)
 
-    def _mean_loss(self, data_set: Dataset) -> float:
-        """Return the loss over the same eval_iters global batches each time: there is no sampling noise."""
+    def _mean_loss(self, data_set: Dataset) -> float | None:
+        """Return the loss over the same eval_iters global batches each time: there is no sampling noise.
+
+        It is None if the run was told to stop between two batches.
+        """
         config = self.config
         micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
         assert micro and full
@@ -184,9 +199,19 @@ class Trainer:
                 if losses is not None:
                     sums[0] += losses.sum()
                 sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
+                self._ask_for_reasons()
+                if self.told:
+                    break
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
         self.engine.traffic.take()  # of no iteration
-        return float(rows[0] / rows[1].clamp(min=1))
+        return None if self.told else float(rows[0] / rows[1].clamp(min=1))
+
+    def _ask_for_reasons(self) -> None:
+        """Exchange the ranks' reasons to stop by themselves, where there is no step that does. Collective."""
+        if self.exits.may_be_told:
+            own = self.exits.own_reason()
+            flag = torch.tensor([float(own is not None)], device=self.mesh.device)
+            self.told = self.exits.told(own, bool(self.mesh.gather_rows(flag).any()))
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration

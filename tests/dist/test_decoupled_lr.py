@@ -14,7 +14,8 @@ from megazero.checkpoint import store
 from megazero.config import World, make_config
 from megazero.mesh.launch import Launch
 from megazero.train import setup
-from megazero.train.guards import NotStarted
+from megazero.train.exit_status import ExitStatus
+from megazero.train.stopping import NotStarted
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Seen, train, train_each
 
@@ -100,11 +101,9 @@ def test_a_run_that_is_killed_saves_and_the_next_one_does_not_begin(
 
     with pytest.MonkeyPatch.context() as watching:
         watching.setattr(setup, "prepare", touch_after_two)
-        assert setup.main(config, Launch(0, 1, local_world_size=1)) == 0
+        assert setup.main(config, Launch(0, 1, local_world_size=1)) == ExitStatus.STOPPED
     assert f"stopping after iteration 2: --kill-switch-path {path} is there" in capsys.readouterr().out
     latest = store.latest(tmp_path / "run")
     assert latest is not None and latest.name == "iter_0000002"
-    assert setup.main(config, Launch(0, 1, local_world_size=1)) == 0
-    assert capsys.readouterr().out == (
-        f"--kill-switch-path {path} is there: the run does not begin; remove the file to start it\n"
-    )
+    with pytest.raises(NotStarted, match=f"{path} is there: the run does not begin; remove the file"):
+        setup.main(config, Launch(0, 1, local_world_size=1))

@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from megazero.train.exit_status import ExitStatus
 from megazero.train.guards import (
-    ExitConditions,
     LocalStep,
     NonFiniteGuard,
     NonFiniteLoss,
     RankFailure,
-    StopSignals,
     collective_symptom,
     readable_failures,
 )
+from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 
 
 def alone(conditions: ExitConditions, iteration: int) -> str | None:
     """The reason of the only rank."""
     own = conditions.own_reason()
-    return conditions.reason(iteration, own, own is not None)
+    return conditions.told(own, own is not None) or conditions.planned(iteration)
 
 
 def test_exit_interval() -> None:
@@ -61,16 +61,17 @@ def test_one_ranks_signal_stops_all_ranks() -> None:
     ranks = [ExitConditions(signals=signals, exit_interval=3) for signals in (quiet, signalled)]
     own = [conditions.own_reason() for conditions in ranks]
     assert own == [None, "received SIGTERM"]
-    stopped = [c.reason(1, mine, any(own)) or "" for c, mine in zip(ranks, own, strict=True)]
+    stopped = [c.told(mine, any(own)) or "" for c, mine in zip(ranks, own, strict=True)]
     assert "another rank" in stopped[0] and stopped[1] == "received SIGTERM"
     signalled.received = signal.SIGUSR1  # after the ranks told each other: not in this iteration
-    assert [c.reason(1, None, False) for c in ranks] == [None, None]
+    assert [c.told(None, False) for c in ranks] == [None, None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signals_are_noted_and_handlers_restored(number: signal.Signals) -> None:
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     with StopSignals() as signals:
+        signals.training()
         conditions = ExitConditions(signals=signals)
         assert alone(conditions, 1) is None
         os.kill(os.getpid(), number)
@@ -78,6 +79,16 @@ def test_signals_are_noted_and_handlers_restored(number: signal.Signals) -> None
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert {n: signal.getsignal(n) for n in before} == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_during_the_start_ends_it_at_once(number: signal.Signals) -> None:
+    with pytest.raises(NotStarted, match=f"{number.name} during the start") as told, StopSignals():
+        try:
+            os.kill(os.getpid(), number)
+        except Exception:  # noqa: BLE001 - a library's way
+            pytest.fail("a handler of errors swallowed it")
+    assert told.value.exit_status is ExitStatus.STOPPED
 
 
 def test_exit_conditions_refuse() -> None:
