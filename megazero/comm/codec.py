@@ -72,6 +72,7 @@ class Codec(Protocol):
         out: torch.Tensor,
         accumulate: bool,
         exact: torch.Tensor | None = None,
+        *,
         own: Sequence[torch.Tensor] = (),
     ) -> None:
         """Add up the decoded messages [k, m] in the order messages[0], messages[1], ...
@@ -127,6 +128,7 @@ class Identity:
         out: torch.Tensor,
         accumulate: bool,
         exact: torch.Tensor | None = None,
+        *,
         own: Sequence[torch.Tensor] = (),
     ) -> None:
         regions = (out,) if exact is None else (out, exact)
@@ -227,6 +229,7 @@ class Blockwise:
         out: torch.Tensor,
         accumulate: bool,
         exact: torch.Tensor | None = None,
+        *,
         own: Sequence[torch.Tensor] = (),
     ) -> None:
         self._check(messages, out.numel(), exact)

@@ -79,11 +79,11 @@ def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
 
 
 def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: bool) -> str:
-    hops, roles_often, roles_once = [], ("p", "g"), ("os", "replica")
-    if whole:
-        roles_often, roles_once = (), roles_often + roles_once
+    hops = []
+    frequent: tuple[str, ...] = () if whole else ("p", "g")
+    final = tuple(role for role in ("p", "g", "os", "replica") if role not in frequent)
     for link, coding in ((INTRA, wire.gradients_intra), (INTER, wire.gradients_inter)):
-        often, once = (link in _links(axes, roles) for roles in (roles_often, roles_once))
+        often, once = (link in _links(axes, roles) for roles in (frequent, final))
         if often or once:
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
             rounding = "nearest, error feedback" if wire.feedback and link == INTER else "nearest"
