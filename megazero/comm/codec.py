@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.bound import error_bound
 from megazero.kernels.dequantize import dequantize
@@ -234,7 +235,7 @@ class Blockwise:
     ) -> None:
         self._check(messages, out.numel(), exact)
         for total, first in zip((out,) if exact is None else (out, exact), own, strict=False):
-            total.add_(first) if accumulate else total.copy_(first)
+            add_to(total, first) if accumulate else total.copy_(first)
         accumulate = accumulate or bool(own)
         dequantize_accumulate(messages, out, self.form, accumulate)
         if exact is not None:

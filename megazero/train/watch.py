@@ -232,7 +232,8 @@ class _Timed:
     """A store that tells how long its present call has taken. ``seconds`` is 0 between calls."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._began = store, None
+        self._store = store
+        self._began: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -279,8 +280,10 @@ def waits(stack: Sequence[traceback.FrameSummary]) -> bool:
 
 def innermost(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost frame in words, and the innermost one of megazero if that is another."""
-    ours = [frame for frame in stack if f"{os.sep}megazero{os.sep}" in frame.filename]
-    shown = dict.fromkeys(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in (stack[-1:] + ours[-1:]))
+    ours: Sequence[traceback.FrameSummary] = [
+        frame for frame in stack if f"{os.sep}megazero{os.sep}" in frame.filename
+    ]
+    shown = dict.fromkeys(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in (*stack[-1:], *ours[-1:]))
     return " in ".join(shown)
 
 
