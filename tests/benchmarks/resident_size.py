@@ -4,7 +4,7 @@
 
 One rank of 2 nodes of 2 takes steps of a 1.3M-parameter decoder without the trainer: begin_step, forward, backward,
 step (the other ranks send what it sends: gpu_report/lone_rank.py). Printed are the resident size at ten moments, its
-peak, and the growth in the last nine tenths of the steps. Measured, zero3 with 3000 steps: 473.6 MB at step 300, 473.7
+peak, and the growth in the last nine tenths of the steps. Measured with zero3: 473.6 MB at step 300, 473.7
 at 3000.
 """
 
