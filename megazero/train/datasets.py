@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from megazero.config import RunConfig
 from megazero.data import build_datasets, load_tokenizer
 from megazero.data.build import Dataset
-from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.data.tokenizer import NullTokenizer, Tokenizer, TokenizerInfo
 from megazero.train.batch_size import RunLength
 from megazero.train.origin import Progress
 
@@ -22,6 +24,16 @@ def tokenizer_info(config: RunConfig) -> TokenizerInfo:
         assert config.model.vocab_size, "the configuration refuses an unknown vocabulary"
         return NullTokenizer(config.model.vocab_size - 1).info
     return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size).info
+
+
+def load_run_tokenizer(config: RunConfig, model: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """Load the tokenizer of a saved configuration, whose vocabulary is known. model: read it there instead."""
+    data, size = config.data, config.model.vocab_size
+    if data.tokenizer_type in (None, "NullTokenizer"):
+        assert size, "a saved configuration has its vocabulary"
+        return load_tokenizer("NullTokenizer", vocab_size=size - 1)
+    assert data.tokenizer_type
+    return load_tokenizer(data.tokenizer_type, Path(model or data.tokenizer_model or ""))
 
 
 def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
