@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint.manifest import FileEntry, checksum
-from megazero.convert.folder import DTYPES, INDEX_FILE, SINGLE_FILE
+from megazero.convert.folder import DTYPES, SINGLE_FILE
 from megazero.data.files import replacing
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
+from megazero.families.field_groups import gelu
 from megazero.families.huggingface import HuggingFace
 
 CHOICES = {
@@ -31,15 +32,23 @@ NAMES = TensorNames(
     },
     transposed=True,
     fused="sides",
-    needs={**CHOICES, "embed_layernorm": False, "squared_relu": False},
+    needs={
+        **CHOICES,
+        "add_attention_bias": True,
+        "squared_relu": False,
+        "qk_norm": "none",
+        "transformer_block_type": "sequential",
+        "embed_layernorm": False,
+    },
     equal=PLAIN_ATTENTION,
 )
 GPT = Family(
     name="gpt",
     defaults={**CHOICES, "untie_embeddings_and_output_weights": False},
-    names=NAMES,
+    names=(NAMES,),
     hugging_face=HuggingFace(
         "gpt2",
+        "GPT2LMHeadModel",
         fields={
             "num_layers": "n_layer",
             "hidden_size": "n_embd",
@@ -51,9 +60,9 @@ GPT = Family(
         absent={"ffn_hidden_size": None, "norm_epsilon": 1e-5},
         tied=True,
         only={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
         },
+        groups=(gelu("activation_function", "gelu_new"),),
     ),
 )

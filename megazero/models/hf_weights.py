@@ -37,8 +37,8 @@ def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tupl
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
     """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
 
-    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (without the leading "model."
-    or "transformer."), as GPT-2 and BLOOM are published.
+    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (without the leading "model.",
+    "transformer." or "gpt_neox."), as GPT-2 and BLOOM are published.
     Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
     placements = decoder.placements()

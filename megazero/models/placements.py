@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.checkpoint.placement import Placement, Segment
-from megazero.config.model import ModelConfig
-from megazero.families import TensorNames
+from megazero.config.model import LAYER_NORMS, ModelConfig
+from megazero.families import TensorNames, fused_row
 from megazero.tp import TensorParallel, VocabShard
 
 
@@ -24,23 +24,48 @@ class ParameterRole:
     split: int | None
 
 
-def _norm_roles(c: ModelConfig, name: str) -> Iterator[ParameterRole]:
-    yield ParameterRole(f"{name}.weight", (c.hidden_size,), None)
+def _norm_roles(
+    c: ModelConfig, name: str, size: int | None = None, split: int | None = None
+) -> Iterator[ParameterRole]:
+    shape = (c.hidden_size if size is None else size,)
+    yield ParameterRole(f"{name}.weight", shape, split)
     if c.normalization == "LayerNorm":
-        yield ParameterRole(f"{name}.bias", (c.hidden_size,), None)
+        yield ParameterRole(f"{name}.bias", shape, split)
 
 
 def _layer_roles(c: ModelConfig) -> Iterator[ParameterRole]:
-    h, q, kv, ffn = c.hidden_size, c.query_projection_size, c.kv_projection_size, c.ffn_hidden_size
-    yield from _norm_roles(c, "input_norm")
+    """Yield the parameters of a layer, in the order of ``named_parameters``. A layer has some of the four norms."""
+    norms = LAYER_NORMS[c.transformer_block_type]
+    parts = (
+        ("input_norm", _attention_roles(c)),
+        ("attention_output_norm", ()),
+        ("mlp_norm", _mlp_roles(c)),
+        ("mlp_output_norm", ()),
+    )
+    for norm, roles in parts:
+        if norm in norms:
+            yield from _norm_roles(c, norm)
+        yield from roles
+
+
+def _attention_roles(c: ModelConfig) -> Iterator[ParameterRole]:
+    h, q, kv = c.hidden_size, c.query_projection_size, c.kv_projection_size
     for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         yield ParameterRole(f"attention.{name}.weight", (rows, h), 0)
         if c.qkv_bias:
             yield ParameterRole(f"attention.{name}.bias", (rows,), 0)
     yield ParameterRole("attention.o_proj.weight", (h, q), 1)
-    if c.add_bias_linear:
+    if c.add_attention_bias:
         yield ParameterRole("attention.o_proj.bias", (h,), None)
-    yield from _norm_roles(c, "mlp_norm")
+    for name, rows in (("q_norm", q), ("k_norm", kv)):
+        if c.qk_norm == "head":
+            yield from _norm_roles(c, f"attention.{name}", c.kv_channels)
+        elif c.qk_norm == "all-heads":
+            yield from _norm_roles(c, f"attention.{name}", rows, 0)
+
+
+def _mlp_roles(c: ModelConfig) -> Iterator[ParameterRole]:
+    h, ffn = c.hidden_size, c.ffn_hidden_size
     for name in ("gate_proj", "up_proj") if c.swiglu else ("up_proj",):
         yield ParameterRole(f"mlp.{name}.weight", (ffn, h), 0)
         if c.add_bias_linear:
@@ -79,7 +104,22 @@ def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
 
     With fewer key/value heads than ranks, each rank holds the one that its query heads use.
     """
-    return max(1, tp_size // c.num_query_groups) if ".k_proj." in name or ".v_proj." in name else 1
+    cut = (".k_proj.", ".v_proj.", *((".k_norm.",) if c.qk_norm == "all-heads" else ()))
+    return max(1, tp_size // c.num_query_groups) if any(module in name for module in cut) else 1
+
+
+def of_own_heads(c: ModelConfig, name: str) -> bool:
+    """Tell whether ranks hold the same of a parameter that each applies to its own heads alone."""
+    return c.qk_norm == "head" and (".q_norm." in name or ".k_norm." in name)
+
+
+def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``named_parameters``.
+
+    They are Hugging Face's of ``architecture_of(c)``, if there is one: fused and transposed where the family's are,
+    with the true vocabulary. A tied head has none.
+    """
+    return {p.name: p.shape for p in decoder_placements(c, TensorParallel()).values()}
 
 
 def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placement]:
@@ -115,7 +155,7 @@ def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: Par
     segments: tuple[Segment, ...] = (Segment(0, rows, first),)
     shape = role.shape
     if part is not None:
-        shape = (3 * role.shape[0], *role.shape[1:])
+        shape = (c.query_projection_size + 2 * c.kv_projection_size, *role.shape[1:])
         segments = _fused_segments(c, names, part, first, rows)
     transposed = names.transposed and len(shape) == 2 and role.name != "embedding.positions"
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
@@ -125,7 +165,13 @@ def _fused_segments(
     c: ModelConfig, names: TensorNames, part: int, first: int, rows: int
 ) -> tuple[Segment, ...]:
     """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
-    if names.fused == "sides":
-        return (Segment(0, rows, part * c.query_projection_size + first),)
-    d = c.kv_channels
-    return tuple(Segment(j, d, 3 * (first + j) + part * d) for j in range(0, rows, d))
+    d, heads, groups = c.kv_channels, c.num_attention_heads, c.num_query_groups
+    stored = [d * fused_row(names, part, (first + j) // d, heads, groups) for j in range(0, rows, d)]
+    segments = [Segment(0, d, stored[0])]
+    for local, row in zip(range(d, rows, d), stored[1:], strict=True):
+        last = segments[-1]
+        if row == last.stored + last.length:
+            segments[-1] = Segment(last.local, last.length + d, last.stored)
+        else:
+            segments.append(Segment(local, d, row))
+    return tuple(segments)
