@@ -23,7 +23,7 @@ from safetensors import torch as safetensors
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint import directory
-from megazero.checkpoint.directory import Retention, checkpoints, latest
+from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
 from megazero.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -60,6 +60,7 @@ __all__ = [
     "Snapshot",
     "StoredKind",
     "checkpoints",
+    "find_checkpoint",
     "latest",
     "load",
     "load_full",

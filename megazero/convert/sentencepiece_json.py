@@ -35,6 +35,9 @@ class Spec:
     model_type: int = UNIGRAM
     byte_fallback: bool = False
     space_is_suffix: bool = False
+    bos: int = 1
+    eos: int = 2
+    pad: int = -1
     charsmap: bytes = b""
     dummy_prefix: bool = True
     remove_extra_spaces: bool = True
@@ -66,11 +69,19 @@ def read_spec(raw: bytes) -> Spec:
         model_type=trainer.get(3, UNIGRAM),
         byte_fallback=bool(trainer.get(35, 0)),
         space_is_suffix=bool(trainer.get(24, 0)),
+        bos=_signed(trainer.get(41, 1)),
+        eos=_signed(trainer.get(42, 2)),
+        pad=_signed(trainer.get(43, -1)),
         charsmap=normalizer.get(2, b""),
         dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_spaces=bool(normalizer.get(4, 1)),
         escape_spaces=bool(normalizer.get(5, 1)),
     )
+
+
+def _signed(value: int) -> int:
+    """Return an int32 that a varint holds: below zero it has 64 bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

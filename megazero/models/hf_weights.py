@@ -10,8 +10,7 @@ from torch import Tensor
 from megazero.checkpoint.placement import Placement
 from megazero.config.model import ModelConfig
 from megazero.models.decoder import Decoder
-from megazero.models.placements import decoder_placements
-from megazero.tp import TensorParallel
+from megazero.models.placements import stored_tensors
 
 # Buffers of older releases that hold no weights.
 _BUFFERS = (
@@ -37,8 +36,7 @@ def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tupl
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
     """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
 
-    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (without the leading "model.",
-    "transformer." or "gpt_neox."), as GPT-2 and BLOOM are published.
+    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (``match_names``).
     Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
     placements = decoder.placements()
@@ -48,11 +46,6 @@ def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> No
         parameter.zero_()
         for ours, theirs in _boxes(placement, parameter, state_dict[there[placement.name]]):
             ours.copy_(theirs)
-
-
-def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Map every tensor of the whole model to its shape, under the family's names and in the order of the model."""
-    return {p.name: p.shape for p in decoder_placements(config, TensorParallel()).values()}
 
 
 def tied_head(config: ModelConfig) -> tuple[str, str] | None:
@@ -66,10 +59,11 @@ def tied_head(config: ModelConfig) -> tuple[str, str] | None:
 def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Map the name of each tensor of the model to its name in ``shapes``, which maps the names there to shapes.
 
-    Published names may lack the leading "model." or "transformer.". A head that is tied may be there again.
+    The names there may lack the leading "model.", "transformer." or "gpt_neox.", as GPT-2 and BLOOM are published. A
+    head that is tied may be there again.
     Raises ValueError listing every missing, unexpected or misshapen tensor.
     """
-    wanted, tied = stored_shapes(config), tied_head(config)
+    wanted, tied = stored_tensors(config), tied_head(config)
     prefix = next(iter(wanted)).split(".", 1)[0] + "."
     ours = {name if name in wanted or prefix + name not in wanted else prefix + name: name for name in shapes}
     if tied is not None and tied[0] not in wanted:

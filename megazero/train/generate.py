@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megazero.checkpoint import store
-from megazero.checkpoint.manifest import MANIFEST_FILE
 from megazero.config import RunConfig
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_files import held_tokenizer
@@ -51,23 +49,6 @@ class TextModel:
     tokenizer: Tokenizer
 
 
-def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """Return ``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it.
-
-    Raises CheckpointError if there is none.
-    """
-    root = Path(folder)
-    if (root / MANIFEST_FILE).is_file():
-        return root
-    found = store.latest(root)
-    if found is None:
-        raise store.CheckpointError(
-            f"--load {root} holds no complete checkpoint. Name the folder that was given to --save in training, "
-            "or one of its iter_* folders"
-        )
-    return found
-
-
 def load_text_model(
     folder: str | os.PathLike[str],
     *,
@@ -81,7 +62,7 @@ def load_text_model(
     the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or
     ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
     """
-    path = find_checkpoint(folder)
+    path = store.find_checkpoint(folder)
     config = RunConfig.from_dict(store.read_manifest(path).configuration)
     held = held_tokenizer(config.data.tokenizer_type, path, store.read_manifest(path).files)
     tokenizer = load_run_tokenizer(config, tokenizer_model or held)

@@ -1,0 +1,74 @@
+"""The model card of an exported checkpoint: which run it is, how it was trained, and what lies in the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megazero.checkpoint.manifest import FileEntry
+from megazero.config.fields import Option, show
+from megazero.config.run import all_options
+from megazero.convert.source import Source
+from megazero.families import FAMILIES
+
+# What says where files lie on the machine of the training, and nothing about the model.
+_PLACES = ("save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir", "wandb_save_dir")
+
+
+def card(source: Source, files: Mapping[str, FileEntry]) -> str:
+    """Return README.md of the folder: a model card as Hugging Face reads it. files: those of the folder, by name."""
+    config, state = source.config, source.state
+    samples, length = state.get("consumed_samples", 0), config.model.seq_length or 0
+    losses = state.get("losses", {})
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in source.tensors})
+    facts = {
+        "run": state.get("run_id") or "unnamed",
+        "iteration": f"{source.manifest.step:,}",
+        "samples": f"{samples:,}",
+        "tokens": f"{samples * length:,}",
+        "training loss": _loss(losses.get("lm_loss")),
+        "validation loss": _loss(losses.get("eval_lm_loss")),
+        "weights": "those of the forward passes"
+        if source.weights == "trained"
+        else "the optimizer's master weights",
+        "dtype": ", ".join(dtypes),
+        "parameters": f"{sum(t.nbytes // t.dtype.itemsize for t in source.tensors):,}",
+    }
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "---",
+        "",
+        "# Model card",
+        "",
+    ]
+    lines += ["Trained with megazero and exported from its checkpoint.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    lines += ["", "## Flags that are not at their default", "", "```", *_flags(source), "```", ""]
+    lines += ["## Files", "", "| file | bytes | crc32 |", "|---|---|---|"]
+    lines += [f"| {name} | {entry.size:,} | {entry.crc32:08x} |" for name, entry in sorted(files.items())]
+    return "\n".join([*lines, ""])
+
+
+def _loss(value: float | None) -> str:
+    return "not recorded" if value is None else f"{value:.4f}"
+
+
+def _flags(source: Source) -> list[str]:
+    """Return the flags of the run that matter for the model, one a line."""
+    family = FAMILIES[source.model.model_family].defaults
+    lines = []
+    for option in all_options().values():
+        value = source.config.get(option.name)
+        changed = value != family.get(option.name, option.default) and value is not None
+        if option.name not in _PLACES and (changed or option.name == "model_family"):
+            lines.append(flag_line(option, value))
+    return lines
+
+
+def flag_line(option: Option, value: object) -> str:
+    """Return an option as it is typed."""
+    if isinstance(value, bool):
+        return option.flag if value else f"--{option.negative_key}"
+    shown = show(value)
+    return f"{option.flag} {shown}"
