@@ -160,18 +160,21 @@ def without_effect(
     table: Iterable[tuple[Collection[str], bool, str]],
     options: Mapping[str, Option],
     values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     skip: Collection[str] = (),
 ) -> Iterator[str]:
     """Yield a line for each option that was changed although another option makes it meaningless.
 
     Each row of ``table`` has the names, whether they have an effect, and what would give them one.
-    ``skip`` has the names that were reported already.
+    ``defaults`` has those that are not the option's own, because a family decides them. ``skip`` has the names that
+    were reported already.
     """
     said = set(skip)
     for names, holds, cure in table:
         for name in names:
             option, value = options[name], values[name]
-            if not holds and value != option.default and name not in said:
+            usual = (option.default, defaults.get(name, option.default))
+            if not holds and value not in usual and name not in said:
                 said.add(name)
                 typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
                 yield f"{typed} has no effect without {cure}; leave it out or add that"

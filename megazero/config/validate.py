@@ -12,6 +12,7 @@ from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import resolve_shards
 from megazero.config.wire import quantizes_gradients, quantizes_weights
+from megazero.families import FAMILIES
 
 
 def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = ()) -> list[str]:
@@ -90,7 +91,9 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
         (list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"),
     )
-    yield from without_effect(table, all_options(), config.values(), broken)
+    family = FAMILIES.get(config.model.model_family)
+    defaults = family.defaults if family else {}
+    yield from without_effect(table, all_options(), config.values(), defaults, broken)
 
 
 def _shard_chain(config: RunConfig) -> Iterator[str]:

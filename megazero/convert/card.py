@@ -10,8 +10,17 @@ from megazero.config.run import all_options
 from megazero.convert.source import Source
 from megazero.families import FAMILIES
 
-# What says where files lie on the machine of the training, and nothing about the model.
-_PLACES = ("save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir", "wandb_save_dir")
+# They say where files lay on the machine of the training, and nothing about the model.
+_PLACES = (
+    "tokenizer_model",
+    "save",
+    "load",
+    "save_hf",
+    "log_dir",
+    "data_cache_path",
+    "tensorboard_dir",
+    "wandb_save_dir",
+)
 
 
 def card(source: Source, files: Mapping[str, FileEntry]) -> str:

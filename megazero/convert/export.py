@@ -1,4 +1,4 @@
-"""A checkpoint becomes a Hugging Face folder: files of weights one by one, then what describes them, config.json last.
+"""A checkpoint becomes a Hugging Face folder: its files of weights, then what describes them, config.json last.
 
 Everything is written in FOLDER.partial, which takes its name when it is whole. Interrupted, the same call goes on: a
 file that was finished stays if its checksum is what it was.
@@ -68,8 +68,8 @@ def write_folder(
 ) -> Path:
     """Write FOLDER.partial, whole, and return it; ``finish`` gives it its name. Collective over ``group``.
 
-    shard_bytes: the most bytes of tensors in a file. tokenizer: as ``tokenizers.of_checkpoint`` takes it. The ranks of
-    the group share the files between them. Raises CheckpointError on every rank: the checkpoint is damaged, has no
+    shard_bytes: the most bytes of tensors in a file. tokenizer: as ``tokenizers.of_checkpoint`` takes it. The ranks
+    of the group share the files between them. Raises CheckpointError on every rank: the checkpoint is damaged, has no
     architecture in Hugging Face, or is not to be written there; finished files stay for the next call.
     """
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -158,15 +158,17 @@ def _describe(
         },
     )
     write_json(partial / CONFIG_FILE, hub_config(source, run))
-    _remove_others(partial, {*described, INDEX_FILE if len(shards) > 1 else "", CARD_FILE, CONVERSION_FILE})
+    _remove_others(partial, set(files))
     fsync_directory(partial)
 
 
 def _remove_others(partial: Path, ours: set[str]) -> None:
-    """Remove files of an earlier call with other options: the folder is ours alone until it is whole."""
-    for path in partial.iterdir():
-        if path.name not in ours | {CONFIG_FILE}:
+    """Remove weights that an earlier call began to write with other options."""
+    for path in (*partial.glob("*.safetensors*"), *partial.glob(".*.safetensors.json")):
+        if path.name not in ours | {INDEX_FILE}:
             path.unlink()
+    if len(ours) == 1:
+        (partial / INDEX_FILE).unlink(missing_ok=True)
 
 
 def _source_name(source: Source) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,8 +173,8 @@ def spelt(spec: Spec, text: str) -> bool:
     return spec.model_type == UNIGRAM and any(word in text for word in spec.of_kind(CONTROL, UNKNOWN, BYTE))
 
 
-def differences(raw: bytes, made: Any, texts: Sequence[str]) -> list[str]:
-    """Return those of ``texts`` to which the tokenizer ``made`` gives other ids than the SentencePiece model.
+def differences(raw: bytes, encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[str]:
+    """Return those of ``texts`` to which ``encode`` gives other ids than the SentencePiece model ``raw``.
 
     Segmentations of equal probability are no difference: SentencePiece adds scores in fp32 and the tokenizers library
     in fp64, and rounding decides which of them is taken.
@@ -187,7 +187,7 @@ def differences(raw: bytes, made: Any, texts: Sequence[str]) -> list[str]:
         return sum(spec.pieces[i].score for i in ids)
 
     def same(text: str) -> bool:
-        ours, theirs = model.encode(text), made.encode(text, add_special_tokens=False).ids
+        ours, theirs = model.encode(text), encode(text)
         if ours == theirs or spec.model_type != UNIGRAM or model.decode(ours) != model.decode(theirs):
             return ours == theirs
         return abs(score(ours) - score(theirs)) <= _FP32 * abs(score(ours))

@@ -70,8 +70,9 @@ class Source:
         if different:
             name = min(different)
             raise CheckpointError(
-                f"'{self.path}' does not hold the model of its configuration: '{name}' is {shapes.get(name, 'absent')} "
-                f"there and {wanted.get(name, 'absent')} by the configuration ({len(different)} such tensors)"
+                f"'{self.path}' does not hold the model of its configuration: '{name}' is "
+                f"{shapes.get(name, 'absent')} there and {wanted.get(name, 'absent')} by the configuration "
+                f"({len(different)} such tensors)"
             )
         return [Plain(name, self.dtype or self.stored.dtypes[name], shape) for name, shape in wanted.items()]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def of_checkpoint(path: Path, config: RunConfig, named: Path | None = None) -> R
 
 
 def special_ids(run: RunTokenizer) -> dict[str, int]:
-    """Return the ids of special tokens by role: "eos", the end of a document, and SentencePiece's "bos", "unk", "pad"."""
+    """Return the ids of special tokens by role: "eos" ends a document; SentencePiece has bos, unk and pad, too."""
     if run.kind != "SentencePieceTokenizer":
         return {"eos": run.tokenizer.info.eod}
     spec = read_spec(run.files["tokenizer.model"])
@@ -122,7 +122,7 @@ def hub_files(run: RunTokenizer) -> dict[str, bytes]:
 
 
 def token_ids(run: RunTokenizer) -> dict[str, Any]:
-    """Return bos_token_id, eos_token_id and pad_token_id: what was imported says, else the tokenizer; None if none."""
+    """Return bos_token_id, eos_token_id and pad_token_id: what was imported says, else the tokenizer, else None."""
     given, own = json.loads(run.files.get(GENERATION, b"{}")), special_ids(run)
     return {
         f"{role}_token_id": given.get(f"{role}_token_id", own.get(role)) for role in ("bos", "eos", "pad")
@@ -154,7 +154,11 @@ def _prove(raw: bytes, made: Any) -> None:
         *(model.decode(ids) for ids in drawn),
         *(model.decode([i]) for i in range(len(spec.pieces))),
     ]
-    wrong = differences(raw, made, [text for text in texts if not spelt(spec, text)])
+    wrong = differences(
+        raw,
+        lambda text: made.encode(text, add_special_tokens=False).ids,
+        [text for text in texts if not spelt(spec, text)],
+    )
     if wrong:
         raise ValueError(
             f"this SentencePiece model cannot be written as a tokenizer.json with the same ids: {wrong[0]!r} has "
@@ -163,6 +167,16 @@ def _prove(raw: bytes, made: Any) -> None:
         )
 
 
-def compare_ids(ours: Tokenizer, theirs: Any, texts: Sequence[str]) -> list[str]:
-    """Return those texts to which ``theirs``, a function from text to ids, gives other ids than training's."""
-    return [text for text in texts if ours.encode(text) != theirs(text)]
+def other_ids(run: RunTokenizer, encode: Callable[[str], list[int]]) -> tuple[list[str], list[str], int]:
+    """Compare ``encode`` with the training's tokenizer on ``sample_texts``.
+
+    Returns the texts to which it gives other ids, those that were left out (they spell a special token of a unigram
+    model, which a tokenizer.json finds in a text), and how many were compared.
+    """
+    texts, raw = sample_texts(run.tokenizer), run.files.get("tokenizer.model")
+    if run.kind != "SentencePieceTokenizer" or raw is None:
+        return [text for text in texts if run.tokenizer.encode(text) != encode(text)], [], len(texts)
+    spec = read_spec(raw)
+    left_out = [text for text in texts if spelt(spec, text)]
+    compared = [text for text in texts if not spelt(spec, text)]
+    return differences(raw, encode, compared), left_out, len(compared)

@@ -26,6 +26,7 @@ class TensorNames:
     second group, and so on.
     ``needs`` maps an option to the value, or to the tuple of values, that these names can express. ``equal`` has
     pairs of options that must be equal for it.
+    ``aliases`` maps a tensor's name in the modules of a release to its name in files.
     """
 
     model: Mapping[str, str]
@@ -35,6 +36,7 @@ class TensorNames:
     fused: Literal["sides", "groups"] = "sides"
     needs: Mapping[str, Any] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def can_express(self, options: object) -> bool:
         """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""

@@ -36,6 +36,7 @@ NAMES = TensorNames(
         "transformer_block_type": (PARALLEL, SEQUENTIAL),
     },
     equal=PLAIN_ATTENTION,
+    aliases={"lm_head.weight": "embed_out.weight"},  # since transformers 5
 )
 
 

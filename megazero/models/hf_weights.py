@@ -65,7 +65,10 @@ def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
     """
     wanted, tied = stored_tensors(config), tied_head(config)
     prefix = next(iter(wanted)).split(".", 1)[0] + "."
-    ours = {name if name in wanted or prefix + name not in wanted else prefix + name: name for name in shapes}
+    ours = {}
+    for there in shapes:
+        name = config.tensor_names.aliases.get(there, there)
+        ours[prefix + name if name not in wanted and prefix + name in wanted else name] = there
     if tied is not None and tied[0] not in wanted:
         ours.pop(tied[0], None)
     errors = [f"{name} is missing" for name in sorted(wanted.keys() - ours.keys())]

@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact, or by
+    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
     tanh) or relu(x)^2 (So et al. 2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
