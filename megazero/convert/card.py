@@ -11,16 +11,7 @@ from megazero.convert.source import Source
 from megazero.families import FAMILIES
 
 # They say where files lay on the machine of the training, and nothing about the model.
-_PLACES = (
-    "tokenizer_model",
-    "save",
-    "load",
-    "save_hf",
-    "log_dir",
-    "data_cache_path",
-    "tensorboard_dir",
-    "wandb_save_dir",
-)
+_PLACES = ("tokenizer_model", "save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir")
 
 
 def card(source: Source, files: Mapping[str, FileEntry]) -> str:
@@ -64,20 +55,24 @@ def _loss(value: float | None) -> str:
 
 
 def _flags(source: Source) -> list[str]:
-    """Return the flags of the run that matter for the model, one a line."""
-    family = FAMILIES[source.model.model_family].defaults
+    """Return the flags of the run that are not at their default, one a line."""
+    values = {name: value for name, value in source.config.values().items() if name not in _PLACES}
+    return flag_lines(source.model.model_family, values)
+
+
+def flag_lines(family: str, values: Mapping[str, object]) -> list[str]:
+    """Return options by name as they are typed, one a line: the family, and what differs from its defaults."""
+    defaults = FAMILIES[family].defaults
     lines = []
-    for option in all_options().values():
-        value = source.config.get(option.name)
-        changed = value != family.get(option.name, option.default) and value is not None
-        if option.name not in _PLACES and (changed or option.name == "model_family"):
-            lines.append(flag_line(option, value))
+    for name, value in values.items():
+        option = all_options()[name]
+        changed = value is not None and value != defaults.get(name, option.default)
+        if name == "model_family" or changed:
+            lines.append(_typed(option, value))
     return lines
 
 
-def flag_line(option: Option, value: object) -> str:
-    """Return an option as it is typed."""
+def _typed(option: Option, value: object) -> str:
     if isinstance(value, bool):
         return option.flag if value else f"--{option.negative_key}"
-    shown = show(value)
-    return f"{option.flag} {shown}"
+    return f"{option.flag} {show(value)}"

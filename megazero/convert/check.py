@@ -16,6 +16,7 @@ import torch
 from megazero.checkpoint.reading import pieces
 from megazero.checkpoint.records import SliceRecord
 from megazero.convert import tokenizer as tokenizers
+from megazero.convert.folder import read_json
 from megazero.convert.importing import Published
 from megazero.convert.source import Source
 from megazero.models import Decoder
@@ -37,15 +38,23 @@ class Line:
     good: bool | None = None
 
 
-def compare(source: Source, folder: Path, say: Callable[[str], None] = lambda what: None) -> Iterator[Line]:
-    """Yield the outcome of every check. Raises ValueError if the folder is damaged or not of that model."""
-    published = Published.open(folder)
+def compare(
+    source: Source,
+    published: Published,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda what: None,
+) -> Iterator[Line]:
+    """Yield the outcome of every check. tokenizer: the training's, where the checkpoint does not hold it.
+
+    Raises ValueError if the folder or the checkpoint is damaged or not of that model.
+    """
+    folder = published.folder.path
     say("comparing tensors")
     yield from compare_tensors(source, published)
     say("comparing logits")
     yield from compare_logits(source, published)
     say("comparing tokens")
-    yield from compare_tokens(source, folder)
+    yield from compare_tokens(source, folder, tokenizer)
 
 
 def compare_tensors(source: Source, published: Published) -> Iterator[Line]:
@@ -172,9 +181,9 @@ class _quiet:
         self.log.enable_progress_bar()
 
 
-def compare_tokens(source: Source, folder: Path) -> Iterator[Line]:
-    """Compare the ids of sample texts with those of the training's tokenizer, and with transformers if it is there."""
-    run = tokenizers.of_checkpoint(source.path, source.config)
+def compare_tokens(source: Source, folder: Path, named: Path | None = None) -> Iterator[Line]:
+    """Compare the ids that transformers gives to sample texts with those of the training's tokenizer."""
+    run = tokenizers.of_checkpoint(source.path, source.config, named)
     if run.kind == "NullTokenizer":
         yield Line("tokenizer", "not compared: the checkpoint was trained on token ids, without a tokenizer")
         return
@@ -199,5 +208,6 @@ def _their_tokenizer(folder: Path) -> tuple[str, Callable[[str], list[int]]]:
             f"'{folder}' has no tokenizer.json, and without transformers no other file is compared"
         )
     made = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    made.encode_special_tokens = True
+    told = folder / tokenizers.CONFIG
+    made.encode_special_tokens = told.is_file() and read_json(told, "").get("split_special_tokens", False)
     return "tokenizers", lambda text: made.encode(text, add_special_tokens=False).ids

@@ -24,7 +24,7 @@ from megazero.checkpoint.reading import check_files
 from megazero.config.architecture import architecture_of
 from megazero.convert import tokenizer as tokenizers
 from megazero.convert.card import card
-from megazero.convert.folder import CONFIG_FILE, INDEX_FILE
+from megazero.convert.folder import CONFIG_FILE, INDEX_FILE, read_json
 from megazero.convert.shards import (
     PARTIAL,
     Shard,
@@ -53,7 +53,7 @@ class Progress:
 def target_errors(folder: Path) -> str:
     """Return why ``folder`` cannot be exported to, or ''. What is there is never touched."""
     if folder.exists():
-        return f"'{folder}' exists already and was kept; name another folder, or move it away"
+        return "that exists already and was kept; name another folder, or move it away"
     return ""
 
 
@@ -116,6 +116,16 @@ def finish(partial: Path, group: dist.ProcessGroup | None = None) -> Path:
 
     agree_local(group, f"'{folder}' not written", rename)
     return folder
+
+
+def converted_weights(folder: Path) -> str:
+    """Return which weights of its checkpoint a folder holds: as ``write_folder`` noted, else "trained"."""
+    noted = folder / CONVERSION_FILE
+    return (
+        read_json(noted, "it says where the folder is from").get("weights", "trained")
+        if noted.is_file()
+        else "trained"
+    )
 
 
 def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:

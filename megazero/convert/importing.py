@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -22,7 +22,7 @@ from megazero.config.model import ModelConfig
 from megazero.config.sections import DataConfig, PrecisionConfig
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer import load_tokenizer
-from megazero.data.tokenizer_files import MODEL_FILES, read_tokenizer_files
+from megazero.data.tokenizer_files import find_tokenizer, read_tokenizer_files
 from megazero.models.hf_weights import match_names, tied_head
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -73,11 +73,8 @@ class Published:
     @cached_property
     def data(self) -> DataConfig:
         """The data section: which tokenizer the folder has, if it has one that is read here."""
-        for kind, file in reversed(MODEL_FILES.items()):  # tokenizer.json first
-            if (self.folder.path / file).is_file():
-                model = self.folder.path if kind == "HuggingFaceTokenizer" else self.folder.path / file
-                return DataConfig(tokenizer_type=kind, tokenizer_model=str(model))
-        return DataConfig()
+        kind, model = find_tokenizer(self.folder.path)
+        return DataConfig(tokenizer_type=kind, tokenizer_model=model)
 
 
 def fill(published: Published, records: Sequence[SliceRecord], kinds: Collection[str]) -> None:
@@ -131,8 +128,3 @@ def _whole(published: Published) -> Iterator[SliceRecord]:
         tensor = published.tensor(name)
         placement = Placement.plain(name, tuple(tensor.shape))
         yield SliceRecord(placement, 0, prod(tensor.shape), {"weights": tensor.view(-1)})
-
-
-def model_options(model: ModelConfig) -> Mapping[str, object]:
-    """Return the options of a model section that have a value, by name."""
-    return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}

@@ -35,3 +35,14 @@ def held_tokenizer(kind: str | None, folder: Path, files: Collection[str]) -> Pa
     """Return the tokenizer's model in a checkpoint's folder, or None if its ``files`` do not have it."""
     name = MODEL_FILES.get(kind or "")
     return folder / name if name in files else None
+
+
+def find_tokenizer(folder: Path) -> tuple[str | None, str | None]:
+    """Return type and model of the tokenizer in a published folder, as ``load_tokenizer`` takes them; or None, None.
+
+    A tokenizer.json comes before a SentencePiece model: it says how the published model was used.
+    """
+    if (folder / MODEL_FILES["HuggingFaceTokenizer"]).is_file():
+        return "HuggingFaceTokenizer", str(folder)
+    model = folder / MODEL_FILES["SentencePieceTokenizer"]
+    return ("SentencePieceTokenizer", str(model)) if model.is_file() else (None, None)
