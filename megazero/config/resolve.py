@@ -11,6 +11,7 @@ from typing import Any
 from megazero.config.fields import show
 from megazero.config.layers import FACTS, Layer
 from megazero.config.model import complete
+from megazero.config.published import take_published
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
@@ -23,6 +24,8 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     notes += [f"--{fact}: {FACTS[fact]}" for fact in said.facts]
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
+    values, taken, clashes = take_published(values)
+    notes, errors = [*notes, *taken], [*errors, *clashes]
     values = complete(values)
     errors += _complete_zero(values, notes)
     errors += _complete_batch(values, accumulation, world, notes)

@@ -15,8 +15,8 @@ import torch
 
 from megazero.checkpoint.reading import pieces
 from megazero.checkpoint.records import SliceRecord
+from megazero.config.files import read_json
 from megazero.convert import tokenizer as tokenizers
-from megazero.convert.folder import read_json
 from megazero.convert.importing import Published
 from megazero.convert.source import Source
 from megazero.models import Decoder

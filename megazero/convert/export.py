@@ -22,9 +22,11 @@ from megazero.checkpoint.errors import agree, agree_local
 from megazero.checkpoint.manifest import FileEntry, checksum
 from megazero.checkpoint.reading import check_files
 from megazero.config.architecture import architecture_of
+from megazero.config.files import read_json
+from megazero.config.published import CONFIG_FILE
 from megazero.convert import tokenizer as tokenizers
 from megazero.convert.card import card
-from megazero.convert.folder import CONFIG_FILE, INDEX_FILE, read_json
+from megazero.convert.folder import INDEX_FILE
 from megazero.convert.shards import (
     PARTIAL,
     Shard,
@@ -76,13 +78,14 @@ def write_folder(
     partial = folder.with_name(folder.name + PARTIAL)
     doing = f"'{folder}' not written"
 
-    def prepare() -> tuple[list[Shard], RunTokenizer]:
+    def prepare() -> tuple[list[Shard], RunTokenizer | None]:
         if error := target_errors(folder):
             raise store.CheckpointError(error)
         architecture_of(source.model)
         shards = plan_shards(source.tensors, shard_bytes)
-        run = tokenizers.of_checkpoint(source.path, source.config, tokenizer)
+        run = None
         if rank == 0:
+            run = tokenizers.of_checkpoint(source.path, source.config, tokenizer)
             partial.mkdir(parents=True, exist_ok=True)
             _check_space(partial, shards)
         return shards, run
@@ -99,7 +102,7 @@ def write_folder(
 
     cure = f"{doing}, and finished files stay: the same command goes on in '{partial}'"
     files = {file: entry for part in agree(group, cure, write) for file, entry in part.items()}
-    agree_local(group, doing, lambda: _describe(source, partial, shards, run, files) if rank == 0 else None)
+    agree_local(group, doing, lambda: _describe(source, partial, shards, run, files) if run else None)
     return partial
 
 
@@ -126,6 +129,13 @@ def converted_weights(folder: Path) -> str:
         if noted.is_file()
         else "trained"
     )
+
+
+def converted_from(folder: Path, source: Source) -> bool:
+    """Tell whether ``folder`` is there and was written from that checkpoint."""
+    noted = folder / CONVERSION_FILE
+    files = {name: asdict(entry) for name, entry in source.manifest.files.items()}
+    return noted.is_file() and read_json(noted, "it says where the folder is from").get("source") == files
 
 
 def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
-CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+from megazero.config.files import read_json
+from megazero.config.published import CONFIG_FILE
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # safetensors' names of the dtypes that weights may have. Buffers of other dtypes are passed over by name.
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _MAX_HEADER = 100 << 20  # the limit of the safetensors library
@@ -124,19 +127,6 @@ class Folder:
             with open(file, "rb") as stream:
                 self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[file]
-
-
-def read_json(file: Path, why: str) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError, which says why the file is needed."""
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(f"'{file}' is missing: {why}") from None
-    except ValueError as error:
-        raise ValueError(f"'{file}' is damaged ({error}): get it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"'{file}' holds no JSON object: {why}")
-    return value
 
 
 def _files(root: Path) -> Iterator[Path]:

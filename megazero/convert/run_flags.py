@@ -9,8 +9,9 @@ from pathlib import Path
 import yaml
 
 from megazero.config.architecture import from_hf_config
+from megazero.config.files import read_json
+from megazero.config.published import CONFIG_FILE
 from megazero.convert.card import flag_lines
-from megazero.convert.folder import CONFIG_FILE, read_json
 from megazero.data.tokenizer_files import find_tokenizer
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
+from megazero.data.tokenizer_files import read_tokenizer_files
 from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
@@ -104,7 +105,14 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     scaling = LossScaling.of(config.precision)
-    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling)
+    files = (
+        read_tokenizer_files(config.data.tokenizer_type, config.data.tokenizer_model)
+        if mesh.rank == 0
+        else {}
+    )
+    checkpointing = Checkpointing(
+        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, files
+    )
     checkpointing.load(origin)
 
     notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)

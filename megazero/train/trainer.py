@@ -83,6 +83,7 @@ class Trainer:
                     break
         self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
+        self._export()
         return self.progress
 
     def _iterate(self, batches: Batches) -> None:
@@ -118,7 +119,10 @@ class Trainer:
                     self.bill.add(name, seconds)
         if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
             release_free_memory()
-        self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
+        losses = {**self.progress.losses, "lm_loss": loss}
+        self.progress = replace(
+            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=losses
+        )
         self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(
@@ -169,6 +173,7 @@ class Trainer:
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
         loss = float(rows[0] / rows[1].clamp(min=1))
         self.engine.traffic.take()  # of no iteration
+        self.progress = replace(self.progress, losses={**self.progress.losses, "eval_lm_loss": loss})
         self.outputs.console.evaluation(self.progress.iteration, loss)
         if self.outputs.metrics is not None:
             at = self.progress
@@ -184,6 +189,20 @@ class Trainer:
         path = self.checkpointing.save(self.progress)
         self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
         return iteration
+
+    def _export(self) -> None:
+        """Write the folder of --save-hf when the training is over, not where it stops on the way."""
+        if self.config.checkpoint.save_hf is None or self.progress.iteration < self.length.last_iteration:
+            return
+        self.phase = "writing --save-hf"
+        began = time.perf_counter()
+        folder = self.checkpointing.export(self.progress.iteration)
+        done = (
+            f"wrote {folder} in {time.perf_counter() - began:.1f} s"
+            if folder
+            else "--save-hf is there already"
+        )
+        self.outputs.console.note(done)
 
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0

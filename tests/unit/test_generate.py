@@ -137,7 +137,7 @@ def test_bf16_weights_run_as_fp32_on_a_cpu(tmp_path):
 
 
 def test_errors_name_the_cure(tmp_path, model):
-    with pytest.raises(store.CheckpointError, match="absent holds no complete checkpoint.*--save"):
+    with pytest.raises(store.CheckpointError, match="absent' holds no complete checkpoint.*--save"):
         store.find_checkpoint(tmp_path / "absent")
     make_run(tmp_path / "other", NullTokenizer(5))
     with pytest.raises(store.CheckpointError, match="another tokenizer.*--tokenizer-model"):
