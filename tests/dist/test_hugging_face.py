@@ -30,6 +30,7 @@ RUN = {
 }
 RUN |= {"train_iters": 2, "eval_iters": 1, "device": "cpu", "make_vocab_size_divisible_by": 2}
 ZERO3 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "zero_preset": "zero3"}
+SMALL = {"zero_exact_numel": 64, "zero_block_size": 8}  # else nothing of so small a model is quantised
 LAYOUTS = {
     "one rank": ("llama", 1, {}),
     "TP 2 x DP 2, zero3": ("llama", 4, ZERO3),
@@ -52,6 +53,7 @@ def begin(values):
         run = setup.prepare(
             config, Launch(dist.get_rank(), world, local_world_size=world), stack, time.monotonic()
         )
+        run.engine.optimizer.ensure_state()  # which a run from random weights makes in its first step
         held = held_bytes(run.engine)
         if config.checkpoint.save:
             run.checkpointing.save(run.progress)
