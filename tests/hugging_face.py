@@ -53,10 +53,9 @@ def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 3
         model_writer=model,
         vocab_size=vocab_size,
         model_type=model_type,
-        hard_vocab_limit=False,
         num_threads=1,
         minloglevel=2,
-        **{**LOSSLESS, **options},
+        **{**LOSSLESS, "hard_vocab_limit": False, **options},
     )
     path.write_bytes(model.getvalue())
     return path
