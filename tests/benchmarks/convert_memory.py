@@ -2,8 +2,8 @@
 
     python tests/benchmarks/convert_memory.py --gigabytes 2 4 --folder /tmp/convert
 
-prints for each direction the anonymous memory over that of a process that has imported everything (file pages are
-the system's, which takes them back), and seconds beside a plain copy of the files. Needs three times the size on the disk.
+prints for each direction the anonymous memory over that of a process that has imported everything (pages of files are
+the system's, which takes them back), and seconds beside a plain copy. Needs three times the size on the disk.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def resumed(checkpoint, tmp_path) -> list[str]:
 
 def test_a_full_disk_harms_nothing_and_the_same_command_goes_on(checkpoint, tmp_path, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, before[1]))
     try:
         assert convert("to-hf", checkpoint, tmp_path / "out", "--shard-size", "6KB", "--no-check") == 2
     finally:
