@@ -148,9 +148,10 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
         config.layer_types = config.layer_types[:layers]
     dtype = {_dtype_key(transformers.__version__): torch.float32}
     with _quiet(transformers):
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, output_loading_info=True, **dtype
         )
+    model, told = read
     absent = [*told["missing_keys"], *told["mismatched_keys"]]
     if absent:
         raise ValueError(

@@ -122,6 +122,7 @@ def to_tokenizer_json(raw: bytes) -> Any:
             "begin pieces; this model is another"
         )
     unknown = spec.pieces[spec.unknown].text
+    model: Any
     if spec.model_type == UNIGRAM:
         scores = [(piece.text, piece.score) for piece in spec.pieces]
         model = models.Unigram(scores, unk_id=spec.unknown, byte_fallback=spec.byte_fallback)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Shard:
     @property
     def header(self) -> bytes:
         """The bytes before the tensors' own: safetensors' length and JSON, padded to 8 bytes."""
-        offset, told = 0, {"__metadata__": {"format": "pt"}}
+        offset, told = 0, dict[str, Any](__metadata__={"format": "pt"})
         for tensor in self.tensors:
             span = [offset, offset + tensor.nbytes]
             told[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
@@ -134,7 +135,7 @@ def _write(path: Path, shard: Shard, pieces: Pieces, advance: Callable[[int], No
         for tensor in shard.tensors:
             for piece in pieces(tensor):
                 if piece.numel():
-                    write(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
+                    write(piece.reshape(-1).view(torch.uint8).numpy().data)
         if size != shard.nbytes:
             raise ValueError(f"'{path}' has {size} bytes instead of {shard.nbytes}")
         os.fsync(stream.fileno())

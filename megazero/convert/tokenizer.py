@@ -92,7 +92,7 @@ def special_tokens(run: RunTokenizer) -> dict[str, str]:
         pieces = read_spec(run.files["tokenizer.model"]).pieces
         return {f"{role}_token": pieces[i].text for role, i in special_ids(run).items()}
     model = tokenizers.Tokenizer.from_buffer(run.files["tokenizer.json"])
-    return {f"{role}_token": model.id_to_token(i) for role, i in special_ids(run).items()}
+    return {f"{role}_token": model.id_to_token(i) or "" for role, i in special_ids(run).items()}
 
 
 def hub_files(run: RunTokenizer) -> dict[str, bytes]:

@@ -34,7 +34,7 @@ def read_tokenizer_files(kind: str | None, model: str | Path | None) -> dict[str
 def held_tokenizer(kind: str | None, folder: Path, files: Collection[str]) -> Path | None:
     """Return the tokenizer's model in a checkpoint's folder, or None if its ``files`` do not have it."""
     name = MODEL_FILES.get(kind or "")
-    return folder / name if name in files else None
+    return folder / name if name is not None and name in files else None
 
 
 def find_tokenizer(folder: Path) -> tuple[str | None, str | None]:

@@ -1,6 +1,6 @@
 """Exported folders in the hands of their users: two releases of transformers, and its Trainer.
 
-    MEGAZERO_TRANSFORMERS_4=/path/to/venv/bin/python python -m pytest -m slow tests/unit/test_convert_readers.py
+    MEGAZERO_TRANSFORMERS_4=venv4/bin/python python -m pytest -m slow tests/unit/test_convert_readers.py
 
 The variable names a python that has torch and transformers 4.57; without it the test makes a virtual environment, whose
 torch is this one's, and is skipped where transformers 4.57 cannot be installed.
