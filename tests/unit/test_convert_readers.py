@@ -2,8 +2,8 @@
 
     MEGAZERO_TRANSFORMERS_4=venv4/bin/python python -m pytest -m slow tests/unit/test_convert_readers.py
 
-The variable names a python that has torch and transformers 4.57; without it the test makes a virtual environment, whose
-torch is this one's, and is skipped where transformers 4.57 cannot be installed.
+The variable names a python that has torch and transformers 4.57. Without it the test makes a virtual environment,
+whose torch is this one's; it is skipped where transformers 4.57 cannot be installed.
 """
 
 from __future__ import annotations
