@@ -10,7 +10,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+# No pad token: transformers gives its embedding no gradient.
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
 LLAMA = {
     **SIZES,
     "intermediate_size": 80,
@@ -42,6 +49,8 @@ GPT2 = {
 BLOOM = {"vocab_size": 101, "hidden_size": 48, "n_layer": 2, "n_head": 4}
 NEOX = {**SIZES, "intermediate_size": 112, "max_position_embeddings": 64, "attn_implementation": "eager"}
 NEOX["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# As in verification: with a small epsilon, norms of small queries and keys are ill-conditioned.
+NORMED = {**LLAMA, "rms_norm_eps": 1e-2}
 # Not eager: with ALiBi, transformers 5.23 adds the biases twice there.
 FALCON = {**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
@@ -61,13 +70,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 24}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2-tied-linear": ("Qwen2", {**LLAMA, "tie_word_embeddings": True, "rope_parameters": LINEAR_ROPE}),
-    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16}),
+    "qwen3": ("Qwen3", {**NORMED, "head_dim": 16}),
     "qwen3-biases-tied": (
         "Qwen3",
-        {**LLAMA, "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+        {**NORMED, "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
     ),
-    "olmo2": ("Olmo2", LLAMA),
-    "olmo2-biases": ("Olmo2", {**LLAMA, "attention_bias": True, "num_key_value_heads": 4}),
+    "olmo2": ("Olmo2", NORMED),
+    "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),

@@ -104,6 +104,8 @@ MODEL_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "recompute full": {"recompute_granularity": "full"},
     "GPT": {"model_family": "gpt", "num_query_groups": None},
     "BLOOM": {"model_family": "bloom", "num_query_groups": None},
+    "OLMo 2 (norms over all heads)": {"model_family": "olmo2"},
+    "Falcon (one key/value head, parallel blocks)": {"model_family": "falcon", "num_query_groups": 1},
     "batch ramp-up": {"rampup_batch_size": "ramp"},  # sizes by layout
 }
 

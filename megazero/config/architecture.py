@@ -47,7 +47,8 @@ def architecture_of(options: ModelConfig) -> Family:
     """Return the family whose architecture in Hugging Face computes what the model of ``options`` does.
 
     A checkpoint of the model has the names of that architecture. ``options.vocab_size`` may be unknown.
-    Raises ValueError that names the choices which the nearest architecture does not have.
+    Raises ValueError that names the choices which the nearest architecture does not have, or the family whose names
+    the checkpoint would need.
     """
     own = FAMILIES[options.model_family]
     others = [family for family in FAMILIES.values() if family is not own]
@@ -56,6 +57,13 @@ def architecture_of(options: ModelConfig) -> Family:
     for family in candidates:
         if not faults[family.name]:
             return family
+    for family in FAMILIES.values():
+        named = any(names.can_express(options) for names in family.names)
+        if named and not any(_inexpressible(options, family)):
+            raise ValueError(
+                f"--model-family {own.name} stores this mixture under other names than Hugging Face, which "
+                f"has it as {family.hugging_face.model_type}; --model-family {family.name} stores it under those"
+            )
     nearest = min(faults, key=lambda name: len(faults[name]))
     raise ValueError(
         f"no architecture in Hugging Face has this mixture of choices; the nearest is {nearest}, without "

@@ -135,6 +135,11 @@ class ModelConfig:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def longest_context(self) -> int:
+        """Return how many tokens the decoder takes at most: those of its positions, and of its attention's window."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @property
     def rotary_channels(self) -> int:
         """Return how many of the first channels of a head are turned by rotary positions."""
         return int(self.kv_channels * self.rotary_percent)

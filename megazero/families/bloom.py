@@ -68,7 +68,11 @@ BLOOM = Family(
         },
         absent={"max_position_embeddings": 2048, "norm_epsilon": 1e-5},
         tied=True,
-        aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
+        aliases={
+            "n_embed": "hidden_size",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
         only={"apply_residual_connection_post_layernorm": (False,)},
         groups=(MLP_WIDTH,),
     ),

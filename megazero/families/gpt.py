@@ -59,6 +59,12 @@ GPT = Family(
         },
         absent={"ffn_hidden_size": None, "norm_epsilon": 1e-5},
         tied=True,
+        aliases={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
         only={
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),

@@ -77,6 +77,11 @@ class HuggingFace:
         if unknown:
             unknown[-1] += " (--accept-field NAME sets a field aside that you know to change nothing)"
         errors += unknown
+        errors += [
+            f"{name} = {config[name]!r} and {there} = {config[there]!r} differ"
+            for name, there in self.aliases.items()
+            if name in config and config.get(there, config[name]) != config[name]
+        ]
         given = {there: config[name] for name, there in self.aliases.items() if name in config} | config
         absent = {**ABSENT, **self.absent}
         options = {

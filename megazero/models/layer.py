@@ -59,6 +59,7 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             config.query_projection_size, h, tp, bias=config.add_attention_bias, **factory
         )
+        self.norms_all_heads = config.qk_norm == "all-heads"
         self.q_norm, self.k_norm = (
             make_norm(
                 config, config.kv_channels if config.qk_norm == "head" else m.weight.shape[0], **factory
@@ -72,11 +73,12 @@ class Attention(nn.Module):
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = column_parallel(x, linears, self.tp)
-        if self.config.qk_norm == "all-heads":
+        if self.norms_all_heads:
+            assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
             q, k = split_rms_norm((q, k), (self.q_norm, self.k_norm), self.tp)
         q, k, v = (y.unflatten(-1, (-1, self.config.kv_channels)) for y in (q, k, v))
-        if self.config.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.norms_all_heads:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         key = sharded_key(key, self.tp, sharded=True)
         if self.recompute == "selective" and torch.is_grad_enabled():
             return self.o_proj(recomputed(self._core, q, k, v, key, documents))

@@ -235,12 +235,18 @@ def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) 
 
 
 def tensor_parallel(
-    stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation, again: int, wide: int
+    stages: Sequence[StageSpec],
+    actions: Sequence[Action],
+    activation: Activation,
+    again: int,
+    wide: int,
+    norms: tuple[int, int] = (0, 0),
 ) -> Bytes:
     """Return the bytes of collectives inside layers.
 
     again: how many collectives of a layer's forward run again in its backward (see ``recomputed``). wide: the bytes
-    of an element of the loss.
+    of an element of the loss. norms: the bytes of a layer's norms of queries and keys, in its forward and in its
+    backward (see ``split_norms``).
 
     A layer has two pairs of linears; in each, a column linear comes before a row linear. The forward sums the row's
     output; under sequence parallel it first gathers the column's input, and scatters the sum. The backward does the
@@ -258,21 +264,30 @@ def tensor_parallel(
         stage = by_index[action.stage]
         layers = len(stage.layers)
         if action.kind == Kind.FORWARD:
-            total += (
-                unit * (stage.embedding + layers * 2 * (1 + wire) + stage.head * wire) + loss * stage.head
-            )
+            total += unit * (stage.embedding + layers * 2 * (1 + wire) + stage.head * wire)
+            total += loss * stage.head + layers * norms[0]
         elif action.kind in (Kind.BACKWARD, Kind.INPUT):
             total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
-            total += unit * stage.head * (1 + wire)
+            total += unit * stage.head * (1 + wire) + layers * norms[1]
     return Counter({("tp", INTRA): total} if tp > 1 else {})
 
 
-def recomputed(granularity: str, sequence_parallel: bool, dropout: bool) -> int:
+def split_norms(granularity: str, activation: Activation, wide: int) -> tuple[int, int]:
+    """Return the bytes of norms over all heads of queries and keys, in a layer's forward and in its backward.
+
+    Each is an all-reduce of two sums for each position, of ``wide`` bytes. A full recompute repeats the forward's.
+    """
+    tp = activation.tp
+    once = 2 * (tp - 1) * (2 * activation.length * activation.samples * wide) // tp
+    return once, once * (2 if granularity == "full" else 1)
+
+
+def recomputed(granularity: str, sequence_parallel: bool, after: bool) -> int:
     """Return how many collectives of a layer's forward a recompute repeats.
 
-    It repeats all but the last sum, after which nothing more is needed unless dropout follows it. Where attention
-    alone is recomputed, it repeats none.
+    It repeats all but the last sum, unless something needs it: ``after`` says that dropout or a norm follows. Where
+    attention alone is recomputed, it repeats none.
     """
     if granularity != "full":
         return 0
-    return (4 if sequence_parallel else 2) - (0 if dropout else 1)
+    return (4 if sequence_parallel else 2) - (0 if after else 1)

@@ -12,7 +12,7 @@ import yaml
 from megazero.config import RunConfig, World
 from megazero.data.files import replacing
 from megazero.mesh.mesh import Mesh
-from megazero.models import Decoder
+from megazero.models import Decoder, architecture_of
 from megazero.models.attention_kernels import math_note
 from megazero.models.flops import parameter_count
 from megazero.train.console import TrainConsole
@@ -93,6 +93,15 @@ def report_start(
     console.header(f"megazero on {world.world_size} ranks", facts)
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
-    described = config.describe(world)
-    for line in (*progress.notes, *described, *([f"note: {math}"] if math else [])):
+    remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
+    for line in (*progress.notes, *config.describe(world), *remarks):
         console.note(line)
+
+
+def export_note(config: RunConfig) -> str | None:
+    """Return what to say of a model that cannot be exported to Hugging Face, or None if it can."""
+    try:
+        architecture_of(config.model)
+    except ValueError as error:
+        return f"checkpoints of this run cannot be exported: {error}"
+    return None
