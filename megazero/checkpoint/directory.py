@@ -99,6 +99,23 @@ def newest_manifest(root: str | os.PathLike) -> Manifest | None:
     return None
 
 
+def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
+    """Return ``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it.
+
+    Raises CheckpointError if there is none.
+    """
+    root = Path(folder)
+    if (root / MANIFEST_FILE).is_file():
+        return root
+    found = latest(root)
+    if found is None:
+        raise CheckpointError(
+            f"'{root}' holds no complete checkpoint. Name the folder that was given to --save in training, or one of "
+            "its iter_* folders"
+        )
+    return found
+
+
 def prepare(root: Path, step: int, overwrite: bool) -> Path:
     """Check that step ``step`` may be saved, clean up after a killed save, and make the directory to write in."""
     final = root / checkpoint_name(step)

@@ -26,6 +26,7 @@ COMMANDS = {
         "prove a configuration: run it shrunk on local ranks against one rank, and write a certificate",
         "megazero.verify.command",
     ),
+    "convert": Command("checkpoints to Hugging Face folders and back, checked", "megazero.convert.command"),
 }
 
 

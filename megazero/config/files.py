@@ -1,9 +1,11 @@
-"""--config reads a YAML file whose keys are flag names, either flat or by section."""
+"""Files are read here: --config, a YAML file whose keys are flag names, either flat or by section, and JSON."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 from megazero.config.layers import Layer, all_switches
@@ -76,3 +78,16 @@ def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> N
         layer.put(switch.option, value.split(), where + name)
     else:
         layer.put(switch.option, value, where + name)
+
+
+def read_json(file: Path, why: str) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError, which says why the file is needed."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"'{file}' is missing: {why}") from None
+    except ValueError as error:
+        raise ValueError(f"'{file}' is damaged ({error}): get it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"'{file}' holds no JSON object: {why}")
+    return value

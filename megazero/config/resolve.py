@@ -15,6 +15,7 @@ from megazero.config.fields import show
 from megazero.config.layers import Layer
 from megazero.config.megatron.mapped import DERIVED
 from megazero.config.model import ModelConfig, complete
+from megazero.config.published import take_published
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
@@ -28,8 +29,9 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
         errors += _megatron(said, values, notes)
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
-    values, taken, clashes = take_architecture(values)
-    notes, errors = [*notes, *taken], [*errors, *clashes]
+    for take in (take_published, take_architecture):
+        values, taken, clashes = take(values)
+        notes, errors = [*notes, *taken], [*errors, *clashes]
     notes += _unlike_megatron(values, said.facts)
     values = complete(values)
     errors += _complete_zero(values, notes)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from megazero.config import model_rules, pipeline_rules, wire_rules
+from megazero.config.architecture import architecture_of
 from megazero.config.data_inputs import (
     SPLITS,
     TOKENIZERS,
@@ -175,6 +176,13 @@ def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
 
 
+def _exportable(config: RunConfig) -> Iterator[str]:
+    try:
+        architecture_of(config.model)
+    except ValueError as error:
+        yield f"--save-hf {config.checkpoint.save_hf}: {error}"
+
+
 # (options that must be known and legal by themselves, rule)
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
@@ -212,6 +220,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
+    (("save_hf", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), _exportable),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

@@ -291,7 +291,15 @@ class CheckpointConfig:
     load: str | None = option(
         None,
         "folder to load the newest complete checkpoint from; none there is an error, but a start from random weights "
-        "where it is the folder of --save",
+        "where it is the folder of --save. hf:DIR starts from the weights and the model of a Hugging Face folder",
+    )
+    accept_field: tuple[str, ...] = option(
+        (),
+        "fields of the config.json of --load hf:DIR to set aside, which are not known and known to change nothing",
+    )
+    save_hf: str | None = option(
+        None,
+        "Hugging Face folder to write when the training is over, from the last checkpoint and by all ranks",
     )
     allow_fresh_start: bool = option(
         False, "start from random weights where --load, another folder than --save, holds no checkpoint"

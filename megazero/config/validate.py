@@ -12,6 +12,7 @@ from megazero.config.fields import fault, without_effect
 from megazero.config.model_rules import conditions
 from megazero.config.optimizers import optimizer_conditions
 from megazero.config.pipeline_rules import OF_PIPELINES
+from megazero.config.published import is_published
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import resolve_shards
@@ -68,6 +69,13 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tupl
         (wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"),
         (["save_interval", "save_retain_interval", "save_keep_last"], save is not None, "--save"),
         (["allow_fresh_start", "finetune", "load_optim", "load_rng"], load is not None, "--load"),
+        (
+            ["allow_fresh_start", "exit_on_missing_checkpoint"],
+            not is_published(load),
+            "--load of a checkpoint",
+        ),
+        (["accept_field"], is_published(load), "--load hf:DIR"),
+        (["save_hf"], save is not None, "--save"),
         (
             ["save_retain_interval", "save_keep_last"],
             config.checkpoint.save_interval is not None,

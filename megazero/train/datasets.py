@@ -13,6 +13,7 @@ from megazero.data import load_tokenizer
 from megazero.data.build import Dataset, blends_by_share, build_dataset
 from megazero.data.gpt import SampleSpec
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.data.tokenizer_files import tokenizer_options
 from megazero.train.batch_size import RunLength
 from megazero.train.origin import Progress
 
@@ -34,8 +35,9 @@ def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     if data.tokenizer_type is None:
         assert config.model.vocab_size, "the configuration refuses an unknown vocabulary"
         return NullTokenizer(config.model.vocab_size - 1).info
-    files = {"vocab_file": data.vocab_file, "merge_file": data.merge_file}
-    return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size, **files).info
+    return load_tokenizer(
+        data.tokenizer_type, vocab_size=config.model.vocab_size, **tokenizer_options(data)
+    ).info
 
 
 def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint import store
-from megazero.checkpoint.manifest import MANIFEST_FILE
 from megazero.config import RunConfig
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer_files import held_tokenizer, load_run_tokenizer
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict
 from megazero.train.parallelize import DTYPES
@@ -51,23 +51,6 @@ class TextModel:
     tokenizer: Tokenizer
 
 
-def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """Return ``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it.
-
-    Raises CheckpointError if there is none.
-    """
-    root = Path(folder)
-    if (root / MANIFEST_FILE).is_file():
-        return root
-    found = store.latest(root)
-    if found is None:
-        raise store.CheckpointError(
-            f"--load {root} holds no complete checkpoint. Name the folder that was given to --save in training, "
-            "or one of its iter_* folders"
-        )
-    return found
-
-
 def load_text_model(
     folder: str | os.PathLike[str],
     *,
@@ -78,13 +61,16 @@ def load_text_model(
 ) -> TextModel:
     """Load the model of the newest checkpoint in ``folder`` and its tokenizer, and check them against each other.
 
-    tokenizer_model, vocab_file, merge_file: where the tokenizer is now, if it is not where it was in training. On
-    CUDA the parameters have the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises
-    CheckpointError or ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
+    tokenizer_model, vocab_file, merge_file: a tokenizer to use instead of the checkpoint's own (checkpoints of before
+    they held one need it where it is not where it was in training). On CUDA the parameters have the trained dtype; on
+    a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or ValueError for a checkpoint
+    or tokenizer that is absent, is damaged or belongs to another.
     """
-    path = find_checkpoint(folder)
+    path = store.find_checkpoint(folder)
     config = RunConfig.from_dict(store.read_manifest(path).configuration)
-    tokenizer = _load_tokenizer(config, tokenizer_model, vocab_file, merge_file)
+    held = held_tokenizer(config.data.tokenizer_type, path, store.read_manifest(path).files)
+    given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
+    tokenizer = load_run_tokenizer(config, held, given)
     trained_with = store.load(path, records=(), kinds=()).state["tokenizer"]
     if tokenizer.info.fingerprint != trained_with:
         raise store.CheckpointError(
@@ -98,25 +84,6 @@ def load_text_model(
     decoder = Decoder(config.model, device=device, dtype=dtype)
     load_hf_state_dict(decoder, store.load_full(path))
     return TextModel(decoder.eval(), tokenizer)
-
-
-def _load_tokenizer(
-    config: RunConfig,
-    model: FilePath | None,
-    vocab_file: FilePath | None,
-    merge_file: FilePath | None,
-) -> Tokenizer:
-    data, size = config.data, config.model.vocab_size
-    if data.tokenizer_type in (None, "NullTokenizer"):
-        assert size, "a saved configuration has its vocabulary"
-        return load_tokenizer("NullTokenizer", vocab_size=size - 1)
-    assert data.tokenizer_type
-    return load_tokenizer(
-        data.tokenizer_type,
-        model or data.tokenizer_model,
-        vocab_file=vocab_file or data.vocab_file,
-        merge_file=merge_file or data.merge_file,
-    )
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
+from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
@@ -132,7 +133,11 @@ def prepare(
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     scaling = LossScaling.of(config.precision)
-    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling)
+    named = tokenizer_options(config.data)
+    files = read_tokenizer_files(config.data.tokenizer_type, named) if mesh.rank == 0 else {}
+    checkpointing = Checkpointing(
+        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, files
+    )
     checkpointing.load(origin)
 
     if length.halt is not None:

@@ -95,6 +95,7 @@ class Trainer:
             self._evaluate(
                 {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
             )
+        self._export()
         return ExitStatus.FINISHED
 
     def _iterate(self, batches: Batches) -> None:
@@ -130,7 +131,10 @@ class Trainer:
             for lane in (self.engine.gathers, self.engine.reductions):
                 for name, seconds in lane.take_stalls().items():
                     self.bill.add(name, seconds)
-        self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
+        losses = {**self.progress.losses, "lm_loss": loss}
+        self.progress = replace(
+            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=losses
+        )
         self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(
@@ -180,6 +184,8 @@ class Trainer:
             if loss is None:
                 break
             self.outputs.evaluation(self.progress, loss, name)
+            key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
+            self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
 
     def _mean_loss(self, data_set: Dataset) -> float | None:
         """Return the loss over the same eval_iters global batches each time: there is no sampling noise.
@@ -222,6 +228,20 @@ class Trainer:
         path = self.checkpointing.save(self.progress)
         self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
         return iteration
+
+    def _export(self) -> None:
+        """Write the folder of --save-hf when the training is over, not where it stops on the way."""
+        if self.config.checkpoint.save_hf is None or self.progress.iteration < self.length.last_iteration:
+            return
+        self.phase = "writing --save-hf"
+        began = time.perf_counter()
+        folder = self.checkpointing.export(self.progress.iteration)
+        done = (
+            f"wrote {folder} in {time.perf_counter() - began:.1f} s"
+            if folder
+            else "--save-hf is there already"
+        )
+        self.outputs.console.note(done)
 
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0

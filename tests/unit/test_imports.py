@@ -19,6 +19,7 @@ FLOORS = (
     {"comm", "checkpoint"},
     {"tp", "zero", "pp"},
     {"models", "data", "plan"},
+    {"convert"},
     {"train"},
     {"verify"},
     {"cli"},
