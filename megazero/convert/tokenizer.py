@@ -79,7 +79,9 @@ def of_checkpoint(path: Path, config: RunConfig, named: Path | None = None) -> R
     if held and not named:
         files = {name: store.read_file(path, name) for name in manifest.files if name in TOKENIZER_FILES}
         return RunTokenizer(kind, tokenizer, files)
-    return RunTokenizer(kind, tokenizer, read_tokenizer_files(kind, tokenizer_options(config.data) | given))
+    return RunTokenizer(
+        kind, tokenizer, read_tokenizer_files(kind, {**tokenizer_options(config.data), **given})
+    )
 
 
 def special_ids(run: RunTokenizer) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from megazero.config import RunConfig
 from megazero.config.sections import DataConfig
@@ -73,7 +74,8 @@ def load_run_tokenizer(
         return load_tokenizer("NullTokenizer", vocab_size=size - 1)
     assert data.tokenizer_type
     files = {name: path for name, path in given.items() if path} or held
-    return load_tokenizer(data.tokenizer_type, **(tokenizer_options(data) | dict(files)))
+    every: dict[str, Any] = {**tokenizer_options(data), **files}
+    return load_tokenizer(data.tokenizer_type, **every)
 
 
 def tokenizer_options(data: DataConfig) -> dict[str, str | None]:

@@ -131,9 +131,9 @@ class Trainer:
             for lane in (self.engine.gathers, self.engine.reductions):
                 for name, seconds in lane.take_stalls().items():
                     self.bill.add(name, seconds)
-        losses = {**self.progress.losses, "lm_loss": loss}
+        last = {**self.progress.losses, "lm_loss": loss}
         self.progress = replace(
-            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=losses
+            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
         self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
 
