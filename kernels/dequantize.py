@@ -11,6 +11,8 @@ reads as many bytes as it writes. It accesses memory as quantize does.
 from __future__ import annotations
 
 import torch
+from megazero.kernels.accumulate import accumulate
+from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
 from megazero.kernels.values import load_values, raw, scales_at, store_values
@@ -37,32 +39,53 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     size = min(n, max(CHUNK, form.block))
     direct = out.dtype == dtype and not add
-    buffer = torch.empty(0 if direct else size, dtype=dtype, device=out.device)
-    for row in range(len(messages)):
-        for low in range(0, n, size):
-            high = min(n, low + size)
-            blocks = slice(low // form.block, high // form.block)
-            piece = out[row, low:high]
-            digits = piece if direct else buffer[: high - low]
-            unpack(payload[row, blocks], digits, form)
-            digits.view(-1, form.block).mul_(scales[row, blocks].to(dtype)[:, None])
-            if add:
-                digits.add_(piece)
-            if not direct:
-                piece.copy_(digits)
+    with SCRATCH.frame(out.device) as frame:
+        buffer = frame.take(0 if direct else size, dtype)
+        unpacking = Unpacking(frame.take, size, form, dtype)
+        for row in range(len(messages)):
+            for low in range(0, n, size):
+                high = min(n, low + size)
+                blocks = slice(low // form.block, high // form.block)
+                piece = out[row, low:high]
+                digits = piece if direct else buffer[: high - low]
+                unpacking.digits(payload[row, blocks], digits)
+                digits.view(-1, form.block).mul_(unpacking.scales(scales[row, blocks]))
+                if add:
+                    accumulate(digits, piece)
+                if not direct:
+                    piece.copy_(digits)
 
 
-def unpack(payload: torch.Tensor, digits: torch.Tensor, form: Format) -> None:
-    """Unpack ``payload``, int8 [b, part], into ``digits``, which are the digits q as float [b * block]."""
-    if form.pack == 1:
-        digits.view(payload.shape).copy_(payload)
-        return
-    shifted = payload + ((form.bias ^ 0x80) - 0x80)  # int8 wraps: the bits are those of byte + bias
-    parts = digits.view(-1, form.pack, form.part)
-    mask = (1 << form.bits) - 1
-    for p in range(form.pack):
-        digit = torch.bitwise_right_shift(shifted, form.bits * p) if p else shifted.clone()
-        parts[:, p].copy_(digit.bitwise_and_(mask).sub_(form.offset))
+class Unpacking:
+    """Unpacks payload and scales of at most ``size`` elements at a time, in buffers from ``take``.
+
+    ``dtype`` is the dtype that scales are multiplied in.
+    """
+
+    def __init__(self, take: Take, size: int, form: Format, dtype: torch.dtype) -> None:
+        self.form = form
+        self.scale = take(size // form.block, dtype)
+        self.bytes = [take(size // form.pack, torch.int8) for _ in range(2 if form.pack > 1 else 0)]
+
+    def scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return ``scales``, bf16 [b], as a column [b, 1]. It is valid until the next call."""
+        return self.scale[: len(scales)].copy_(scales)[:, None]
+
+    def digits(self, payload: torch.Tensor, digits: torch.Tensor) -> None:
+        """Unpack ``payload``, int8 [b, part], into ``digits``, which are the digits q as float [b * block]."""
+        form = self.form
+        if form.pack == 1:
+            digits.view(payload.shape).copy_(payload)
+            return
+        shifted, digit = (x[: payload.numel()].view(payload.shape) for x in self.bytes)
+        torch.add(
+            payload, (form.bias ^ 0x80) - 0x80, out=shifted
+        )  # int8 wraps: the bits are those of byte + bias
+        parts = digits.view(-1, form.pack, form.part)
+        mask = (1 << form.bits) - 1
+        for p in range(form.pack):
+            torch.bitwise_right_shift(shifted, form.bits * p, out=digit)
+            parts[:, p].copy_(digit.bitwise_and_(mask).sub_(form.offset))
 
 
 @jit

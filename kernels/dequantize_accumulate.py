@@ -11,7 +11,8 @@ reads 4 more.
 from __future__ import annotations
 
 import torch
-from megazero.kernels.dequantize import load_tile, unpack
+from megazero.kernels.arena import SCRATCH, Take
+from megazero.kernels.dequantize import Unpacking, load_tile
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
 
@@ -33,28 +34,32 @@ def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Forma
 def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
     """Do the same as ``dequantize_accumulate`` in torch, on any device."""
     n = out.numel()
-    total = Summed(messages, n, form, out.dtype)
-    for low in range(0, n, total.size):
-        high = min(n, low + total.size)
-        total.add(low, high, out[low:high], accumulate)
+    with SCRATCH.frame(out.device) as frame:
+        total = Summed(messages, n, form, out.dtype, frame.take)
+        for low in range(0, n, total.size):
+            high = min(n, low + total.size)
+            total.add(low, high, out[low:high], accumulate)
 
 
 class Summed:
-    """This is the reference: it sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements."""
+    """This is the reference: it sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements.
 
-    def __init__(self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype) -> None:
+    ``take`` gives its buffers.
+    """
+
+    def __init__(self, messages: torch.Tensor, n: int, form: Format, dtype: torch.dtype, take: Take) -> None:
         self.form, self.size = form, min(n, max(CHUNK, form.block))
         self.payload, self.scales = form.payload(messages, n), form.scales(messages, n)
-        self.digits = torch.empty(self.size, dtype=dtype, device=messages.device)
+        self.digits, self.unpacking = take(self.size, dtype), Unpacking(take, self.size, form, dtype)
 
     def add(self, low: int, high: int, out: torch.Tensor, accumulate: bool) -> None:
         """Compute out [high - low] (+)= the elements low .. high of every message."""
         blocks = slice(low // self.form.block, high // self.form.block)
         sums, digits = out.view(-1, self.form.block), self.digits[: high - low].view(-1, self.form.block)
         for k, (payload, scales) in enumerate(zip(self.payload, self.scales, strict=True)):
-            scale = scales[blocks].to(out.dtype)[:, None]
+            scale = self.unpacking.scales(scales[blocks])
             first = k == 0 and not accumulate
-            unpack(payload[blocks], sums if first else digits, self.form)
+            self.unpacking.digits(payload[blocks], sums if first else digits)
             if first:
                 sums.mul_(scale)
             else:

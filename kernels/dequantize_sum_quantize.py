@@ -11,6 +11,7 @@ format. Two separate passes would move 8 bytes more, because they write and read
 from __future__ import annotations
 
 import torch
+from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dequantize_accumulate import Summed, sum_tile
 from megazero.kernels.dispatch import TILE, tl, use_kernel
 from megazero.kernels.format import Format
@@ -53,13 +54,14 @@ def reference(
 ) -> None:
     """Do the same as ``dequantize_sum_quantize`` in torch, on any device."""
     share = n // len(out)
-    total = Summed(messages, n, form, torch.float32)
+    with SCRATCH.frame(out.device) as frame:
+        total = Summed(messages, n, form, torch.float32, frame.take)
 
-    def load(row: int, low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
-        total.add(row * share + low, row * share + high, buffer, accumulate=False)
-        return buffer
+        def load(row: int, low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
+            total.add(row * share + low, row * share + high, buffer, accumulate=False)
+            return buffer
 
-    encode_rows(load, out, share, next_form, noise)
+        encode_rows(load, out, share, next_form, noise)
 
 
 @drawing_jit

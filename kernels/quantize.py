@@ -11,8 +11,10 @@ keeps its blocks in registers between absmax and digits, also when a clip is sea
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import (
     ERROR_LIMIT,
@@ -77,30 +79,58 @@ def encode_rows(
     """
     payload, scales = form.payload(messages, n), form.scales(messages, n).view(torch.int16)
     size = min(n, max(CHUNK, form.block))
-    buffers = torch.empty(2, size, dtype=torch.float32, device=messages.device)
-    draws = Draws(noise, size, messages.device) if noise is not None else None
-    for row in range(len(messages)):
-        base = row * n if origin is None else origin(row)
-        for low in range(0, n, size):
-            high = min(n, low + size)
-            count = high - low
-            values = load(row, low, high, buffers[0, :count]).view(-1, form.block)
-            drawn = draws(base + low, count) if draws is not None else None
-            first, last = low // form.block, high // form.block
-            found = encode_blocks(values, buffers[1, :count], form, drawn, payload[row, first:last])
-            scales[row, first:last].copy_(found)  # bits: a NaN's would not survive a conversion
+    with SCRATCH.frame(messages.device) as frame:
+        take = frame.take
+        buffer, work = take(size, torch.float32), Work.of(take, size, form)
+        draws = Draws(noise, size, take) if noise is not None else None
+        for row in range(len(messages)):
+            base = row * n if origin is None else origin(row)
+            for low in range(0, n, size):
+                high = min(n, low + size)
+                count = high - low
+                values = load(row, low, high, buffer[:count]).view(-1, form.block)
+                drawn = draws(base + low, count) if draws is not None else None
+                first, last = low // form.block, high // form.block
+                found = encode_blocks(
+                    values, work.of_blocks(last - first), form, drawn, payload[row, first:last]
+                )
+                scales[row, first:last].copy_(found)  # bits: a NaN's would not survive a conversion
+
+
+class Work(NamedTuple):
+    """What encoding b blocks writes on its way: fp32 [b, block], three times fp32 [b], and bool [b]."""
+
+    digits: torch.Tensor
+    absmax: torch.Tensor
+    scale: torch.Tensor
+    inverse: torch.Tensor
+    mask: torch.Tensor
+
+    @staticmethod
+    def of(take: Take, n: int, form: Format) -> Work:
+        """Take it for n elements."""
+        b = n // form.block
+        digits = take(n, torch.float32).view(b, form.block)
+        absmax, scale, inverse = (take(b, torch.float32) for _ in range(3))
+        return Work(digits, absmax, scale, inverse, take(b, torch.bool))
+
+    def of_blocks(self, b: int) -> Work:
+        return self if b == len(self.mask) else Work(*(x[:b] for x in self))
 
 
 def encode_blocks(
-    values: torch.Tensor, work: torch.Tensor, form: Format, drawn: torch.Tensor | None, payload: torch.Tensor
+    values: torch.Tensor, work: Work, form: Format, drawn: torch.Tensor | None, payload: torch.Tensor
 ) -> torch.Tensor:
     """Encode ``values``, fp32 [b, block], into ``payload``, int8 [b, part].
 
-    Returns the bf16 bits of the scales as int32 [b]. ``work`` is fp32 [b * block].
+    Returns the bf16 bits of the scales as int32 [b], which lie in ``work``.
     """
-    work = work.view_as(values)
-    values, scale = _scaled(values, work, form)
-    digits = torch.mul(values, inverse_of(scale)[:, None], out=work).clamp_(-form.qmax, form.qmax)
+    scale = _scaled(values, work, form)
+    inverse = inverse_of(scale, work.inverse)
+    # NaN comes of blocks with NaN or Inf alone: their inverse is 0. The device is not asked whether there are any.
+    digits = (
+        torch.mul(values, inverse[:, None], out=work.digits).nan_to_num_(0.0).clamp_(-form.qmax, form.qmax)
+    )
     if drawn is not None:
         digits.add_(drawn.view_as(digits), alpha=NOISE_UNIT)
     parts = digits.round_().unflatten(1, (form.pack, form.part))
@@ -114,50 +144,49 @@ def scales_of(values: torch.Tensor, form: Format) -> torch.Tensor:
     """Return the scales, fp32 [b], of ``values``, fp32 [b, block]."""
     if not len(values):
         return values.new_empty(0)
-    return _scaled(values, torch.empty_like(values), form)[1]
+    with SCRATCH.frame(values.device) as frame:
+        return _scaled(values, Work.of(frame.take, values.numel(), form), form).clone()
 
 
-def _scaled(values: torch.Tensor, work: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values with zeros for blocks that have NaN or Inf, and the scales, fp32 [b].
+def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
+    """Return the scales, fp32 [b], of ``values``, fp32 [b, block]."""
+    torch.amax(torch.abs(values, out=work.digits), 1, out=work.absmax)
+    if form.clip:
+        return _searched(values, work, form)
+    return scale_of(work, form, form.ratios[0], work.scale)
 
-    ``values`` is fp32 [b, block], and ``work`` is like it.
+
+def scale_of(work: Work, form: Format, ratio: float, out: torch.Tensor) -> torch.Tensor:
+    """Return fp32 [b], written to ``out``: absmax * ratio rounded up to bf16, within the format's limits.
+
+    0 and NaN follow format.py.
     """
-    absmax = torch.abs(values, out=work).amax(1)
-    if not torch.isfinite(absmax.amax()):
-        values = values.masked_fill(~torch.isfinite(absmax)[:, None], 0.0)
-    scale = _searched(values, absmax, work, form) if form.clip else scale_of(absmax, form, form.ratios[0])
-    return values, scale
+    bits = torch.mul(work.absmax, ratio, out=out).view(torch.int32)
+    bits.add_(0xFFFF).bitwise_and_(signed(0xFFFF0000)).clamp_(SMALLEST_SCALE, form.largest_scale)
+    bits.masked_fill_(torch.eq(work.absmax, 0, out=work.mask), 0)
+    finite = torch.lt(work.absmax, torch.inf, out=work.mask)  # NaN is not
+    bits.masked_fill_(finite.logical_not_(), NAN_SCALE)
+    return out
 
 
-def scale_of(absmax: torch.Tensor, form: Format, ratio: float) -> torch.Tensor:
-    """Return fp32 [b]: absmax * ratio rounded up to bf16, within the format's limits. 0 and NaN follow format.py."""
-    bits = (absmax * ratio).view(torch.int32)
-    bits = bits.add_(0xFFFF).bitwise_and_(signed(0xFFFF0000)).clamp_(SMALLEST_SCALE, form.largest_scale)
-    low, high = torch.aminmax(absmax)  # NaN if there is one
-    if not (low > 0 and high < torch.inf):
-        bits.masked_fill_(absmax == 0, 0)
-        bits.masked_fill_(~torch.isfinite(absmax), NAN_SCALE)
-    return bits.view(torch.float32)
+def inverse_of(scale: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale, written to ``out``, which is as ``scale``; 0 where the scale is 0 or NaN."""
+    return torch.reciprocal(scale, out=out).nan_to_num_(0.0, posinf=0.0)
 
 
-def inverse_of(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale in the shape and dtype of ``scale``, or 0 where the scale is 0 or NaN."""
-    return scale.reciprocal().nan_to_num_(0.0, posinf=0.0)
-
-
-def _searched(values: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor, form: Format) -> torch.Tensor:
+def _searched(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
     """Return the scale of least squared error per block, fp32 [b], the first of equals.
 
-    Errors are integers, so their sums are exact.
+    Errors are integers, so their sums are exact. This alone allocates in every call, its sums and choices per block.
     """
     best, scale = torch.empty(0), torch.empty(0)
-    exact = torch.empty_like(work)
+    exact, absmax = torch.empty_like(work.digits), work.absmax
     for j, ratio in enumerate(form.ratios):
-        tried = scale_of(absmax, form, ratio)
-        torch.mul(values, inverse_of(tried)[:, None], out=exact)
-        torch.clamp(exact, -form.qmax, form.qmax, out=work).round_()
+        tried = scale_of(work, form, ratio, torch.empty_like(absmax))
+        torch.mul(values, inverse_of(tried, work.inverse)[:, None], out=exact).nan_to_num_(0.0)
+        torch.clamp(exact, -form.qmax, form.qmax, out=work.digits).round_()
         unit = (tried / absmax).nan_to_num_(0.0).mul_(ERROR_UNIT)
-        errors = exact.sub_(work).abs_().mul_(unit[:, None]).clamp_(max=ERROR_LIMIT).round_()
+        errors = exact.sub_(work.digits).abs_().mul_(unit[:, None]).clamp_(max=ERROR_LIMIT).round_()
         # Squares are integers below 2 ** 20: 8 of them add up in fp32 exactly, in any order.
         total = errors.square_().view(len(values), -1, 8).sum(2).to(torch.int32).sum(1)
         if j == 0:

@@ -23,6 +23,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top-k", type=int, default=50, help="draw from so many of the likeliest tokens; 0: from all")
     add("--seed", type=int, default=1234)
     add("--tokenizer-model", help="where the tokenizer lies now, if not where it lay in training")
+    add("--vocab-file", help="the same of the GPT2BPETokenizer's vocab.json")
+    add("--merge-file", help="the same of its merges.txt")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser.parse_args(arguments)
 
@@ -38,7 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
         device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-        model = load_text_model(options.load, device=device, tokenizer_model=options.tokenizer_model)
+        model = load_text_model(
+            options.load,
+            device=device,
+            tokenizer_model=options.tokenizer_model,
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
+        )
         print(generate(model, options.prompt, options.tokens, sampling))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

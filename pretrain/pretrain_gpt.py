@@ -5,6 +5,8 @@ import time
 
 from megazero.config import ConfigError, World, parse
 from megazero.mesh.launch import read_launch, take_local_rank
+from megazero.train.exit_status import ExitStatus
+from megazero.train.program import run
 
 
 def main() -> int:
@@ -13,7 +15,7 @@ def main() -> int:
         launch = read_launch(local_rank=local_rank)
     except ValueError as error:
         print(error, file=sys.stderr)
-        return 2
+        return ExitStatus.MISTAKE
     try:
         # Before torch is imported: a mistake is told in a fraction of a second.
         config = parse(flags, World(launch.world_size, launch.local_world_size or 0))
@@ -22,10 +24,8 @@ def main() -> int:
             print(f"{error}\n--help lists every flag", file=sys.stderr)
         else:
             time.sleep(1)  # torchrun ends all ranks with the first that leaves: let the one that speaks be it
-        return 2
-    from megazero.train.setup import main as train
-
-    return train(config, launch)
+        return ExitStatus.MISTAKE
+    return run(config, launch)
 
 
 if __name__ == "__main__":

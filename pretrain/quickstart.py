@@ -41,9 +41,9 @@ PROMPT = "import os\n\n\ndef "
 # loss of 5.90 after 60 iterations, in 1.3 times less CPU time).
 GLOBAL_BATCH = 8
 MODEL = """
-    --num-layers 2 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --swiglu --seq-length 128
-    --lr 1.2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1 --adam-beta2 0.95
-    --split 98,2,0 --eval-iters 8 --eval-at-start
+    --model-family llama --num-layers 2 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8
+    --seq-length 128 --lr 1.2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --weight-decay 0.1
+    --adam-beta2 0.95 --split 98,2,0 --eval-iters 8 --eval-at-start
 """
 ITERATIONS = {"cuda": 600, "bf16": 324, "fp32": 168}  # sized for 5 minutes on 2 cores, everything included
 

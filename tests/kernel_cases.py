@@ -15,6 +15,7 @@ from megazero.kernels import (
     dispatch,
     quantize,
     reorder_quantize,
+    sum_rows,
 )
 from megazero.kernels.format import Format
 from megazero.kernels.noise import Noise
@@ -80,6 +81,7 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
         added = x.roll(form.block + 5).to(where).repeat(1, 2)  # only its middle is added to
         part = added[:, 1 : n + 1]
         sums = torch.ones(n, device=where)
+        rows_sums = [sums.clone() for _ in range(4)]
         here, there = x.to(where), flat.to(where)[: order.pieces * form.block * 2]
         fused = dequantize_sum_quantize
         if run:
@@ -90,6 +92,7 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             dequantize_accumulate.dequantize_accumulate(messages, sums, form, True)
             fused.dequantize_sum_quantize(messages, n, form, summed, next_form, noise)
             reorder_quantize.reorder_quantize(there, reordered, form, order, noise)
+            add_rows = sum_rows.sum_rows
         else:
             quantize.reference(here, messages, form, noise)
             dequantize.reference(messages, decoded, form)
@@ -97,8 +100,12 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
             dequantize_accumulate.reference(messages, sums, form, True)
             fused.reference(messages, n, form, summed, next_form, noise)
             reorder_quantize.reference(there, reordered, form, order, noise)
-        results.append((messages, decoded, added, sums, summed, reordered))
-    names = ("quantize", "dequantize", "add", "accumulate", "sum_quantize", "reorder_quantize")
+            add_rows = sum_rows.reference
+        ways = [(accumulate, own) for accumulate in (False, True) for own in (None, here[0].float())]
+        for out, (accumulate, own) in zip(rows_sums, ways, strict=True):
+            add_rows(here[:, 1:], out[: n - 1], accumulate, None if own is None else own[1:])
+        results.append((messages, decoded, added, sums, summed, reordered, torch.cat(rows_sums)))
+    names = ("quantize", "dequantize", "add", "accumulate", "sum_quantize", "reorder_quantize", "sum_rows")
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 

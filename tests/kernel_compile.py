@@ -25,6 +25,7 @@ from megazero.kernels import (  # noqa: E402
     dispatch,
     quantize,
     reorder_quantize,
+    sum_rows,
 )
 from megazero.kernels.format import Format  # noqa: E402
 from megazero.kernels.noise import Noise  # noqa: E402
@@ -113,6 +114,9 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
         "dequantize and add": lambda _: decode(encoded(eight), values(eight, half), eight, add=True),
         "accumulate": lambda _: accumulate(encoded(four), values(four, torch.float32)[0], four, True),
         "sum_quantize": sum_quantize,
+        "sum_rows": lambda _: sum_rows.sum_rows(
+            values(four, half), values(four, torch.float32)[0], True, values(four, half)[0]
+        ),
     }
 
 

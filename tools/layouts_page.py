@@ -23,6 +23,9 @@ and compares it with one rank; a number is the note below the table that says wh
 
 # A small model that every layout here can cut.
 MODEL: Mapping[str, Any] = {
+    "model_family": "llama",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 4,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
@@ -79,6 +82,7 @@ STATE: Mapping[str, Mapping[str, Any]] = {
     "zero2": {"zero_preset": "zero2"},
     "zero3": {"zero_preset": "zero3"},
     "zero3, parameters gathered for the step": {"zero_preset": "zero3", "zero_params_lifetime": "gathered"},
+    "zero3, gradients whole for the step": {"zero_preset": "zero3", "zero_gradients_lifetime": "step"},
     "mics, hsdp": {"zero_preset": "mics"},
     "hpz": {"zero_preset": "hpz"},
     "hpz, resident": {"zero_preset": "hpz", "zero_params_lifetime": "resident"},
@@ -93,6 +97,11 @@ STATE: Mapping[str, Mapping[str, Any]] = {
         "zero_gradient_rounding": "feedback",
         "zero_exact_numel": 64,
     },
+    "zeropp, gradients whole for the step": {
+        "zero_preset": "zeropp",
+        "zero_gradients_lifetime": "step",
+        "zero_exact_numel": 64,
+    },
     "zero1, quantised": {"zero_preset": "zero1", **QUANTIZED},
     "zero3, quantised": {"zero_preset": "zero3", **QUANTIZED},
 }
@@ -104,6 +113,8 @@ MODEL_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "recompute full": {"recompute_granularity": "full"},
     "GPT": {"model_family": "gpt", "num_query_groups": None},
     "BLOOM": {"model_family": "bloom", "num_query_groups": None},
+    "OLMo 2 (norms over all heads)": {"model_family": "olmo2"},
+    "Falcon (one key/value head, parallel blocks)": {"model_family": "falcon", "num_query_groups": 1},
     "batch ramp-up": {"rampup_batch_size": "ramp"},  # sizes by layout
 }
 

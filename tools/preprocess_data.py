@@ -33,6 +33,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json-keys", nargs="+", default=["text"], help="keys of the JSON lines to take, a dataset each")
     add("--tokenizer-type", required=True, choices=tuple(TOKENIZERS))
     add("--tokenizer-model", help=".model file, or tokenizer.json or a directory that holds it")
+    add("--vocab-file", help="vocab.json of the GPT2BPETokenizer")
+    add("--merge-file", help="merges.txt of the GPT2BPETokenizer")
     add("--vocab-size", type=int, help="of the NullTokenizer")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add("--workers", type=int, default=1, help="processes; the output does not depend on it")
@@ -54,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             vocab_size=options.vocab_size,
             append_eod=options.append_eod,
             skip_bad_lines=options.skip_bad_lines,
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
         )
         columns = (TextColumn("tokenizing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:

@@ -85,6 +85,37 @@ def latest(root: str | os.PathLike) -> Path | None:
     return found[-1] if found else None
 
 
+def newest_manifest(root: str | os.PathLike) -> Manifest | None:
+    """Return the manifest of the highest step under ``root`` that can be read, or None when there is none.
+
+    No other file is looked at, so that every rank of a large run can ask. ``latest`` says what can be loaded.
+    """
+    named = [path for path in _entries(Path(root)) if _NAME.fullmatch(path.name)]
+    for path in sorted(named, key=lambda path: int(path.name.removeprefix("iter_")), reverse=True):
+        try:
+            return read_manifest(path)
+        except (CheckpointError, OSError):
+            continue
+    return None
+
+
+def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
+    """Return ``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it.
+
+    Raises CheckpointError if there is none.
+    """
+    root = Path(folder)
+    if (root / MANIFEST_FILE).is_file():
+        return root
+    found = latest(root)
+    if found is None:
+        raise CheckpointError(
+            f"'{root}' holds no complete checkpoint. Name the folder that was given to --save in training, or one of "
+            "its iter_* folders"
+        )
+    return found
+
+
 def prepare(root: Path, step: int, overwrite: bool) -> Path:
     """Check that step ``step`` may be saved, clean up after a killed save, and make the directory to write in."""
     final = root / checkpoint_name(step)

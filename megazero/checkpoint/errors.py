@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+if TYPE_CHECKING:  # a checkpoint's description is read without torch
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -24,11 +25,17 @@ def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) 
     result, failures = _run(group, action)
     answers: list = [(result, failures)]
     if group is not None:
+        import torch.distributed as dist
+
         answers = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, (result, failures), group=group)
-    merged = {rank: text for _, failed in answers for rank, text in failed.items()}
+    merged = {rank: failure for _, failed in answers for rank, failure in failed.items()}
     if merged:
-        raise CheckpointError(f"{doing}: {_by_cause(merged, len(answers))}")
+        texts = {rank: text for rank, (text, _) in merged.items()}
+        codes = [code for _, code in merged.values() if code is not None]
+        # The cause, for who decides by it: a full disk ends a run with another status than a wrong path.
+        cause = OSError(codes[0], os.strerror(codes[0])) if codes else None
+        raise CheckpointError(f"{doing}: {_by_cause(texts, len(answers))}") from cause
     return [value for value, _ in answers]
 
 
@@ -39,14 +46,31 @@ def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[]
     return results[0]
 
 
-def _run(group: dist.ProcessGroup | None, action: Callable[[], T]) -> tuple[T | None, dict[int, str]]:
+Failure = tuple[str, int | None]  # text, and the operating system's number for it
+
+
+def _run(group: dist.ProcessGroup | None, action: Callable[[], T]) -> tuple[T | None, dict[int, Failure]]:
     """Return the result of ``action``, or None and the causes by rank."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         return action(), {}
     except CheckpointException as error:  # from torch.distributed.checkpoint, alike on every rank
-        return None, {rank: _text(cause) for rank, (cause, _) in error.failures.items()}
+        return None, {rank: _failure(cause) for rank, (cause, _) in error.failures.items()}
     except Exception as error:
-        return None, {dist.get_rank(group) if group is not None else 0: _text(error)}
+        return None, {dist.get_rank(group) if group is not None else 0: _failure(error)}
+
+
+def _failure(error: BaseException) -> Failure:
+    return _text(error), error_number(error)
+
+
+def error_number(error: BaseException | None) -> int | None:
+    """Return the number of the first OSError among ``error`` and what caused it, or None."""
+    while error is not None and not (isinstance(error, OSError) and error.errno):
+        error = error.__cause__ or error.__context__
+    return error.errno if isinstance(error, OSError) else None
 
 
 def _text(error: BaseException) -> str:

@@ -23,13 +23,12 @@ from safetensors import torch as safetensors
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint import directory
-from megazero.checkpoint.directory import Retention, checkpoints, latest
+from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
 from megazero.checkpoint.manifest import (
+    MANIFEST_FILE,
     FileEntry,
     Manifest,
-    check_checksum,
-    check_sizes,
     checksum,
     read_manifest,
     to_json,
@@ -37,9 +36,20 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
 from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import SliceLoadPlanner, SliceSavePlanner, stored_tensors
+from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
+from megazero.checkpoint.reading import (
+    STATE_FILE,
+    StoredKind,
+    check_files,
+    open_manifest,
+    open_metadata,
+    read_file,
+    read_records,
+    read_state,
+    verify,
+)
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.storage import Reader, Writer
+from megazero.checkpoint.storage import Writer
 
 __all__ = [
     "CheckpointError",
@@ -48,17 +58,19 @@ __all__ = [
     "Retention",
     "SliceRecord",
     "Snapshot",
+    "StoredKind",
     "checkpoints",
+    "find_checkpoint",
     "latest",
     "load",
     "load_full",
+    "read_file",
     "read_manifest",
     "read_state",
     "save",
     "verify",
 ]
 
-STATE_FILE = "state.json"
 _SHOWN = 5
 
 
@@ -66,7 +78,8 @@ _SHOWN = 5
 class Snapshot:
     """This is what one rank saves. ``step`` is the training step and names the directory. ``records`` are this rank's
     slices. ``rank_tensors`` are small tensors of this rank alone (random generators). ``state``, ``layout`` and
-    ``configuration`` are plain JSON values, the same on every rank (the first rank's are stored)."""
+    ``configuration`` are plain JSON values, the same on every rank (the first rank's are stored). ``files`` are small
+    files by name that go with them, of the first rank (``read_file`` gives them back)."""
 
     step: int
     records: Sequence[SliceRecord]
@@ -74,10 +87,18 @@ class Snapshot:
     rank_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     configuration: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 0:
             raise ValueError(f"a snapshot's step is {self.step}; steps count from 0")
+        for name in self.files:
+            if (
+                name != os.path.basename(name)
+                or name.startswith(".")
+                or name in ("", MANIFEST_FILE, STATE_FILE)
+            ):
+                raise ValueError(f"a snapshot's file cannot have the name {name!r}")
 
 
 @dataclass(frozen=True)
@@ -153,14 +174,14 @@ def load(
     rank, world_size = _rank_and_size(group)
     chosen = dict(kinds) if isinstance(kinds, Mapping) else {kind: kind for kind in kinds}
     doing = f"checkpoint '{path}' not loaded"
-    manifest = agree_local(group, doing, partial(_open, path))
-    agree_local(group, doing, partial(_check_files, path, manifest, rank, world_size))
-    metadata = agree_local(group, doing, partial(_read_metadata, path, manifest))
+    manifest = agree_local(group, doing, partial(open_manifest, path))
+    agree_local(group, doing, partial(check_files, path, manifest, rank, world_size))
+    metadata = agree_local(group, doing, partial(open_metadata, path, manifest))
     shapes = agree(group, doing, partial(_record_shapes, records, chosen))
     agree_local(group, doing, partial(_check_model, metadata, shapes, chosen, strict))
     if not convert:
         agree_local(group, doing, partial(_check_dtypes, metadata, records, chosen))
-    agree_local(group, doing, partial(_read_tensors, path, metadata, records, chosen))
+    agree_local(group, doing, partial(read_records, path, metadata, records, chosen))
     same = world_size == manifest.world_size and layout is not None
     same = same and to_json(layout, "layout") == manifest.layout
     state, tensors = agree_local(group, doing, partial(_read_local, path, manifest, rank if same else None))
@@ -169,8 +190,8 @@ def load(
 
 def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch.Tensor]:
     """Return every whole tensor of one kind by its stored name, on the CPU, in the stored dtype. Check all files."""
-    manifest = _open(Path(path))
-    stored = stored_tensors(_read_metadata(Path(path), manifest))
+    manifest = open_manifest(Path(path))
+    stored = stored_tensors(open_metadata(Path(path), manifest))
     tensors, records = {}, []
     for name, tensor in stored.get(kind, {}).items():
         shape = tuple(tensor.size)
@@ -180,21 +201,6 @@ def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch
         )
     load(path, records=records, kinds=(kind,))
     return tensors
-
-
-def read_state(path: str | os.PathLike) -> dict[str, Any]:
-    """Return a checkpoint directory's ``state`` as saved. CheckpointError is raised if it is damaged or not there."""
-    path = Path(path)
-    check_checksum(path, STATE_FILE, read_manifest(path).files[STATE_FILE])
-    return json.loads((path / STATE_FILE).read_bytes())
-
-
-def verify(path: str | os.PathLike) -> Manifest:
-    """Check every file of the checkpoint directory ``path`` against its manifest, or raise CheckpointError."""
-    manifest = _open(Path(path))
-    _check_files(Path(path), manifest, 0, 1)
-    _read_metadata(Path(path), manifest)
-    return manifest
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -209,7 +215,8 @@ def _write_local(path: Path, snapshot: Snapshot, rank: int) -> dict[str, FileEnt
     files = {}
     if rank == 0:
         state = json.dumps(to_json(snapshot.state, "state"), indent=1)
-        files[STATE_FILE] = write_file(path / STATE_FILE, state.encode())
+        small = {**snapshot.files, STATE_FILE: state.encode()}
+        files = {name: write_file(path / name, data) for name, data in small.items()}
     if snapshot.rank_tensors:
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in snapshot.rank_tensors.items()}
         name = _rank_file(rank)
@@ -251,28 +258,6 @@ def _manifest(path: Path, snapshot: Snapshot, files: Mapping[str, FileEntry], wo
         configuration=to_json(snapshot.configuration, "configuration"),
         files=files,
     )
-
-
-def _open(path: Path) -> Manifest:
-    manifest = read_manifest(path)
-    check_sizes(path, manifest)
-    return manifest
-
-
-def _check_files(path: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Check the checksum of every ``world_size``-th file, so that together the ranks read each file once."""
-    for name in sorted(manifest.files)[rank::world_size]:
-        check_checksum(path, name, manifest.files[name])
-
-
-def _read_metadata(path: Path, manifest: Manifest) -> Metadata:
-    metadata = read_metadata(path)
-    for info in metadata.storage_data.values():
-        if info.relative_path not in manifest.files:
-            raise CheckpointError(
-                f"'{path}' refers to '{info.relative_path}', which its manifest does not list"
-            )
-    return metadata
 
 
 def _record_shapes(
@@ -327,17 +312,6 @@ def _check_dtypes(metadata: Metadata, records: Sequence[SliceRecord], kinds: Map
                     f"'{kinds[kind]}' is stored as {tensor.properties.dtype}; use the stored dtype or ask for "
                     "conversion"
                 )
-
-
-def _read_tensors(
-    path: Path, metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]
-) -> None:
-    """Drive DCP's planner and reader without its collectives: what a rank reads concerns it alone."""
-    reader, planner = Reader(path), SliceLoadPlanner(records, kinds)
-    planner.set_up_planner({}, metadata)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    planner.finish()
 
 
 def _read_local(

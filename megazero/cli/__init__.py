@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": Command(
         "find the fastest layout of a model on a cluster, before it is booked", "megazero.plan.command"
     ),
+    "convert": Command("checkpoints to Hugging Face folders and back, checked", "megazero.convert.command"),
 }
 
 

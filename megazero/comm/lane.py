@@ -31,7 +31,9 @@ import torch.distributed as dist
 from megazero.comm.labels import Label, no_label
 
 Chain = Generator[dist.Work, None, None]
-STALLS = 1024  # waits whose events are kept; of older ones the seconds, since nobody need ever take them
+STALLS = (
+    1024  # waits whose events are kept; of older ones that are over the seconds: nobody need ever take them
+)
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
 
@@ -49,14 +51,18 @@ class CommunicationError(RuntimeError):
     """A collective failed or timed out. The message names the rank, the lane, the unit and the axis."""
 
 
+def _nothing() -> None:
+    """Release nothing: the chain reads no memory of the compute stream that comes free."""
+
+
 @dataclass(eq=False)
 class Ticket:
-    """A chain in flight. ``keep`` references the collectives' inputs until the chain's event has passed."""
+    """A chain in flight. ``release`` is called when the current stream comes after it, which may be twice."""
 
     label: str
     plan: tuple[Leg, ...]
     chain: Chain
-    keep: tuple[torch.Tensor, ...] = ()
+    release: Callable[[], object] = _nothing
     work: dist.Work | None = None
     issued: int = 0
     done: bool = False
@@ -90,10 +96,10 @@ class Lane:
                 stream.wait_event(event)
 
     def submit(
-        self, label: str, plan: tuple[Leg, ...], chain: Chain, keep: tuple[torch.Tensor, ...] = ()
+        self, label: str, plan: tuple[Leg, ...], chain: Chain, release: Callable[[], object] = _nothing
     ) -> Ticket:
-        """Start a chain. ``keep`` holds the tensors of the compute stream that the chain reads."""
-        ticket = Ticket(label, plan, chain, keep)
+        """Start a chain. ``release`` lets go of the compute stream's buffers that the chain reads."""
+        ticket = Ticket(label, plan, chain, release)
         if self.streams:
             self._run_through(ticket)
         else:
@@ -134,12 +140,13 @@ class Lane:
         """Return when the chain's results may be used on the current stream."""
         if self.streams:
             self._wait_event(ticket)
-            return
-        if ticket.done:
-            return
-        self.poll()
-        if ticket.done:
-            return
+        else:
+            self._wait_works(ticket)
+        ticket.release()
+
+    def _wait_works(self, ticket: Ticket) -> None:
+        if not ticket.done:
+            self.poll()
         while not ticket.done:
             first = next(t for t in self.tickets if not t.done)
             with self.timed(f"exposed_{first.plan[max(first.issued - 1, 0)].hop}"):
@@ -158,20 +165,22 @@ class Lane:
     def take_stalls(self) -> dict[str, float]:
         """Return for how many seconds the compute stream has stood waiting since the last call, by hop.
 
-        This is for CUDA, and it synchronises.
+        This is for CUDA. Waits that are not over are left for the next call: after the step's own wait for the device
+        there is none.
         """
-        while self.stalls:
-            self._add_up(*self.stalls.popleft())
+        self._add_up()
         out = dict(self.stood)
         self.stood.clear()
         return out
 
-    def _add_up(self, before: Any, ticket: Ticket) -> None:
-        """Add the seconds of one wait to ``stood``, by hop."""
+    def _add_up(self) -> None:
+        """Add the seconds of the waits that are over to ``stood``, by hop."""
+        while self.stalls and all(event.query() for event in (self.stalls[0][0], *self.stalls[0][1].landed)):
+            self._add_up_one(*self.stalls.popleft())
+
+    def _add_up_one(self, before: Any, ticket: Ticket) -> None:
         stood = 0.0
-        before.synchronize()
         for leg, landed in zip(ticket.plan, ticket.landed, strict=True):
-            landed.synchronize()
             until = max(stood, before.elapsed_time(landed) / 1e3)  # negative: had landed before the wait
             self.stood[f"exposed_{leg.hop}"] += until - stood
             stood = until
@@ -228,9 +237,8 @@ class Lane:
             before.record(stream)
             self.stalls.append((before, ticket))
             if len(self.stalls) > STALLS:
-                self._add_up(*self.stalls.popleft())
+                self._add_up()
         stream.wait_event(ticket.event)
-        ticket.keep = ()  # its memory is the compute stream's, which now comes after the chain
 
 
 def no_timing(_: str) -> Any:

@@ -1,4 +1,4 @@
-"""This module alone reads --data-path, --split and --tokenizer-type, which name data and tokenizers.
+"""This module alone reads the words of --data-path and its kin, --split and --tokenizer-type.
 
 It needs no numpy.
 """
@@ -8,16 +8,95 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
-# Tokenizers, with the option that each is made from.
-TOKENIZERS: Mapping[str, str] = MappingProxyType(
+GPT2BPE = "GPT2BPETokenizer"
+# Tokenizers, with the options that each is made from.
+TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "SentencePieceTokenizer": "tokenizer_model",
-        "HuggingFaceTokenizer": "tokenizer_model",
-        "NullTokenizer": "vocab_size",
+        "SentencePieceTokenizer": ("tokenizer_model",),
+        "HuggingFaceTokenizer": ("tokenizer_model",),
+        GPT2BPE: ("vocab_file", "merge_file"),
+        "NullTokenizer": ("vocab_size",),
     }
 )
+
+SPLITS = ("train", "valid", "test")
+WHOLE = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """These are the data sets that samples are drawn from, mixed by weight.
+
+    ``prefixes`` are paths without .bin and .idx. Without ``weights`` each data set counts by its size. ``ranges``
+    says of each data set at which fractions of its documents the part begins and ends.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    ranges: tuple[tuple[float, float], ...]
+
+
+def parse_blend(words: Sequence[str]) -> Blend:
+    """Read the words of --train-data-path, --valid-data-path or --test-data-path, which name whole data sets.
+
+    Raises ValueError as parse_data_path does.
+    """
+    prefixes, weights = parse_data_path(words)
+    return _blend(prefixes, weights, [WHOLE] * len(prefixes))
+
+
+def parse_weighted_split(text: str) -> tuple[str, Blend]:
+    """Read BLOOM's "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX": a name and what belongs to it.
+
+    START and END are fractions of the documents of the data set. Raises ValueError for other text.
+    """
+    name, _, rest = text.partition(":")
+    entries = [entry.split() for entry in rest.split(",")]
+    if not name.strip() or any(len(entry) != 3 for entry in entries):
+        raise ValueError(
+            f"{text!r} must be NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ... in one pair of quotes"
+        )
+    prefixes, weights = parse_data_path([word for weight, _, prefix in entries for word in (weight, prefix)])
+    if weights is None:
+        raise ValueError(f"{text!r} needs a number, its weight, before every START:END")
+    ranges = [_range(part, prefix) for _, part, prefix in entries]
+    return name.strip(), _blend(prefixes, weights, ranges)
+
+
+def parse_weighted_splits(texts: Sequence[str]) -> dict[str, Blend]:
+    """Return the blend of each name.
+
+    Raises ValueError as parse_weighted_split does, and for a name that comes twice.
+    """
+    groups: dict[str, Blend] = {}
+    for text in texts:
+        name, blend = parse_weighted_split(text)
+        if name in groups:
+            raise ValueError(f"has the name {name} twice; results are told by name, so give each its own")
+        groups[name] = blend
+    return groups
+
+
+def _blend(
+    prefixes: Sequence[str], weights: Sequence[float] | None, ranges: Sequence[tuple[float, float]]
+) -> Blend:
+    """Make a blend. The weight of a single data set says nothing; Megatron does not read it either."""
+    weighted = weights is not None and len(prefixes) > 1
+    return Blend(tuple(prefixes), tuple(weights or ()) if weighted else None, tuple(ranges))
+
+
+def _range(text: str, prefix: str) -> tuple[float, float]:
+    edges = [_number(word) for word in text.split(":")]
+    start, end = edges if len(edges) == 2 else (None, None)
+    if start is None or end is None or not 0 <= start < end <= 1:
+        raise ValueError(
+            f"{text} of {prefix} must be START:END, fractions of its documents with 0 <= START < END <= 1; "
+            f"nearest: 0:1, all of them"
+        )
+    return start, end
 
 
 def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -41,8 +120,10 @@ def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None
 def parse_split(split: str) -> tuple[float, float, float]:
     """Return the shares of train, valid and test as "969,30,1" gives them.
 
-    Missing shares are 0. Raises ValueError for other text.
+    Missing shares are 0. Quotes that a script left around it are no part of it, as in Megatron. Raises ValueError for
+    other text.
     """
+    split = split.strip("'\"")
     legal = re.fullmatch(r"\s*\d*\.?\d+\s*([,/]\s*\d*\.?\d+\s*){0,2}", split)
     shares = [float(word) for word in re.split("[,/]", split)] if legal else []
     if not sum(shares):

@@ -132,6 +132,13 @@ def show(value: Any) -> str:
     return "unset" if value is None else str(value).removesuffix(".0")
 
 
+def typed(opt: Option, value: Any) -> str:
+    """Return the flag that gives ``opt`` this value."""
+    if isinstance(value, bool):
+        return opt.flag if value else f"--{opt.negative_key}"
+    return f"{opt.flag} {show(value)}"
+
+
 def fault(opt: Option, value: Any) -> str:
     """Return the range or choice that a value of ``opt`` breaks, or '' if it breaks none."""
     if value is None:
@@ -160,18 +167,21 @@ def without_effect(
     table: Iterable[tuple[Collection[str], bool, str]],
     options: Mapping[str, Option],
     values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     skip: Collection[str] = (),
-) -> Iterator[str]:
-    """Yield a line for each option that was changed although another option makes it meaningless.
+) -> Iterator[tuple[str, str]]:
+    """Yield each option that was changed although another option makes it meaningless, with a line that says it.
 
     Each row of ``table`` has the names, whether they have an effect, and what would give them one.
-    ``skip`` has the names that were reported already.
+    ``defaults`` has those that are not the option's own, because a family decides them. ``skip`` has the names that
+    were reported already.
     """
     said = set(skip)
     for names, holds, cure in table:
         for name in names:
             option, value = options[name], values[name]
-            if not holds and value != option.default and name not in said:
+            usual = (option.default, defaults.get(name, option.default))
+            if not holds and value not in usual and name not in said:
                 said.add(name)
                 typed = f"--{option.negative_key}" if value is False else f"{option.flag} {show(value)}"
-                yield f"{typed} has no effect without {cure}; leave it out or add that"
+                yield name, f"{typed} has no effect without {cure}; leave it out or add that"

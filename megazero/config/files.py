@@ -1,12 +1,14 @@
-"""--config reads a YAML file whose keys are flag names, either flat or by section."""
+"""Files are read here: --config, a YAML file whose keys are flag names, either flat or by section, and JSON."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
-from megazero.config.layers import FACTS, Layer, all_switches
+from megazero.config.layers import Layer, all_switches
 from megazero.config.run import section_types
 
 
@@ -28,6 +30,7 @@ def read_yaml(path: str) -> Layer:
                 _put(layer, path, str(inner), inner_value, section=key)
         else:
             _put(layer, path, str(key), value)
+    layer.conclude()
     return layer
 
 
@@ -56,13 +59,10 @@ def _load(layer: Layer, path: str) -> Any:
 def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> None:
     key, where = name.replace("_", "-"), f"{path}: {section + '.' if section else ''}"
     switch = all_switches().get(key)
-    if key in FACTS:
-        if value is True:
-            layer.facts.append(key)
-        else:
-            layer.errors.append(f"{where}{name} cannot be {value!r}: {FACTS[key]}; leave it out")
-    elif switch is None:
-        layer.unknown(key, where, () if section else tuple(section_types()))
+    if switch is None:
+        if value is not None and value is not False:  # a switch of Megatron that is off says nothing
+            items = value if isinstance(value, list) else [] if value is True else [value]
+            layer.other(key, where, [str(item) for item in items], () if section else tuple(section_types()))
     elif section and switch.option.section != section:
         layer.errors.append(f"{where}{name} belongs to section {switch.option.section}")
     elif value is None:
@@ -78,3 +78,16 @@ def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> N
         layer.put(switch.option, value.split(), where + name)
     else:
         layer.put(switch.option, value, where + name)
+
+
+def read_json(file: Path, why: str) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError, which says why the file is needed."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"'{file}' is missing: {why}") from None
+    except ValueError as error:
+        raise ValueError(f"'{file}' is damaged ({error}): get it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"'{file}' holds no JSON object: {why}")
+    return value

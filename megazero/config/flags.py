@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megazero.config.fields import Option, fault, section_options, show
-from megazero.config.layers import FACTS, Layer, Switch, all_switches, switches
+from megazero.config.layers import Layer, Switch, all_switches, switches
 from megazero.config.run import all_options, section_types
 from megazero.families import FAMILIES
 
@@ -44,6 +44,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
         else:
             strays = (f"{word!r} does not belong to a flag; flags start with --" for word in typed)
             flags.layer.errors.extend(strays)
+    flags.layer.conclude()
     return flags
 
 
@@ -102,18 +103,14 @@ def _put(flags: Flags, word: str, words: list[str]) -> None:
     if word == "-h" or key == "help":
         flags.help = True
     elif not word.startswith("--"):
-        layer.unknown(key, word[: len(word) - len(word.lstrip("-"))])
-        layer.errors[-1] += " (flags start with --)"
+        layer.errors.append(f"{word} is no flag: flags start with --; nearest: --{key}")
     elif key in FILES:
         if len(words) != 1 or key in flags.files:
             layer.errors.append(f"{word} takes one file and stands once, got {' '.join(words) or 'none'}")
         else:
             flags.files[key] = words[0]
-    elif key in FACTS:
-        _refuse_values(layer, word, words)
-        layer.facts.append(key)
     elif switch is None:
-        layer.unknown(key, "--", ("help", *FILES))
+        layer.other(key, "--", words, ("help", *FILES))
     else:
         _put_switch(layer, switch, word, words)
 
@@ -179,6 +176,8 @@ def help_text(program: str) -> str:
     for section, cls in section_types().items():
         lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
         lines += options_help(opt for opt in all_options().values() if opt.section == section)
-    lines += ["", "accepted because they always hold"]
-    lines += [f"  --{key}\n        {text}" for key, text in FACTS.items()]
+    lines += [
+        "",
+        "Megatron's other flags are taken, too, or refused with what to do instead: docs/megatron.md",
+    ]
     return "\n".join(lines)

@@ -1,17 +1,10 @@
-"""Parameters and floating-point operations are counted here from the configuration alone."""
+"""Floating-point operations are counted here from the configuration alone."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from megazero.config.model import ModelConfig
-from megazero.config.roles import parameter_roles
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Count the parameters of the whole model, with the true vocabulary and with tied weights once."""
-    return sum(math.prod(role.shape) for role in parameter_roles(config))
 
 
 def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size: int = 1) -> int:

@@ -9,30 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import Option, convert, show
-from megazero.config.nearest import did_you_mean
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
 
-# Megatron flags that name what always holds here: accepted, and said in the notes.
-FACTS: Mapping[str, str] = MappingProxyType(
-    {
-        "use-distributed-optimizer": "is zero1, the default; --zero-preset, --zero-stage, --zero-shard decide",
-        "overlap-grad-reduce": "reductions always overlap with backward",
-        "overlap-param-gather": "gathers always run ahead of use",
-        "accumulate-allreduce-grads-in-fp32": "gradients always accumulate in at least fp32",
-        "log-throughput": "throughput is always logged",
-        "use-mcore-models": "there is one decoder",
-        "use-flash-attn": "attention always goes through torch's scaled_dot_product_attention",
-        "use-pytorch-profiler": "--profile always uses torch's profiler",
-        "group-query-attention": "follows from --num-query-groups",
-    }
-)
-# Flags that users will try, with what to do instead.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "fp16-lm-cross-entropy": "is not built: the loss is always computed in at least fp32; leave it out",
-    }
-)
 # At most one of each group may come from one source; a stronger source replaces the whole group of a weaker one.
 EXCLUSIVE = (
     ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size"),
@@ -82,14 +61,18 @@ def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
 
 @dataclass
 class Layer:
-    """This is what one source says: values by field name, Megatron facts by key, errors and notes.
+    """This is what one source says: values by field name, errors and notes.
 
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
+    Of Megatron's flags, ``facts`` change nothing here, and ``refused`` are not built, by what to do instead;
+    ``implied`` has options with the values that mapped flags give them, and how these were typed.
     """
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)
+    implied: list[tuple[str, Any, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
@@ -112,21 +95,41 @@ class Layer:
             self.notes.append(f"{name} {show(value)} replaces the earlier {show(self.values[opt.name])}")
         self.values[opt.name] = value
 
-    def unknown(self, key: str, prefix: str, extra: Sequence[str] = ()) -> None:
-        """Record a name that does not exist, together with the nearest one that does."""
-        if key in REFUSED:
-            self.errors.append(f"{prefix}{key} {REFUSED[key]}")
+    def other(self, key: str, prefix: str, words: Sequence[str], extra: Sequence[str] = ()) -> None:
+        """Take a name that is no option: one of Megatron's, or one that does not exist, with what is meant by it."""
+        from megazero.config.megatron import apply, table  # 0.01 s, only for such names
+        from megazero.config.suggest import suggestion
+
+        if key in table.rows():
+            apply.take(self, table.rows()[key], f"{prefix}{key}", words)
         else:
-            known = [*all_switches(), *FACTS, *extra]
-            self.errors.append(f"{prefix}{key} does not exist{did_you_mean(key, known, prefix)}")
+            self.errors.append(f"{prefix}{key} does not exist{suggestion(key, prefix, extra)}")
+
+    def conclude(self) -> None:
+        """Settle what Megatron's flags mean, after the whole source is read."""
+        if self.implied or self.refused:
+            from megazero.config.megatron import apply
+
+            apply.conclude(self)
 
 
 def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
-    """Return an optimizer's own name for one of its aliases, and note it. Every other value is returned as it is."""
+    """Return megazero's name for an alias of an optimizer or another program's name of a value, and note it.
+
+    Every other value is returned as it is. Raises ValueError for a value of Megatron's that is not built here.
+    """
     for name, optimizer in OPTIMIZERS.items() if opt.name == "optimizer" else ():
         if value in optimizer.aliases:
             layer.notes.append(f"--optimizer {value} is {name}: {optimizer.aliases[value]}")
             return name
+    if opt.choices and value not in opt.choices:
+        from megazero.config.megatron.mapped import UNBUILT, VALUES
+
+        if (opt.name, value) in VALUES:
+            layer.notes.append(f"{opt.flag} {value} is {VALUES[opt.name, value]}")
+            return VALUES[opt.name, value]
+        if (opt.name, value) in UNBUILT:
+            raise ValueError(f"{value} is Megatron's, not built here: {UNBUILT[opt.name, value]}")
     return value
 
 

@@ -10,9 +10,10 @@ from megazero.config.errors import ConfigError
 from megazero.config.fields import fault, section_options, without_effect
 from megazero.config.model import ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.families import FAMILIES
 
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
-_OPTIONAL = ("seq_length", "pad_vocab_size_to")  # what a decoder does without
+_OPTIONAL = ("seq_length", "pad_vocab_size_to", "sliding_window")  # what a decoder does without
 _LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position")
 
 
@@ -84,10 +85,24 @@ def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def sequence(model: ModelConfig) -> Iterator[str]:
-    """Report samples that are longer than the positions go."""
-    length, longest = model.seq_length, model.max_position_embeddings
+    """Report samples that are longer than the positions go, or than the window of attention."""
+    length, longest, window = model.seq_length, model.max_position_embeddings, model.sliding_window
     if length > longest:
         yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
+    if window is not None and length > window:
+        yield (
+            f"--seq-length {length} exceeds --sliding-window {window}, within which attention is causal; nearest: "
+            f"{window}"
+        )
+
+
+def query_key_norm(model: ModelConfig) -> Iterator[str]:
+    """Report a norm over all heads together that is not RMSNorm."""
+    if model.qk_norm == "all-heads" and model.normalization != "RMSNorm":
+        yield (
+            f"--qk-norm all-heads needs --normalization RMSNorm, not {model.normalization}; nearest: "
+            "--qk-layernorm, which is of each head"
+        )
 
 
 def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> Iterator[str]:
@@ -123,6 +138,10 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
 def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]]:
     """Yield options, whether they have an effect in this model, and what would give them one."""
     rope = model.position_embedding_type == "rope"
+    gelu = not model.swiglu and not model.squared_relu
+    yield ("openai_gelu",), gelu, "GELU (--no-swiglu, and no --squared-relu)"
+    alibi = model.position_embedding_type == "alibi"
+    yield ("scaled_alibi",), alibi, "--position-embedding-type alibi"
     yield (*_ROTARY, "rotary_scaling_factor", *_LLAMA3), rope, "--position-embedding-type rope"
     yield ("rotary_scaling_factor",), model.rotary_scaling != "none", "--rotary-scaling linear or llama3"
     yield _LLAMA3, model.rotary_scaling == "llama3", "--rotary-scaling llama3"
@@ -138,8 +157,9 @@ def check_model(model: ModelConfig, tp: int = 1) -> None:
     }
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:
-        errors = [*heads(model), *rotary(model), *mlp(model), *tensor_parallel(model, tp)]
-        errors += padded_vocabulary(model, tp)
-        errors += without_effect(conditions(model), options, vars(model))
+        errors = [*heads(model), *rotary(model), *mlp(model), *query_key_norm(model)]
+        errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
+        defaults = FAMILIES[model.model_family].defaults
+        errors += [line for _, line in without_effect(conditions(model), options, vars(model), defaults)]
     if errors:
         raise ConfigError(errors)

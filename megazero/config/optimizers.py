@@ -71,6 +71,10 @@ class OptimizerConfig:
     optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
     lr: float | None = option(None, "peak learning rate", above=0, required=True)
     min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
+    decoupled_lr: float | None = option(
+        None, "peak learning rate of the token embedding and the head, in the place of --lr", above=0
+    )
+    decoupled_min_lr: float | None = option(None, "the same of --min-lr (default: --min-lr)", low=0)
     lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
     lr_decay_iters: int | None = option(None, "iterations to decay over (default: --train-iters)", low=1)
     lr_decay_samples: int | None = option(None, "samples to decay over (default: --train-samples)", low=1)

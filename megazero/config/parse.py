@@ -19,7 +19,7 @@ from megazero.config.layers import Layer, merge
 from megazero.config.nearest import did_you_mean
 from megazero.config.resolve import resolve
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.validate import find_errors
+from megazero.config.validate import find_errors, ignored
 
 
 def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
@@ -67,6 +67,7 @@ def _finish(said: Layer, world: World | None) -> RunConfig:
     errors = [*said.errors, *faults, *find_errors(config, world, skip=said.failed)]
     if errors:
         raise ConfigError(errors)
+    config = replace(config, notes=(*config.notes, *ignored(config)))
     asked = config.zero.zero_params_lifetime
     known = world if config.knows_nodes(world) else None
     if asked not in (None, "gathered") and known and asked != config.shards(known).lifetime:

@@ -5,12 +5,17 @@ It fills in family defaults, derived sizes, the ZeRO preset and the notes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from megazero.config.checkpoint_architecture import take_architecture
+from megazero.config.data_files import read_data_files
+from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
-from megazero.config.layers import FACTS, Layer
-from megazero.config.model import complete
+from megazero.config.layers import Layer
+from megazero.config.megatron.mapped import DERIVED
+from megazero.config.model import ModelConfig, complete
+from megazero.config.published import take_published
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
@@ -20,16 +25,54 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
-    notes += [f"--{fact}: {FACTS[fact]}" for fact in said.facts]
+    if said.facts or any(name in values for name in DERIVED):
+        errors += _megatron(said, values, notes)
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
+    for take in (take_published, take_architecture):
+        values, taken, clashes = take(values)
+        notes, errors = [*notes, *taken], [*errors, *clashes]
+    notes += _unlike_megatron(values, said.facts)
     values = complete(values)
     errors += _complete_zero(values, notes)
+    if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
+        values["save_keep_last"] = 1
     errors += _complete_batch(values, accumulation, world, notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
     notes += _unused_loss_scaling(values)
+    notes += _complete_tokenizer(values)
+    errors += read_data_files(values, notes)
+    notes += _unused_split(values)
     return _assemble(values, notes), errors
+
+
+def _megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
+    """Complete what Megatron's flags say, and note those that change nothing. Returns error lines."""
+    from megazero.config.megatron.apply import accepted_note, unmet_conditions
+    from megazero.config.megatron.derived import complete_derived
+
+    notes += accepted_note(said.facts)
+    errors = complete_derived(values, notes)
+    return errors + unmet_conditions(said.facts, complete(values))
+
+
+def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterator[str]:
+    """Note what a command line of Megatron would make of the same flags, where that is another model."""
+    if said.get("model_family") not in (None, ModelConfig.model_family):
+        return
+    groups = said.get("num_query_groups")
+    if (
+        groups is not None
+        and "group-query-attention" not in facts
+        and groups != said.get("num_attention_heads")
+    ):
+        yield (
+            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
+            "confirms it"
+        )
+    if said.get("add_bias_linear") is False and not said.get("swiglu") and not said.get("squared_relu"):
+        yield "GELU is its tanh form; Megatron computes it exactly where linears have no biases"
 
 
 def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
@@ -43,6 +86,38 @@ def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
         return []
     given = [all_options()[name].flag for name in unused if values.get(name) is not None]
     return [f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"] if given else []
+
+
+def _unused_split(values: Mapping[str, Any]) -> list[str]:
+    """Return notes where train, validation and test data are named apart."""
+    named = [f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS]
+    given = [name for name in named if values.get(name)]
+    if not given:
+        return []
+    notes = ["--split changes nothing where each part's data is named"] if "split" in values else []
+    if not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
+        notes.append("no validation data is named: nothing is evaluated while training")
+    return notes
+
+
+def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
+    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given.
+
+    Returns notes on that, and on files that the tokenizer is not made from.
+    """
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if values.get(name) is not None]
+    notes = []
+    if values.get("tokenizer_type") is None and set(files) & set(TOKENIZERS[GPT2BPE]):
+        values["tokenizer_type"] = GPT2BPE
+        notes.append(f"--vocab-file, --merge-file: the tokenizer is {GPT2BPE}, Megatron's default")
+    kind = values.get("tokenizer_type", "")
+    if kind in TOKENIZERS and kind != "NullTokenizer":
+        unused = [all_options()[name].flag for name in files if name not in TOKENIZERS[kind]]
+        plural = "" if len(unused) > 1 else "s"
+        notes += (
+            [f"{', '.join(unused)} change{plural} nothing with --tokenizer-type {kind}"] if unused else []
+        )
+    return notes
 
 
 def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:
@@ -81,6 +156,12 @@ def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
     if stage is not None and 0 <= stage <= 3:
         own = STAGE_PRESETS[stage]
         legal = (own, *IN_NODE) if stage == 3 else (own,)
+        if stage == 0 and preset is None and values.get("params_dtype") == "bf16":
+            own = "zero1"
+            notes.append(
+                "--zero-stage 0 with --bf16 is preset zero1: DeepSpeed's optimizer for bf16 shards its states at "
+                "stage 0. --zero-preset ddp keeps full replicas"
+            )
         if preset is not None and preset not in legal:
             errors.append(
                 f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out"

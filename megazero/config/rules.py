@@ -5,10 +5,19 @@ Each rule yields error lines with the nearest legal choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from megazero.config import model_rules, pipeline_rules, wire_rules
-from megazero.config.data_inputs import TOKENIZERS, parse_data_path, parse_split
+from megazero.config.architecture import architecture_of
+from megazero.config.data_inputs import (
+    SPLITS,
+    TOKENIZERS,
+    parse_blend,
+    parse_data_path,
+    parse_split,
+    parse_weighted_splits,
+)
 from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import RunConfig, World, all_options
@@ -33,7 +42,10 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 
 
 def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
-    """Report global batches, on the way up too, that are not whole micro-batches on every data-parallel rank."""
+    """Report global batches that are not whole micro-batches on every data-parallel rank.
+
+    Of a ramp-up only the batch in use must be whole (train/batch_size.py). It is known here where nothing is loaded.
+    """
     micro, batch, ramp = (
         config.batch.micro_batch_size,
         config.batch.global_batch_size,
@@ -47,13 +59,9 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
     rule = f"micro-batch size {micro} x data-parallel size {d}{grouped} = {quantum}"
     if batch % quantum:
         yield f"--global-batch-size {batch} is not a multiple of {rule}; nearest: {multiples_around(batch, quantum)}"
-    if ramp and len(ramp) == 3:
-        for word, value in (("start", ramp[0]), ("increment", ramp[1])):
-            if value % quantum:
-                yield (
-                    f"--rampup-batch-size {word} {value} is not a multiple of {rule}; nearest: "
-                    f"{multiples_around(value, quantum)}"
-                )
+    if ramp and len(ramp) == 3 and ramp[0] % quantum and config.checkpoint.load is None:
+        near = multiples_around(ramp[0], quantum)
+        yield f"--rampup-batch-size starts at {ramp[0]}, which is not a multiple of {rule}; nearest: {near}"
 
 
 def _length(config: RunConfig) -> Iterator[str]:
@@ -78,14 +86,20 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     assert opt.lr is not None
     if opt.min_lr > opt.lr:
         yield f"--min-lr {opt.min_lr:g} exceeds --lr {opt.lr:g}; nearest: {opt.lr:g}"
+    if opt.decoupled_lr is not None:
+        floor = opt.min_lr if opt.decoupled_min_lr is None else opt.decoupled_min_lr
+        if floor > opt.decoupled_lr:
+            name = "--min-lr" if opt.decoupled_min_lr is None else "--decoupled-min-lr"
+            cure = " or --decoupled-min-lr" if opt.decoupled_min_lr is None else ""
+            yield f"{name} {floor:g} exceeds --decoupled-lr {opt.decoupled_lr:g}; nearest: {opt.decoupled_lr:g}{cure}"
     if lengths.total and lengths.warmup >= lengths.decay:
         yield (
-            f"a warm-up of {lengths.warmup} {lengths.unit} must be shorter than the decay of {lengths.decay} that "
-            f"contains it; nearest: {max(lengths.decay - 1, 0)}"
+            f"a warm-up of {lengths.warmup:.15g} {lengths.unit} must be shorter than the decay of {lengths.decay} "
+            f"that contains it; nearest: {max(lengths.decay - 1, 0)}"
         )
     if opt.lr_decay_style != "WSD" or not lengths.total:
         return
-    room = lengths.decay - lengths.warmup
+    room = math.floor(lengths.decay - lengths.warmup)
     if not 0 < lengths.wsd_decay <= room:
         unit = "iters" if lengths.unit == "iterations" else "samples"
         yield (
@@ -96,19 +110,37 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if bool(data.data_path) == data.mock_data:
-        yield "exactly one of --data-path and --mock-data is required"
-    for flag, read in (
-        ("--data-path", lambda: parse_data_path(data.data_path)),
-        ("--split", lambda: parse_split(data.split)),
+    apart = {split: f"{split}_data_path" for split in SPLITS}
+    weighted = {split: f"{split}_weighted_split_paths" for split in SPLITS}
+    # A file stays where it could not be read, which has been reported.
+    forms = (
+        ("data_path", "data_args_path"),
+        ("mock_data",),
+        (*apart.values(), "per_split_data_args_path"),
+        (*weighted.values(), *(f"{name}_path" for name in weighted.values())),
+    )
+    given = [[name for name in form if getattr(data, name)] for form in forms]
+    if sum(map(bool, given)) != 1:
+        also = "; --train-data-path or --train-weighted-split-paths may stand in the place of --data-path"
+        yield f"exactly one of --data-path and --mock-data is required{also}"
+    for names, train in ((given[2], apart["train"]), (given[3], weighted["train"])):
+        if names and not any(name.startswith(("train", "per_split")) for name in names):
+            yield f"{all_options()[names[0]].flag} needs {all_options()[train].flag}"
+    if len(data.train_weighted_split_paths) > 1:
+        yield "--train-weighted-split-paths takes one value, in one pair of quotes; only evaluations may be several"
+    for name, read in (
+        ("data_path", parse_data_path),
+        ("split", parse_split),
+        *((name, parse_blend) for name in apart.values()),
+        *((name, parse_weighted_splits) for name in weighted.values()),
     ):
         try:
-            read()
+            read(getattr(data, name))
         except ValueError as error:
-            yield f"{flag} {error}"
-    source = TOKENIZERS.get(data.tokenizer_type or "")
-    if source and config.get(source) in (None, ""):
-        yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
+            yield f"{all_options()[name].flag} {error}"
+    for source in TOKENIZERS.get(data.tokenizer_type or "", ()):
+        if config.get(source) in (None, ""):
+            yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
     if data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 
@@ -144,6 +176,13 @@ def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
 
 
+def _exportable(config: RunConfig) -> Iterator[str]:
+    try:
+        architecture_of(config.model)
+    except ValueError as error:
+        yield f"--save-hf {config.checkpoint.save_hf}: {error}"
+
+
 # (options that must be known and legal by themselves, rule)
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
@@ -152,6 +191,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ),
     (("kv_channels", "position_embedding_type", "rotary_percent"), lambda c: model_rules.rotary(c.model)),
     ((), lambda c: model_rules.mlp(c.model)),
+    (("qk_norm", "normalization"), lambda c: model_rules.query_key_norm(c.model)),
     (
         ("pad_vocab_size_to", "make_vocab_size_divisible_by", "tensor_model_parallel_size"),
         lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
@@ -180,6 +220,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
+    (("save_hf", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), _exportable),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

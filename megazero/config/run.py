@@ -12,7 +12,7 @@ from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, convert, section_options, show
-from megazero.config.model import ModelConfig
+from megazero.config.model import ModelConfig, complete
 from megazero.config.nearest import did_you_mean
 from megazero.config.optimizers import OptimizerConfig
 from megazero.config.pipeline import (
@@ -34,7 +34,7 @@ from megazero.config.sections import (
     ZeroConfig,
 )
 from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
-from megazero.config.summary import zero_summary
+from megazero.config.summary import model_summary, zero_summary
 from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.families import FAMILIES
 from megazero.mesh.grid import data_ranks_per_node
@@ -56,12 +56,15 @@ class World:
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """This has the lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'."""
+    """This has the lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'.
+
+    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``.
+    """
 
     unit: str
     total: int
     decay: int
-    warmup: int
+    warmup: float
     wsd_decay: int
 
 
@@ -163,6 +166,7 @@ class RunConfig:
             self.zero.zero_params_lifetime,
             self.zero.zero_hpz_partition_size,
             quantizes_changes(self.zero),
+            self.zero.zero_gradients_lifetime,
         )
 
     def wire(self, world: World) -> Wire:
@@ -185,10 +189,10 @@ class RunConfig:
         opt, by_samples = self.optimizer, self.training.train_samples is not None
         total = (self.training.train_samples if by_samples else self.training.train_iters) or 0
         decay = (opt.lr_decay_samples if by_samples else opt.lr_decay_iters) or total
-        warmup = opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters
+        warmup: float = opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters
         fraction = opt.lr_warmup_fraction
         if fraction is not None and 0 <= fraction < 1:  # another one is reported as illegal
-            warmup = int(fraction * decay)
+            warmup = fraction * decay
         wsd = (opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0
         return ScheduleLengths("samples" if by_samples else "iterations", total, decay, warmup, wsd)
 
@@ -230,17 +234,20 @@ class RunConfig:
                         errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
                 except ValueError as error:
                     errors.append(f"{section}.{key} {error}")
+            if section == "model":  # one that was stored before an option existed has its default
+                read = complete(read)
             sections[section] = section_types()[section](**read)
         if errors:
             raise ConfigError(errors)
         return cls(**sections)
 
     def describe(self, world: World | None = None) -> list[str]:
-        """Describe every value in a paragraph per section. '*' marks what is not the default.
+        """Describe the architecture, then every value in a paragraph per section. '*' marks what is not the default.
 
         ``world`` adds the layout.
         """
-        lines = []
+        tp = self.parallel.tensor_model_parallel_size
+        lines = [f"{'decoder':<11}{model_summary(self.model, tp)}"]
         family = FAMILIES[self.model.model_family].defaults
         for section in section_types():
             words = []

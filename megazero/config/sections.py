@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megazero.config.data_inputs import TOKENIZERS
 from megazero.config.fields import option
-from megazero.config.shards import LIFETIMES, PRESETS
+from megazero.config.shards import GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
@@ -62,7 +62,12 @@ class ZeroConfig:
     --zero-preset and --zero-shard exclude each other; the --zero-quantized flags go with either.
     """
 
-    zero_stage: int | None = option(None, "ZeRO stage: 0 ddp, 1 zero1, 2 zero2, 3 zero3", low=0, high=3)
+    zero_stage: int | None = option(
+        None,
+        "ZeRO stage: 0 ddp (with --bf16 zero1, as DeepSpeed's optimizer for bf16), 1 zero1, 2 zero2, 3 zero3",
+        low=0,
+        high=3,
+    )
     zero_preset: str | None = option(
         None,
         "sharding by name (default: zero1; mics and hsdp are one). zeropp shards parameters and gradients inside a "
@@ -83,8 +88,17 @@ class ZeroConfig:
         "step to its end: one gather a step for a pipeline stage, for the memory of the stage's parameters",
         choices=LIFETIMES,
     )
+    zero_gradients_lifetime: str | None = option(
+        None,
+        "how long whole gradients live: reduced to this rank's part with every micro-batch (default), or for the "
+        "step: accumulated whole and reduced once, whatever the number of micro-batches, for 4 bytes of each of the "
+        "stage's parameters. For G > 1",
+        choices=GRADIENT_LIFETIMES,
+    )
     zero_prefetch_bytes: int = option(
-        256 * 2**20, "bytes of parameters gathered ahead of use, beyond those of the next module", low=0
+        256 * 2**20,
+        "bytes of parameters gathered ahead of use, or kept for the next one, beyond those of the next module",
+        low=0,
     )
     zero_chunk_numel: int = option(
         2**27,
@@ -201,6 +215,9 @@ class TrainingConfig:
     train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
     exit_interval: int | None = option(None, "save and exit at iterations divisible by this", low=1)
     exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
+    kill_switch_path: str | None = option(
+        None, "save and exit when this file is there, at the end of an iteration; at the start do not begin"
+    )
     exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
     eval_interval: int = option(1000, "iterations between evaluations", low=1)
     eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
@@ -219,15 +236,46 @@ class DataConfig:
     """Text and tokenizer."""
 
     data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
-    split: str = option("969,30,1", "shares of train, validation and test")
+    split: str = option("969,30,1", "shares of train, validation and test in --data-path")
+    data_args_path: str | None = option(None, "file with the words of --data-path")
+    train_data_path: tuple[str, ...] = option(
+        (), "data to train on, in the form of --data-path, instead of it and --split"
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), "the same to evaluate on while training (default: nothing is evaluated)"
+    )
+    test_data_path: tuple[str, ...] = option((), "the same to evaluate on after the last iteration")
+    per_split_data_args_path: str | None = option(
+        None, 'JSON file with the words of these three: {"train": [...], "valid": [...], "test": [...]}'
+    )
+    train_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        'BLOOM\'s form, instead of these: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START and '
+        "END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of BLOOM's "
+        "code",
+    )
+    valid_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        "the same to evaluate on while training; several of these are evaluated apart, each under its name",
+    )
+    test_weighted_split_paths: tuple[str, ...] = option(
+        (), "the same to evaluate on after the last iteration"
+    )
+    train_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --train-weighted-split-paths, each in quotes"
+    )
+    valid_weighted_split_paths_path: str | None = option(None, "the same of --valid-weighted-split-paths")
+    test_weighted_split_paths_path: str | None = option(None, "the same of --test-weighted-split-paths")
     data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(
         None,
-        "tokenizer that made the data",
+        "tokenizer that made the data (default: GPT2BPETokenizer with --vocab-file or --merge-file)",
         choices=tuple(TOKENIZERS),
     )
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
+    vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
+    merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
     eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
     reset_position_ids: bool = option(False, "positions begin at 0 after every end-of-document token")
     reset_attention_mask: bool = option(
@@ -243,7 +291,15 @@ class CheckpointConfig:
     load: str | None = option(
         None,
         "folder to load the newest complete checkpoint from; none there is an error, but a start from random weights "
-        "where it is the folder of --save",
+        "where it is the folder of --save. hf:DIR starts from the weights and the model of a Hugging Face folder",
+    )
+    accept_field: tuple[str, ...] = option(
+        (),
+        "fields of the config.json of --load hf:DIR to set aside, which are not known and known to change nothing",
+    )
+    save_hf: str | None = option(
+        None,
+        "Hugging Face folder to write when the training is over, from the last checkpoint and by all ranks",
     )
     allow_fresh_start: bool = option(
         False, "start from random weights where --load, another folder than --save, holds no checkpoint"
@@ -253,7 +309,9 @@ class CheckpointConfig:
     )
     save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
     save_retain_interval: int | None = option(
-        None, "iterations between checkpoints that are kept for ever", low=1
+        None,
+        "iterations between checkpoints that are kept for ever; of the others the newest is, or --save-keep-last",
+        low=1,
     )
     save_keep_last: int | None = option(
         None, "how many of the newest checkpoints to keep (default: all)", low=1
@@ -277,9 +335,12 @@ class ProfilingConfig:
 class LoggingConfig:
     """What is written beside the checkpoints. Throughput is always logged."""
 
-    log_interval: int = option(10, "iterations between console lines", low=1)
+    log_interval: int = option(
+        100, "iterations between console lines, whose figures are means over them", low=1
+    )
     log_dir: str = option("logs", "folder of metrics.jsonl and of the resolved configuration")
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
+    wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")
     wandb_exp_name: str | None = option(None, "name of the run there")
     wandb_save_dir: str | None = option(None, "folder of its local files")

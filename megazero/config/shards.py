@@ -20,6 +20,7 @@ PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz", "zeropp")
 STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
 DEFAULT_PRESET = "zero1"  # the fewest bytes of the exact presets, and less memory than ddp
 LIFETIMES = ("use", "step", "resident", "gathered")
+GRADIENT_LIFETIMES = ("micro-batch", "step")  # of whole gradients
 IN_NODE = ("mics", "hsdp", "hpz", "zeropp")  # shard parameters over the ranks of one node
 PARTITIONED = ("hpz", "zeropp")  # P may be chosen
 
@@ -29,7 +30,8 @@ class Shards:
     """This has the resolved factors, and how long the P copy lives.
 
     The copy lives for a 'use', for a 'step' (to the last backward), or it is 'resident'. With ``keep_gathered``,
-    full parameters live from their first use in a step to its end.
+    full parameters live from their first use in a step to its end. With ``whole_gradients``, gradients are
+    accumulated whole and reduced once per step; G then says nothing but what is left after the step.
     """
 
     p: int
@@ -37,6 +39,7 @@ class Shards:
     os: int
     lifetime: str
     keep_gathered: bool = False
+    whole_gradients: bool = False
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -50,6 +53,7 @@ def resolve_shards(
     lifetime: str | None = None,
     partition: int | None = None,
     delta: bool = False,
+    gradients: str | None = None,
 ) -> Shards:
     """Return the factors and lifetime of a preset's name or of an explicit (P, G, OS).
 
@@ -59,7 +63,8 @@ def resolve_shards(
     Where P = OS the lifetime is always 'use', whatever is asked, since the P copy is the optimizer's own slice.
     Elsewhere None takes the default. The default is 'resident' for P = 1, where the full parameters exist anyway,
     and where differences are sent, which need the last copy; otherwise it is 'step'. 'gathered' is that default
-    with full parameters kept through the step. Raises ValueError, which names the nearest legal choice.
+    with full parameters kept through the step. ``gradients`` is how long whole gradients live, None for a
+    'micro-batch'. Raises ValueError, which names the nearest legal choice.
     """
     p, g, os = _preset_factors(policy, d, h, partition) if isinstance(policy, str) else _triple(policy)
     if problem := shard_problem((p, g, os), d, h):
@@ -71,8 +76,15 @@ def resolve_shards(
             "parameter lifetime 'gathered' needs P > 1: with P = 1 every rank has full parameters anyway; nearest "
             "legal: resident"
         )
+    whole = gradients == "step"
+    if whole and g == 1:
+        raise ValueError(
+            "gradient lifetime 'step' needs G > 1: with G = 1 gradients are whole and reduced once per step anyway; "
+            "nearest legal: leave it out"
+        )
     wanted = None if keep else lifetime
-    return Shards(p, g, os, copy_lifetime(p, os, wanted, delta and weights_cross(os, h)), keep)
+    lives = copy_lifetime(p, os, wanted, delta and weights_cross(os, h))
+    return Shards(p, g, os, lives, keep, whole)
 
 
 def weights_cross(os: int, h: int) -> bool:

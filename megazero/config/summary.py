@@ -1,15 +1,44 @@
-"""This module writes the one line that says what is active on which hop, and why."""
+"""This module writes two lines: what the model is; and what is active on which hop, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from megazero.config.model import ModelConfig
+from megazero.config.parameters import parameter_count
 from megazero.config.sections import ZeroConfig
 from megazero.config.shards import Shards
 from megazero.config.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, make_grid
 
 WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
+
+
+def model_summary(model: ModelConfig, tp: int) -> str:
+    """Describe the architecture and its size over ``tp`` tensor-parallel ranks. The vocabulary may be unknown."""
+    m = model
+    positions = {
+        "learned_absolute": f"learned positions ({m.max_position_embeddings})",
+        "rope": f"rotary positions (base {m.rotary_base:g}, {m.rotary_percent:g} of each head"
+        f"{f', scaling {m.rotary_scaling}' if m.rotary_scaling != 'none' else ''})",
+        "alibi": "ALiBi",
+    }
+    biases = "biases" if m.add_bias_linear else "biases of q, k, v only" if m.add_qkv_bias else "no biases"
+    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else "GELU (tanh form)"
+    norm = f"{m.normalization} ({m.norm_epsilon:g}{', after the embedding too' if m.embed_layernorm else ''})"
+    parts = [
+        f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
+        f"{m.num_attention_heads} heads of {m.kv_channels}, {m.num_query_groups} of keys and values",
+        f"{positions[m.position_embedding_type]}, {norm}, {activation}, {biases}, "
+        f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",
+        f"dropout: hidden {m.hidden_dropout:g}, attention {m.attention_dropout:g}",
+    ]
+    if m.vocab_size is None:
+        return " | ".join([*parts, "vocabulary and parameters: as the tokenizer says"])
+    padded = m.padded_vocab_size(tp)
+    more = f" ({parameter_count(m, padded):,} with the padding)" if padded != m.vocab_size else ""
+    parts.append(f"vocabulary {m.vocab_size:,}, padded to {padded:,}")
+    return " | ".join([*parts, f"{parameter_count(m):,} parameters{more}"])
 
 
 def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -> str:
@@ -23,7 +52,7 @@ def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -
         f"{', full parameters to the end of the step' if shards.keep_gathered else ''}"
     ]
     if axes:
-        parts += [_weights(zero, wire, axes), _gradients(zero, wire, axes)]
+        parts += [_weights(zero, wire, axes), _gradients(zero, wire, axes, shards.whole_gradients)]
     else:
         parts.append("one data-parallel rank: nothing is sent or quantised")
     if wire.codings:
@@ -49,10 +78,12 @@ def _weights(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
     return f"weights{why}: {', '.join(hops) or 'never sent'}"
 
 
-def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec]) -> str:
+def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: bool) -> str:
     hops = []
+    frequent: tuple[str, ...] = () if whole else ("p", "g")
+    final = tuple(role for role in ("p", "g", "os", "replica") if role not in frequent)
     for link, coding in ((INTRA, wire.gradients_intra), (INTER, wire.gradients_inter)):
-        often, once = (link in _links(axes, roles) for roles in (("p", "g"), ("os", "replica")))
+        often, once = (link in _links(axes, roles) for roles in (frequent, final))
         if often or once:
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
             rounding = "nearest, error feedback" if wire.feedback and link == INTER else "nearest"

@@ -1,4 +1,8 @@
-"""One pass over a configuration reports every error at once: the value, the rule, the nearest legal choice."""
+"""One pass over a configuration reports every error at once: the value, the rule, the nearest legal choice.
+
+Of options that another option makes meaningless, megazero's own are errors. Megatron's are notes, since its scripts
+give them and Megatron ignores them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from megazero.config.fields import fault, without_effect
 from megazero.config.model_rules import conditions
 from megazero.config.optimizers import optimizer_conditions
 from megazero.config.pipeline_rules import OF_PIPELINES
+from megazero.config.published import is_published
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import resolve_shards
 from megazero.config.wire import quantizes_gradients, quantizes_weights
+from megazero.families import FAMILIES
 
 
 def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = ()) -> list[str]:
@@ -25,7 +31,7 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     for needs, rule in RULES:
         if not unknown.intersection(needs):
             errors += rule(config)
-    errors += _without_effect(config, broken)
+    errors += [line for name, line in _without_effect(config, broken) if _own(name)]
     if world is not None:
         errors += _layout(config, world, broken)
     if not config.knows_nodes(world) and config.zero.zero_shard:
@@ -33,8 +39,18 @@ def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = 
     return errors
 
 
-def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]:
-    """Report options that were changed although another option makes them meaningless. None is ignored silently."""
+def ignored(config: RunConfig) -> list[str]:
+    """Return notes on Megatron's options that were changed although another option makes them meaningless."""
+    return [line.split("; leave it out")[0] for name, line in _without_effect(config, ()) if not _own(name)]
+
+
+def _own(name: str) -> bool:
+    """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
+    return name.startswith("zero_") or name == "allow_fresh_start"
+
+
+def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield options that were changed although another option makes them meaningless, with a line that says it."""
     opt, save, load = config.optimizer, config.checkpoint.save, config.checkpoint.load
     wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
     weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
@@ -54,6 +70,13 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         (["save_interval", "save_retain_interval", "save_keep_last"], save is not None, "--save"),
         (["allow_fresh_start", "finetune", "load_optim", "load_rng"], load is not None, "--load"),
         (
+            ["allow_fresh_start", "exit_on_missing_checkpoint"],
+            not is_published(load),
+            "--load of a checkpoint",
+        ),
+        (["accept_field"], is_published(load), "--load hf:DIR"),
+        (["save_hf"], save is not None, "--save"),
+        (
             ["save_retain_interval", "save_keep_last"],
             config.checkpoint.save_interval is not None,
             "--save-interval",
@@ -63,9 +86,13 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             config.profiling.profile,
             "--profile",
         ),
-        (["wandb_exp_name", "wandb_save_dir"], config.logging.wandb_project is not None, "--wandb-project"),
         (
-            ["min_lr", "lr_decay_iters", "lr_decay_samples"],
+            ["wandb_entity", "wandb_exp_name", "wandb_save_dir"],
+            config.logging.wandb_project is not None,
+            "--wandb-project",
+        ),
+        (
+            ["min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples"],
             opt.lr_decay_style != "constant",
             "a --lr-decay-style that decays",
         ),
@@ -76,9 +103,9 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
             config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask,
             "--reset-attention-mask, or positions other than ALiBi",
         ),
+        (["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"),
         (["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"),
         (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
-        (["save_retain_interval"], config.checkpoint.save_keep_last is not None, "--save-keep-last"),
         (["load_optim", "load_rng"], not config.checkpoint.finetune, "continuing the run (no --finetune)"),
         (
             ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"],
@@ -87,10 +114,16 @@ def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[str]
         ),
         (of_gradients, gradients, "--zero-quantized-gradients"),
         (of_either, weights or gradients, either),
-        (["tokenizer_model"], config.data.tokenizer_type not in (None, "NullTokenizer"), "--tokenizer-type"),
+        (
+            ["tokenizer_model", "vocab_file", "merge_file"],
+            config.data.tokenizer_type not in (None, "NullTokenizer"),
+            "--tokenizer-type",
+        ),
         (list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"),
     )
-    yield from without_effect(table, all_options(), config.values(), broken)
+    family = FAMILIES.get(config.model.model_family)
+    defaults = family.defaults if family else {}
+    yield from without_effect(table, all_options(), config.values(), defaults, broken)
 
 
 def _shard_chain(config: RunConfig) -> Iterator[str]:
@@ -98,7 +131,10 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
     shard = config.zero.zero_shard
     assert shard
     try:
-        resolve_shards(shard, max(shard[-1], 1), 1, config.zero.zero_params_lifetime)
+        zero = config.zero
+        resolve_shards(
+            shard, max(shard[-1], 1), 1, zero.zero_params_lifetime, gradients=zero.zero_gradients_lifetime
+        )
     except ValueError as error:
         yield str(error)
 

@@ -112,13 +112,13 @@ def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
     """
     asked = asked_for(zero)
     refresh, reduction = weights_cross(shards.os, h), gradients_cross(d, h)
-    if asked.feedback and reduction and shards.g > h:
+    if asked.feedback and reduction and shards.g > h and not shards.whole_gradients:
         p = min(shards.p, h)
         raise ValueError(
             "--zero-gradient-rounding feedback needs gradients that cross nodes once per step, but with G = "
             f"{shards.g} they cross with every micro-batch ({h} data-parallel ranks share a node); nearest: "
             f"--zero-shard {p},{h},{shards.os}{' (preset zeropp)' if (p, shards.os) == (h, d) else ''}, or "
-            "--zero-gradient-rounding stochastic"
+            "--zero-gradients-lifetime step, or --zero-gradient-rounding stochastic"
         )
     wire = Wire(
         weights=asked.weights if refresh else None,

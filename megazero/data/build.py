@@ -8,14 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from megazero.config.data_inputs import parse_data_path, parse_split
+from megazero.config.data_inputs import SPLITS, Blend, parse_data_path, parse_split
 from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize
 from megazero.data.gpt import GPTDataset, Sample, SampleSpec
 from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockDataset
 from megazero.data.tokenizer import TokenizerInfo, check_meta
-
-SPLITS = ("train", "valid", "test")
 
 
 class Dataset(Protocol):
@@ -63,19 +61,44 @@ def build_datasets(
     Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.
     """
     spec = SampleSpec(seq_length, seed, tokenizer, eod_mask_loss, reset_position_ids, reset_attention_mask)
-    if data_path is None:
-        mocks = [MockDataset(count, which, spec) if count else None for which, count in enumerate(samples)]
-        return mocks[0], mocks[1], mocks[2]
-    prefixes, weights = parse_data_path(data_path)
-    sources = [open_data(prefix, tokenizer) for prefix in prefixes]
-    cache = Path(cache_dir) if cache_dir is not None else Path(prefixes[0]).parent / "cache"
-    builder = _Builder(sources, normalize(weights) if weights else None, spec, cache)
-    bounds = split_bounds(split)
+    blends = dict.fromkeys(SPLITS) if data_path is None else blends_by_share(data_path, split)
     built = [
-        builder.build(name, bounds[name], count, before) if count else None
+        build_dataset(name, blends[name], spec, count, ordered_for=before, cache_dir=cache_dir)
+        if count
+        else None
         for name, count, before in zip(SPLITS, samples, ordered_for, strict=True)
     ]
     return built[0], built[1], built[2]
+
+
+def build_dataset(
+    split: str,
+    blend: Blend | None,
+    spec: SampleSpec,
+    count: int,
+    *,
+    ordered_for: int = 0,
+    cache_dir: str | Path | None = None,
+) -> Dataset:
+    """Return a dataset of ``count`` samples of one part of the data (in SPLITS). Without a blend it is mock data.
+
+    cache_dir, ordered_for, errors: as in build_datasets.
+    """
+    if blend is None:
+        return MockDataset(count, SPLITS.index(split), spec)
+    sources = [open_data(prefix, spec.tokenizer) for prefix in blend.prefixes]
+    cache = Path(cache_dir) if cache_dir is not None else Path(blend.prefixes[0]).parent / "cache"
+    return _Builder(split, blend, sources, spec, cache).build(count, ordered_for)
+
+
+def blends_by_share(data_path: Sequence[str], split: str) -> dict[str, Blend]:
+    """Return the blend of each of SPLITS: the same data sets, and of each its share of the documents."""
+    prefixes, weights = parse_data_path(data_path)
+    chosen = None if weights is None else tuple(weights)
+    return {
+        name: Blend(tuple(prefixes), chosen, (bounds,) * len(prefixes))
+        for name, bounds in split_bounds(split).items()
+    }
 
 
 def open_data(prefix: str | Path, tokenizer: TokenizerInfo) -> IndexedDataset:
@@ -96,35 +119,31 @@ def split_bounds(split: str) -> dict[str, tuple[float, float]]:
 
 class _Builder:
     def __init__(
-        self, sources: list[IndexedDataset], weights: list[float] | None, spec: SampleSpec, cache_dir: Path
+        self, split: str, blend: Blend, sources: list[IndexedDataset], spec: SampleSpec, cache_dir: Path
     ) -> None:
-        self.sources, self.weights, self.spec, self.cache_dir = sources, weights, spec, cache_dir
+        self.split, self.sources, self.spec, self.cache_dir = split, sources, spec, cache_dir
+        self.weights = normalize(blend.weights) if blend.weights else None
+        self.ranges = blend.ranges
 
-    def build(self, name: str, bounds: tuple[float, float], count: int, before: int) -> Dataset:
-        """Build one split of all sources: they are blended by weights or by size, or there is one source alone."""
+    def build(self, count: int, before: int) -> Dataset:
+        """Blend all sources by weights or by size. Without weights a source that is alone is taken as it is."""
         if self.weights is not None:
-            members, number = self._ordered(name, bounds, self.weights, count, before, SURPLUS)
+            members, number = self._ordered(self.weights, count, before, SURPLUS)
             size = sum(member_sizes(self.weights, max(count, number)))
             return BlendedDataset(members, self.weights, size, cache_dir=self.cache_dir, ordered_for=number)
         if len(self.sources) == 1:
-            return self._ordered(name, bounds, [1.0], count, before)[0][0]
-        members = [self._member(i, name, bounds, None) for i in range(len(self.sources))]
+            return self._ordered([1.0], count, before)[0][0]
+        members = [self._member(i, None) for i in range(len(self.sources))]
         sizes = [len(member) for member in members]
         if not any(sizes):
             raise ValueError(
-                f"no dataset's {name} split fills one sample of {self.spec.seq_length} + 1 tokens; shorten "
+                f"no dataset's {self.split} split fills one sample of {self.spec.seq_length} + 1 tokens; shorten "
                 f"the sequence length, give the split a larger share, or give weights (they repeat data)"
             )
         return BlendedDataset(members, sizes, min(count, sum(sizes)), cache_dir=self.cache_dir)
 
     def _ordered(
-        self,
-        name: str,
-        bounds: tuple[float, float],
-        weights: Sequence[float],
-        count: int,
-        before: int,
-        surplus: float = 0.0,
+        self, weights: Sequence[float], count: int, before: int, surplus: float = 0.0
     ) -> tuple[list[GPTDataset], int]:
         """Return a member of every source, and the number of samples that their order was made for.
 
@@ -134,18 +153,18 @@ class _Builder:
         least = member_sizes(weights, count, surplus)
         for number in (before or count, count):
             sizes = member_sizes(weights, number, surplus)
-            members = [self._member(i, name, bounds, size) for i, size in enumerate(sizes)]
+            members = [self._member(i, size) for i, size in enumerate(sizes)]
             if all(len(member) >= size for member, size in zip(members, least, strict=True)):
                 break
         return members, number
 
-    def _member(self, which: int, name: str, bounds: tuple[float, float], count: int | None) -> GPTDataset:
+    def _member(self, which: int, count: int | None) -> GPTDataset:
         source = self.sources[which]
-        first, end = (round(edge * float(len(source))) for edge in bounds)
+        first, end = (round(edge * float(len(source))) for edge in self.ranges[which])
         documents = np.arange(first, end, dtype=np.int32)
         if not source.lengths[first:end].any():
             raise ValueError(
-                f"{source.prefix}: the {name} split gets {len(documents)} of {len(source)} documents and no token; "
-                f"give it a larger share in the split, or ask for no {name} samples"
+                f"{source.prefix}: the {self.split} split gets {len(documents)} of {len(source)} documents and no "
+                f"token; give it a larger share in the split, or ask for no {self.split} samples"
             )
         return GPTDataset(source, documents, count, spec=self.spec, cache_dir=self.cache_dir)

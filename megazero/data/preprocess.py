@@ -46,9 +46,17 @@ class Job:
     vocab_size: int | None
     append_eod: bool
     skip_bad_lines: bool
+    vocab_file: str | None = None
+    merge_file: str | None = None
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
+        return load_tokenizer(
+            self.tokenizer_type,
+            self.tokenizer_model,
+            self.vocab_size,
+            vocab_file=self.vocab_file,
+            merge_file=self.merge_file,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from megazero.config.data_inputs import TOKENIZERS
 from megazero.config.nearest import did_you_mean
 from megazero.data.files import replacing
 
+EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # the first that names a token decides
 KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -30,9 +31,13 @@ class TokenizerInfo:
 
 
 class Tokenizer(Protocol):
-    """It turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text)."""
+    """It turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text).
+
+    ``files`` are all that it was read from, so that they can be carried with what it made.
+    """
 
     info: TokenizerInfo
+    files: tuple[Path, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -45,7 +50,7 @@ class SentencePieceTokenizer:
     def __init__(self, model: Path) -> None:
         import sentencepiece
 
-        raw = _read(model, "SentencePieceTokenizer", "a .model file")
+        raw = _read(model, "SentencePieceTokenizer", "a .model file as its tokenizer model")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=raw)
         except RuntimeError as error:
@@ -57,6 +62,7 @@ class SentencePieceTokenizer:
         self.info = TokenizerInfo(
             hashlib.sha256(raw).hexdigest(), self._model.vocab_size(), self._model.eos_id()
         )
+        self.files: tuple[Path, ...] = (model,)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
@@ -76,7 +82,8 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         path = model / "tokenizer.json" if model.is_dir() else model
-        raw = _read(path, "HuggingFaceTokenizer", "a tokenizer.json or a directory that holds one")
+        wanted = "a tokenizer.json or a directory that holds one as its tokenizer model"
+        raw = _read(path, "HuggingFaceTokenizer", wanted)
         try:
             self._model = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception and ValueError
@@ -92,6 +99,10 @@ class HuggingFaceTokenizer:
                 f'put {{"eos_token": "..."}} in special_tokens_map.json beside it'
             )
         self.info = TokenizerInfo(hashlib.sha256(raw).hexdigest(), max(vocabulary.values()) + 1, eod)
+        self.files: tuple[Path, ...] = (
+            path,
+            *(side for side in map(path.with_name, EOS_FILES) if side.is_file()),
+        )
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -100,8 +111,57 @@ class HuggingFaceTokenizer:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+class GPT2BPETokenizer:
+    """It reads GPT-2's two files: vocab.json, which gives each token its id, and merges.txt.
+
+    Ids are those of Megatron's tokenizer of this name. So the first line of merges.txt is a header and what follows
+    its last newline is no merge; and ``<|endoftext|>`` in a text is these 13 characters, while the token of that name
+    is the end of document alone. What Megatron would turn into token 0 is refused: a vocabulary without a token for
+    each byte, and merges whose result is no token.
+    """
+
+    EOD = "<|endoftext|>"
+
+    def __init__(self, vocabulary: Path, merges: Path) -> None:
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        raw = _read(vocabulary, "GPT2BPETokenizer", "a vocab.json as its vocab file")
+        raw_merges = _read(merges, "GPT2BPETokenizer", "a merges.txt as its merge file")
+        ids = _token_ids(vocabulary, raw)
+        if self.EOD not in ids:
+            raise ValueError(
+                f"{vocabulary} has no {self.EOD}, which ends documents; add it, with an id of its own"
+            )
+        bytes_left_out = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - ids.keys())
+        if bytes_left_out:
+            raise ValueError(
+                f"{vocabulary} has no token for {len(bytes_left_out)} of the 256 bytes, such as "
+                f"{bytes_left_out[0]!r}: text with them would be lost; is it a vocabulary of GPT-2's kind?"
+            )
+        try:
+            model = models.BPE(ids, _merges(merges, raw_merges))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise ValueError(f"{merges} does not belong to {vocabulary}: {error}") from None
+        self._model = tokenizers.Tokenizer(model)
+        self._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._model.decoder = decoders.ByteLevel()
+        digests = (hashlib.sha256(part).digest() for part in (raw, raw_merges))
+        fingerprint = hashlib.sha256(b"".join(digests)).hexdigest()
+        self.info = TokenizerInfo(fingerprint, max(ids.values()) + 1, ids[self.EOD])
+        self.files: tuple[Path, ...] = (vocabulary, merges)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
 class NullTokenizer:
     """Its text is decimal integers below ``vocab_size``, separated by spaces. The eod is ``vocab_size`` itself."""
+
+    files: tuple[Path, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
@@ -122,25 +182,36 @@ class NullTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
 
-def load_tokenizer(kind: str, model: str | Path | None = None, vocab_size: int | None = None) -> Tokenizer:
-    """Load a tokenizer of a kind in config.data_inputs.TOKENIZERS, from its model or (NullTokenizer) a vocabulary
-    size.
+def load_tokenizer(
+    kind: str,
+    model: str | Path | None = None,
+    vocab_size: int | None = None,
+    *,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+) -> Tokenizer:
+    """Load a tokenizer of a kind in config.data_inputs.TOKENIZERS, from what that says it is made from.
 
-    Raises ValueError for another kind, and where the model or the size is missing or cannot be read.
+    Raises ValueError for another kind, and where something is missing or cannot be read.
     """
     if kind not in TOKENIZERS:
         raise ValueError(
             f"tokenizer {kind!r} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}"
         )
-    if kind == "NullTokenizer" and vocab_size is not None:
-        return NullTokenizer(vocab_size)
-    if kind == "NullTokenizer" or not model:
-        raise ValueError(f"{kind} needs its {TOKENIZERS[kind].replace('_', ' ')}")
-    made: dict[str, Callable[[Path], Tokenizer]] = {
+    given = {"tokenizer_model": model, "vocab_size": vocab_size}
+    given |= {"vocab_file": vocab_file, "merge_file": merge_file}
+    parts = {name: given[name] for name in TOKENIZERS[kind]}
+    missing = [name.replace("_", " ") for name, part in parts.items() if part in (None, "")]
+    if missing:
+        raise ValueError(f"{kind} needs its {' and '.join(missing)}")
+    if kind == "NullTokenizer":
+        return NullTokenizer(int(str(parts["vocab_size"])))
+    made: dict[str, Callable[..., Tokenizer]] = {
         "SentencePieceTokenizer": SentencePieceTokenizer,
         "HuggingFaceTokenizer": HuggingFaceTokenizer,
+        "GPT2BPETokenizer": GPT2BPETokenizer,
     }
-    return made[kind](Path(model))
+    return made[kind](*(Path(str(part)) for part in parts.values()))
 
 
 def meta_path(prefix: str | Path) -> Path:
@@ -173,7 +244,7 @@ def check_meta(prefix: str | Path, info: TokenizerInfo) -> None:
         if theirs != ours:
             raise ValueError(
                 f"{prefix} was made with another tokenizer: {what} {theirs}, this run's has {ours}; "
-                f"name the data's tokenizer model, or preprocess the data with this one"
+                f"name the data's tokenizer, or preprocess the data with this one"
             )
 
 
@@ -181,13 +252,34 @@ def _read(path: Path, kind: str, wanted: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(
-            f"cannot read tokenizer {path}: {error.strerror}; {kind} takes {wanted} as its tokenizer model"
-        ) from None
+        raise ValueError(f"cannot read tokenizer {path}: {error.strerror}; {kind} takes {wanted}") from None
+
+
+def _token_ids(path: Path, raw: bytes) -> dict[str, int]:
+    try:
+        ids = json.loads(raw)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    whole = isinstance(ids, dict) and all(type(i) is int and i >= 0 for i in ids.values())
+    if not whole or len(set(ids.values())) != len(ids):
+        raise ValueError(f"{path} is not a vocab.json: it must map each token to an id of its own, from 0 on")
+    return ids
+
+
+def _merges(path: Path, raw: bytes) -> list[tuple[str, str]]:
+    try:
+        lines = raw.decode("utf-8").split("\n")[1:-1]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from None
+    pairs = [(number, line.split()) for number, line in enumerate(lines, 2) if line.strip()]
+    wrong = next((number for number, pair in pairs if len(pair) != 2), None)
+    if wrong is not None:
+        raise ValueError(f"{path}, line {wrong}: not two tokens; is it a merges.txt?")
+    return [(one, two) for _, (one, two) in pairs]
 
 
 def _eos_token(directory: Path) -> str | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in EOS_FILES:
         path = directory / name
         if path.is_file():
             token: Any = json.loads(path.read_bytes()).get("eos_token")

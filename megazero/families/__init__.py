@@ -11,16 +11,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megazero.families.bloom import BLOOM
-from megazero.families.family import Family, TensorNames
+from megazero.families.falcon import FALCON
+from megazero.families.family import Family, TensorNames, fused_row
 from megazero.families.gpt import GPT
+from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.huggingface import HuggingFace
 from megazero.families.llama import LLAMA
+from megazero.families.mistral import MISTRAL
+from megazero.families.olmo2 import OLMO2
 from megazero.families.qwen2 import QWEN2
+from megazero.families.qwen3 import QWEN3
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (LLAMA, GPT, BLOOM, QWEN2)}
+    {family.name: family for family in (LLAMA, GPT, BLOOM, QWEN2, QWEN3, MISTRAL, OLMO2, GPT_NEOX, FALCON)}
 )
 # Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
-GENERAL_NAMES = LLAMA.names
+(GENERAL_NAMES,) = LLAMA.names
 
-__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "HuggingFace", "TensorNames"]
+__all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "HuggingFace", "TensorNames", "fused_row"]

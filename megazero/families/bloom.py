@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
-from megazero.families.huggingface import HuggingFace
+from megazero.families.huggingface import Config, FieldGroup, HuggingFace
 
 CHOICES = {
     "position_embedding_type": "alibi",
@@ -30,17 +32,33 @@ NAMES = TensorNames(
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
     },
-    fused="heads",
-    needs={**CHOICES, "squared_relu": False},
+    fused="groups",
+    needs={
+        **CHOICES,
+        "add_attention_bias": True,
+        "squared_relu": False,
+        "qk_norm": "none",
+        "transformer_block_type": "sequential",
+    },
     equal=PLAIN_ATTENTION,
 )
+
+
+def _mlp_width(config: Config) -> dict[str, Any]:
+    if config.get("n_inner") not in (None, 4 * (config.get("hidden_size") or 0)):
+        raise ValueError(f"n_inner = {config['n_inner']!r} is not supported (only 4 x hidden_size, or null)")
+    return {}
+
+
+# The MLP's width is 4 x hidden, as the option's default; transformers' class has no field for it.
+MLP_WIDTH = FieldGroup(("n_inner",), _mlp_width, lambda _: {})
 BLOOM = Family(
     name="bloom",
     defaults={**CHOICES, "untie_embeddings_and_output_weights": False},
-    names=NAMES,
+    names=(NAMES,),
     hugging_face=HuggingFace(
         "bloom",
-        # No field for the MLP's width: it is 4 x hidden, as the option's default.
+        "BloomForCausalLM",
         fields={
             "num_layers": "n_layer",
             "hidden_size": "hidden_size",
@@ -50,7 +68,12 @@ BLOOM = Family(
         },
         absent={"max_position_embeddings": 2048, "norm_epsilon": 1e-5},
         tied=True,
-        aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
+        aliases={
+            "n_embed": "hidden_size",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
         only={"apply_residual_connection_post_layernorm": (False,)},
+        groups=(MLP_WIDTH,),
     ),
 )

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from megazero.families.huggingface import HuggingFace
 
-# Widths that are equal where every query head has its own key and value, and the heads fill the residual stream.
-PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), ("query_projection_size", "hidden_size"))
+# What is equal where the heads fill the residual stream, and where every query head has its own key and value.
+FILLING_HEADS = (("query_projection_size", "hidden_size"),)
+PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), *FILLING_HEADS)
 
 
 @dataclass(frozen=True)
@@ -21,33 +22,63 @@ class TensorNames:
     one tensor.
     ``transposed`` says that matrices of layers are stored [in, out].
     ``fused`` is the order of the rows of such a tensor. With "sides", it has all of q, then all of k, then all of
-    v. With "heads", it has q, k, v of the first head, then of the second head, and so on.
-    ``needs`` maps an option to the only value that these names can express. ``equal`` has pairs of options that
-    must be equal for it.
+    v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of the
+    second group, and so on.
+    ``needs`` maps an option to the value, or to the tuple of values, that these names can express. ``equal`` has
+    pairs of options that must be equal for it.
+    ``aliases`` maps a tensor's name in the modules of a release to its name in files.
     """
 
     model: Mapping[str, str]
     layer_prefix: str
     layer: Mapping[str, str | tuple[str, int]]
     transposed: bool = False
-    fused: Literal["sides", "heads"] = "sides"
+    fused: Literal["sides", "groups"] = "sides"
     needs: Mapping[str, Any] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def can_express(self, options: object) -> bool:
         """Tell whether the choices in ``options``, an object with the options as attributes, have names here."""
-        wanted = all(getattr(options, name) == value for name, value in self.needs.items())
+        wanted = all(
+            getattr(options, name) in (value if isinstance(value, tuple) else (value,))
+            for name, value in self.needs.items()
+        )
         return wanted and all(getattr(options, one) == getattr(options, other) for one, other in self.equal)
+
+
+def fused_row(names: TensorNames, part: int, head: int, heads: int, groups: int) -> int:
+    """Return where a head of the query (``part`` 0), key (1) or value (2) begins in a fused tensor, in heads.
+
+    ``head`` counts the heads of that part. ``heads`` and ``groups`` are all query and all key/value heads.
+    """
+    if names.fused == "sides":
+        return (0, heads, heads + groups)[part] + head
+    each = heads // groups
+    if part == 0:
+        return head // each * (each + 2) + head % each
+    return head * (each + 2) + each + part - 1
 
 
 @dataclass(frozen=True)
 class Family:
     """This is one model family. ``name`` is the value of ``--model-family``.
 
-    ``defaults`` maps an option to its value where nothing else is said.
+    ``defaults`` maps an option to its value where nothing else is said. Of ``names``, those count that can express
+    the choices first.
+    ``rounds_swiglu_down`` is Megatron's rule for the default width of a SwiGLU MLP; Llama's own code rounds up.
     """
 
     name: str
     defaults: Mapping[str, Any]
-    names: TensorNames
+    names: tuple[TensorNames, ...]
     hugging_face: HuggingFace
+    rounds_swiglu_down: bool = False
+
+    def swiglu_width(self, hidden: int) -> int:
+        """Return the default width of a SwiGLU MLP: 8/3 of the residual stream's, rounded to a multiple of 64.
+
+        It is at least 64.
+        """
+        exact = hidden * 8
+        return max(exact // 192, 1) * 64 if self.rounds_swiglu_down else -(-exact // 3 // 64) * 64

@@ -1,8 +1,12 @@
-"""GPT-2 (Radford et al. 2019) has LayerNorm, learned positions, GELU, biases and tied embeddings."""
+"""GPT-2 (Radford et al. 2019) has LayerNorm, learned positions, GELU, biases and tied embeddings.
+
+It is what Megatron trains unless its flags say otherwise, with dropout, and the default here.
+"""
 
 from __future__ import annotations
 
 from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
+from megazero.families.field_groups import gelu
 from megazero.families.huggingface import HuggingFace
 
 CHOICES = {
@@ -31,15 +35,29 @@ NAMES = TensorNames(
     },
     transposed=True,
     fused="sides",
-    needs={**CHOICES, "embed_layernorm": False, "squared_relu": False},
+    needs={
+        **CHOICES,
+        "add_attention_bias": True,
+        "squared_relu": False,
+        "qk_norm": "none",
+        "transformer_block_type": "sequential",
+        "embed_layernorm": False,
+    },
     equal=PLAIN_ATTENTION,
 )
 GPT = Family(
     name="gpt",
-    defaults={**CHOICES, "untie_embeddings_and_output_weights": False},
-    names=NAMES,
+    defaults={
+        **CHOICES,
+        "untie_embeddings_and_output_weights": False,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+    },
+    names=(NAMES,),
+    rounds_swiglu_down=True,
     hugging_face=HuggingFace(
         "gpt2",
+        "GPT2LMHeadModel",
         fields={
             "num_layers": "n_layer",
             "hidden_size": "n_embd",
@@ -50,10 +68,16 @@ GPT = Family(
         },
         absent={"ffn_hidden_size": None, "norm_epsilon": 1e-5},
         tied=True,
+        aliases={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
         only={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
         },
+        groups=(gelu("activation_function", "gelu_new"),),
     ),
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megazero.families.family import Family, TensorNames
-from megazero.families.huggingface import Config, HuggingFace, rotary_options
+from megazero.families.field_groups import ROTARY, WHOLE_HEADS, biases
+from megazero.families.huggingface import HuggingFace
 
 DEFAULTS = {
     "position_embedding_type": "rope",
@@ -14,7 +13,8 @@ DEFAULTS = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
-# embed_positions and embed_norm, which no Llama has, make these names express every mixture.
+# embed_positions and embed_norm, which no Llama has, make these names express every mixture. Qwen3 and OLMo 2 have
+# norms of queries and keys. OLMo 2 has norms of outputs, and then none of inputs.
 NAMES = TensorNames(
     model={
         "embedding.tokens": "model.embed_tokens",
@@ -30,10 +30,14 @@ NAMES = TensorNames(
         "attention.k_proj": "self_attn.k_proj",
         "attention.v_proj": "self_attn.v_proj",
         "attention.o_proj": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "attention_output_norm": "post_attention_layernorm",
         "mlp_norm": "post_attention_layernorm",
         "mlp.gate_proj": "mlp.gate_proj",
         "mlp.up_proj": "mlp.up_proj",
         "mlp.down_proj": "mlp.down_proj",
+        "mlp_output_norm": "post_feedforward_layernorm",
     },
 )
 FIELDS = {
@@ -47,20 +51,19 @@ FIELDS = {
     "norm_epsilon": "rms_norm_eps",
 }
 ABSENT = {"num_query_groups": None, "kv_channels": None, "norm_epsilon": 1e-6}
-
-
-def _further(config: Config) -> dict[str, Any]:
-    biases = config.get("mlp_bias", False)
-    if biases != config.get("attention_bias", False):
-        raise ValueError("llama config: attention_bias and mlp_bias must be equal")
-    return {"add_bias_linear": biases, **rotary_options(config)}
-
+SILU = {"hidden_act": ("silu",)}
 
 LLAMA = Family(
     name="llama",
     defaults=DEFAULTS,
-    names=NAMES,
+    names=(NAMES,),
     hugging_face=HuggingFace(
-        "llama", FIELDS, ABSENT, tied=False, only={"hidden_act": ("silu",)}, further=_further
+        "llama",
+        "LlamaForCausalLM",
+        FIELDS,
+        ABSENT,
+        tied=False,
+        only=SILU,
+        groups=(biases(mlp=True), ROTARY, WHOLE_HEADS),
     ),
 )

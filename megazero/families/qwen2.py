@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.huggingface import HuggingFace, rotary_options
+from megazero.families.field_groups import NO_WINDOW, ROTARY
+from megazero.families.huggingface import HuggingFace
 
+ABSENT = {**llama.ABSENT, "num_query_groups": 32, "max_position_embeddings": 32768}
 QWEN2 = Family(
     name="qwen2",
     defaults={**llama.DEFAULTS, "add_qkv_bias": True},
-    names=llama.NAMES,
+    names=(llama.NAMES,),
     hugging_face=HuggingFace(
         "qwen2",
+        "Qwen2ForCausalLM",
         fields=llama.FIELDS,
-        absent={**llama.ABSENT, "num_query_groups": 32},
+        absent=ABSENT,
         tied=False,
-        only={"hidden_act": ("silu",), "use_sliding_window": (False,), "use_mrope": (False,)},
-        further=rotary_options,
+        only=llama.SILU,
+        groups=(ROTARY, NO_WINDOW),
     ),
 )

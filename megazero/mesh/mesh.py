@@ -105,16 +105,17 @@ class Mesh:
         """
         return any(a.index for a in self.data_axes if a.spec.role == "replica")
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows [world, k] of all ranks by rank, with the dtype of ``row``, for ordered sums of scalars.
 
-        ``row`` is 1-D, [k], on ``device``, and k is the same on all ranks.
+        ``row`` is 1-D, [k], on ``device`` or the CPU, and k is the same on all ranks. The rows are
+        written to ``out`` if it is given, which is contiguous; else they are a new tensor.
         """
+        out = row.new_empty(self.world_size, row.numel()) if out is None else out
         if self.world_size == 1:
-            return row[None].clone()
-        out = row.new_empty(self.world_size * row.numel())
-        all_gather_flat(out, row.contiguous())
-        return out.view(self.world_size, -1)
+            return out.copy_(row[None])
+        all_gather_flat(out.view(-1), row.contiguous())
+        return out
 
     def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows [d, k] of this rank's data-parallel group, in its order, with the dtype of ``row``.
@@ -133,7 +134,11 @@ class Mesh:
 
         Each comes from the first tp rank. The dtype is that of ``rows``.
         """
-        return rows[[self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]]
+        return rows[self.stage_ranks(stage)]
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """Return the ranks of a pipeline rank's data-parallel group, of each index the first tp rank."""
+        return [self.grid.rank_of(stage, i, 0) for i in range(self.dp_size)]
 
 
 def create_mesh(

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from megazero.checkpoint.placement import Placement
 from megazero.config.model import ModelConfig
 from megazero.config.model_rules import check_model
-from megazero.config.roles import head_copies, replicated_names
+from megazero.config.parameters import head_copies
 from megazero.config.sections import RECOMPUTE
 from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
-from megazero.models.placements import decoder_placements
+from megazero.models.placements import decoder_placements, of_own_heads, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (
@@ -59,7 +59,12 @@ class Embedding(nn.Module):
         self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
     ) -> Tensor:
         """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
-        length = tokens.shape[1]
+        length, window = tokens.shape[1], self.config.sliding_window
+        if window is not None and length > window:
+            raise ValueError(
+                f"sequence length {length} exceeds sliding_window {window}, within which attention is causal; "
+                "shorten the sequence"
+            )
         x = self.tokens(tokens.t())
         if self.positions is not None:
             if length > self.positions.shape[0]:
@@ -256,11 +261,23 @@ class Decoder(nn.Module):
         """Return the parameters whose gradient on this rank is one term of a sum over the tp axis.
 
         Under sequence parallel a replicated parameter sees this rank's positions only. Key/value heads that several
-        ranks hold see this rank's query heads only.
+        ranks hold see this rank's query heads only, and norms of heads see this rank's heads only.
         """
-        names = self.replicated_parameters()
-        return {name for name in names if self.tp.sharded_sequence or self.replica_span(name)}
+        if self.tp.size == 1:
+            return set()
+        return {
+            name
+            for name in self.replicated_parameters()
+            if self.tp.sharded_sequence or self.replica_span(name) or of_own_heads(self.config, name)
+        }
 
     def no_weight_decay(self) -> set[str]:
         """Return the norms and biases, which get no weight decay."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
+
+    def embedding_and_head(self) -> set[str]:
+        """Return which of the two tables of tokens, of the input and of the output, are held here.
+
+        Learned positions are not among them.
+        """
+        return {_EMBEDDING_WEIGHT, "head.weight"} & {name for name, _ in self.named_parameters()}

@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.placement import Placement
+from megazero.config.model import ModelConfig
 from megazero.models.decoder import Decoder
+from megazero.models.placements import stored_tensors
 
 # Buffers of older releases that hold no weights.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+_BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "rotary_emb.inv_freq",
+)
 
 
 def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -28,41 +36,54 @@ def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tupl
 def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> None:
     """Copy a family's Hugging Face tensors into this rank's parameters. Padding rows become zero.
 
-    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (without the leading "model."
-    or "transformer."), as GPT-2 and BLOOM are published.
+    ``state_dict`` has the names of the family's ForCausalLM model, or of its bare model (``match_names``).
     Raises ValueError listing every missing, unexpected or misshapen tensor. Nothing is written then.
     """
     placements = decoder.placements()
-    available = _with_prefix(state_dict, placements)
-    wanted = {p.name: p.shape for p in placements.values()}
-    errors = [f"{name} is missing" for name in sorted(wanted.keys() - available.keys())]
-    tied = {"lm_head.weight"} if not decoder.config.untie_embeddings_and_output_weights else set()
-    unexpected = available.keys() - wanted.keys() - tied
-    errors += [f"{n} belongs to no parameter" for n in sorted(unexpected) if not n.endswith(_BUFFERS)]
-    errors += [
-        f"{name} has shape {tuple(available[name].shape)}, not {shape}"
-        for name, shape in sorted(wanted.items())
-        if name in available and tuple(available[name].shape) != shape
-    ]
-    if errors:
-        raise ValueError(
-            f"these weights are not of this model (family {decoder.config.model_family}):\n  "
-            + "\n  ".join(errors)
-        )
+    there = match_names(decoder.config, {name: tuple(value.shape) for name, value in state_dict.items()})
     for name, parameter in decoder.named_parameters():
         placement = placements[name]
         parameter.zero_()
-        for ours, theirs in _boxes(placement, parameter, available[placement.name]):
+        for ours, theirs in _boxes(placement, parameter, state_dict[there[placement.name]]):
             ours.copy_(theirs)
 
 
-def _with_prefix(state_dict: Mapping[str, Tensor], placements: Mapping[str, Placement]) -> dict[str, Tensor]:
-    names = {p.name for p in placements.values()}
-    prefix = next(iter(placements.values())).name.split(".", 1)[0] + "."
-    return {
-        name if name in names or not any(n.startswith(prefix + name) for n in names) else prefix + name: value
-        for name, value in state_dict.items()
-    }
+def tied_head(config: ModelConfig) -> tuple[str, str] | None:
+    """Return the names of the head, as some folders hold it twice, and of the embedding it is; None if untied."""
+    if config.untie_embeddings_and_output_weights:
+        return None
+    names = config.tensor_names.model
+    return f"{names['head']}.weight", f"{names['embedding.tokens']}.weight"
+
+
+def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Map the name of each tensor of the model to its name in ``shapes``, which maps the names there to shapes.
+
+    The names there may lack the leading "model.", "transformer." or "gpt_neox.", as GPT-2 and BLOOM are published. A
+    head that is tied may be there again.
+    Raises ValueError listing every missing, unexpected or misshapen tensor.
+    """
+    wanted, tied = stored_tensors(config), tied_head(config)
+    prefix = next(iter(wanted)).split(".", 1)[0] + "."
+    ours = {}
+    for there in shapes:
+        name = config.tensor_names.aliases.get(there, there)
+        ours[prefix + name if name not in wanted and prefix + name in wanted else name] = there
+    if tied is not None and tied[0] not in wanted:
+        ours.pop(tied[0], None)
+    errors = [f"{name} is missing" for name in sorted(wanted.keys() - ours.keys())]
+    unexpected = sorted(name for name in ours.keys() - wanted.keys() if not name.endswith(_BUFFERS))
+    errors += [f"{name} belongs to no parameter" for name in unexpected]
+    errors += [
+        f"{name} has shape {shapes[ours[name]]}, not {shape}"
+        for name, shape in sorted(wanted.items())
+        if name in ours and shapes[ours[name]] != shape
+    ]
+    if errors:
+        raise ValueError(
+            f"these weights are not of this model (family {config.model_family}):\n  " + "\n  ".join(errors)
+        )
+    return {name: ours[name] for name in wanted}
 
 
 @torch.no_grad()

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.config.model import ModelConfig
+from megazero.config.model import LAYER_NORMS, ModelConfig
 from megazero.models.attention_kernels import fused
 from megazero.models.dropout import Key, keyed_dropout, keyed_randomness
-from megazero.models.norm import RMSNorm
+from megazero.models.norm import RMSNorm, split_rms_norm
 from megazero.models.positions import Documents, Positions
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
@@ -21,10 +21,10 @@ from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel,
 _ATTENTION, _ATTENTION_OUTPUT, _MLP_OUTPUT = range(3)
 
 
-def make_norm(config: ModelConfig, **factory: Any) -> nn.Module:
-    """Return the configuration's norm over the hidden dim."""
+def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> nn.Module:
+    """Return the configuration's norm over ``size`` elements, which is the hidden dim if it is not given."""
     kind = RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-    return kind(config.hidden_size, config.norm_epsilon, **factory)
+    return kind(config.hidden_size if size is None else size, config.norm_epsilon, **factory)
 
 
 def sharded_key(key: Key | None, tp: TensorParallel, *, sharded: bool) -> Key | None:
@@ -57,15 +57,28 @@ class Attention(nn.Module):
         self.k_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
         self.v_proj = ColumnParallelLinear(h, keys, tp, bias=bias, **factory)
         self.o_proj = RowParallelLinear(
-            config.query_projection_size, h, tp, bias=config.add_bias_linear, **factory
+            config.query_projection_size, h, tp, bias=config.add_attention_bias, **factory
+        )
+        self.norms_all_heads = config.qk_norm == "all-heads"
+        self.q_norm, self.k_norm = (
+            make_norm(
+                config, config.kv_channels if config.qk_norm == "head" else m.weight.shape[0], **factory
+            )
+            if config.qk_norm != "none"
+            else None
+            for m in (self.q_proj, self.k_proj)
         )
 
     def forward(self, x: Tensor, key: Key | None, documents: Documents | None = None) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = (
-            y.unflatten(-1, (-1, self.config.kv_channels)) for y in column_parallel(x, linears, self.tp)
-        )
+        q, k, v = column_parallel(x, linears, self.tp)
+        if self.norms_all_heads:
+            assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
+            q, k = split_rms_norm((q, k), (self.q_norm, self.k_norm), self.tp)
+        q, k, v = (y.unflatten(-1, (-1, self.config.kv_channels)) for y in (q, k, v))
+        if not self.norms_all_heads:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         key = sharded_key(key, self.tp, sharded=True)
         if self.recompute == "selective" and torch.is_grad_enabled():
             return self.o_proj(recomputed(self._core, q, k, v, key, documents))
@@ -100,12 +113,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU or relu(x)^2
-    (So et al. 2021)."""
+    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
+    tanh) or relu(x)^2 (So et al. 2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
         self.tp, self.squared_relu = tp, config.squared_relu
+        self.approximate = "tanh" if config.openai_gelu else "none"
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         self.gate_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.swiglu else None
         self.up_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory)
@@ -116,7 +130,7 @@ class FeedForward(nn.Module):
         if self.gate_proj is None:
             up = self.up_proj(x)
             return self.down_proj(
-                F.relu(up).square() if self.squared_relu else F.gelu(up, approximate="tanh")
+                F.relu(up).square() if self.squared_relu else F.gelu(up, approximate=self.approximate)
             )
         linears = [(m.weight, m.bias) for m in (self.gate_proj, self.up_proj)]
         gate, up = column_parallel(x, linears, self.tp)
@@ -125,6 +139,9 @@ class FeedForward(nn.Module):
 
 class DecoderLayer(nn.Module):
     """It computes x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    Parallel blocks (Wang and Komatsuzaki 2021) compute x + attention(norm(x)) + feed_forward(norm(x)), with one norm
+    for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)).
 
     ``index`` is the layer's number in the whole model (part of its dropout keys). ``recompute`` is as in Decoder.
     """
@@ -140,10 +157,17 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp, self.index, self.recompute = config, tp, index, recompute
-        self.input_norm = make_norm(config, **factory)
+
+        def norm(name: str) -> nn.Module | None:
+            held = name in LAYER_NORMS[config.transformer_block_type]
+            return make_norm(config, **factory) if held else None
+
+        self.input_norm = norm("input_norm")
         self.attention = Attention(config, tp, positions, recompute, **factory)
-        self.mlp_norm = make_norm(config, **factory)
+        self.attention_output_norm = norm("attention_output_norm")
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = FeedForward(config, tp, **factory)
+        self.mlp_output_norm = norm("mlp_output_norm")
 
     def forward(
         self, x: Tensor, dropout_key: int | None = None, documents: Documents | None = None
@@ -155,13 +179,25 @@ class DecoderLayer(nn.Module):
         return self._layer(x, key, documents)
 
     def _layer(self, x: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
-        attended = self.attention(self.input_norm(x), _at(key, _ATTENTION), documents)
-        x = x + self._dropout(attended, key, _ATTENTION_OUTPUT)
-        return x + self._dropout(self.mlp(self.mlp_norm(x)), key, _MLP_OUTPUT)
+        normed = _normed(self.input_norm, x)
+        attended = _normed(
+            self.attention_output_norm, self.attention(normed, _at(key, _ATTENTION), documents)
+        )
+        attended = x + self._dropout(attended, key, _ATTENTION_OUTPUT)
+        if not self.config.parallel_block:
+            normed = _normed(self.mlp_norm, attended)
+        elif self.mlp_norm is not None:
+            normed = self.mlp_norm(x)
+        fed = _normed(self.mlp_output_norm, self.mlp(normed))
+        return attended + self._dropout(fed, key, _MLP_OUTPUT)
 
     def _dropout(self, x: Tensor, key: Key | None, site: int) -> Tensor:
         key = sharded_key(_at(key, site), self.tp, sharded=self.tp.sharded_sequence)
         return keyed_dropout(x, self.config.hidden_dropout, key)
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _at(key: Key | None, site: int) -> Key | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megazero.tp import TensorParallel, start_all_reduce
 
 
 class _RMSNormCPU(torch.autograd.Function):
@@ -55,3 +59,56 @@ class RMSNorm(nn.Module):
         if x.device.type == "cpu":
             return _RMSNormCPU.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    """Norms over a dim that is split over the tp axis: one all-reduce forward and one backward for all inputs.
+
+    Elements that several ranks hold count as often in the sum as in the size, and their gradients are partial sums
+    on each rank, so copies need no correction.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tp: TensorParallel, eps: float, count: int, *tensors: Tensor) -> Any:
+        inputs, weights = tensors[:count], tensors[count:]
+        wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+        squares = torch.stack([x.square().sum(-1, keepdim=True) for x in wide])
+        sums = start_all_reduce(squares, tp).wait()
+        scales = [(s / (tp.size * x.shape[-1]) + eps).rsqrt() for s, x in zip(sums, wide, strict=True)]
+        ctx.tp = tp
+        ctx.save_for_backward(*tensors, *scales)
+        parts = zip(wide, scales, weights, inputs, strict=True)
+        return tuple((x * scale * w).to(given.dtype) for x, scale, w, given in parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        count, saved = len(grads), ctx.saved_tensors
+        inputs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        normed = [x.to(scale.dtype) * scale for x, scale in zip(inputs, scales, strict=True)]
+        wide = [g.to(n.dtype) for g, n in zip(grads, normed, strict=True)]
+        weighted = [g * w.to(g.dtype) for g, w in zip(wide, weights, strict=True)]
+        dots = torch.stack([(g * n).sum(-1, keepdim=True) for g, n in zip(weighted, normed, strict=True)])
+        pending = start_all_reduce(dots, ctx.tp)
+        of_weights = [
+            (g * n).flatten(0, -2).sum(0).to(w.dtype) for g, n, w in zip(wide, normed, weights, strict=True)
+        ]
+        parts = zip(weighted, normed, pending.wait(), scales, inputs, strict=True)
+        of_inputs = [
+            ((g - n * (dot / (ctx.tp.size * n.shape[-1]))) * scale).to(x.dtype)
+            for g, n, dot, scale, x in parts
+        ]
+        return None, None, None, *of_inputs, *of_weights
+
+
+def split_rms_norm(
+    inputs: Sequence[Tensor], norms: Sequence[RMSNorm], tp: TensorParallel
+) -> tuple[Tensor, ...]:
+    """Apply norms over the last dim of inputs [..., n / size], which is split over the tp axis as their weights are.
+
+    Dims before it agree between the inputs. They communicate once for all. The results have their inputs' shapes.
+    """
+    if tp.size == 1:
+        return tuple(norm(x) for norm, x in zip(norms, inputs, strict=True))
+    weights = (norm.weight for norm in norms)
+    return _SplitRMSNorm.apply(tp, norms[0].eps, len(inputs), *inputs, *weights)

@@ -1,16 +1,35 @@
 """This module says where the decoder's parameters lie in the Hugging Face tensors of its family.
 
-What the parameters are is in config/roles.py. What a family calls them, and how it stores them, is in the family's
-record (megazero/families).
+What the parameters are is in megazero.config.parameters. What a family calls them, and how it stores them, is in the
+family's record (megazero/families).
 """
 
 from __future__ import annotations
 
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.config.model import ModelConfig
-from megazero.config.roles import ParameterRole, head_copies, parameter_roles
-from megazero.families import TensorNames
+from megazero.config.parameters import ParameterRole, head_copies, parameter_roles
+from megazero.families import TensorNames, fused_row
 from megazero.tp import TensorParallel, VocabShard
+
+
+def replicated_names(c: ModelConfig, tp_size: int) -> set[str]:
+    """Return the parameters that several of ``tp_size`` ranks hold: the uncut ones, and shared key/value heads."""
+    return {r.name for r in parameter_roles(c) if r.split is None or head_copies(c, r.name, tp_size) > 1}
+
+
+def of_own_heads(c: ModelConfig, name: str) -> bool:
+    """Tell whether ranks hold the same of a parameter that each applies to its own heads alone."""
+    return c.qk_norm == "head" and (".q_norm." in name or ".k_norm." in name)
+
+
+def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``named_parameters``.
+
+    They are Hugging Face's of ``architecture_of(c)``, if there is one: fused and transposed where the family's are,
+    with the true vocabulary. A tied head has none.
+    """
+    return {p.name: p.shape for p in decoder_placements(c, TensorParallel()).values()}
 
 
 def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placement]:
@@ -46,7 +65,7 @@ def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: Par
     segments: tuple[Segment, ...] = (Segment(0, rows, first),)
     shape = role.shape
     if part is not None:
-        shape = (3 * role.shape[0], *role.shape[1:])
+        shape = (c.query_projection_size + 2 * c.kv_projection_size, *role.shape[1:])
         segments = _fused_segments(c, names, part, first, rows)
     transposed = names.transposed and len(shape) == 2 and role.name != "embedding.positions"
     return Placement(name, shape[::-1] if transposed else shape, tuple(local), segments, offset1, transposed)
@@ -56,7 +75,13 @@ def _fused_segments(
     c: ModelConfig, names: TensorNames, part: int, first: int, rows: int
 ) -> tuple[Segment, ...]:
     """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
-    if names.fused == "sides":
-        return (Segment(0, rows, part * c.query_projection_size + first),)
-    d = c.kv_channels
-    return tuple(Segment(j, d, 3 * (first + j) + part * d) for j in range(0, rows, d))
+    d, heads, groups = c.kv_channels, c.num_attention_heads, c.num_query_groups
+    stored = [d * fused_row(names, part, (first + j) // d, heads, groups) for j in range(0, rows, d)]
+    segments = [Segment(0, d, stored[0])]
+    for local, row in zip(range(d, rows, d), stored[1:], strict=True):
+        last = segments[-1]
+        if row == last.stored + last.length:
+            segments[-1] = Segment(last.local, last.length + d, last.stored)
+        else:
+            segments.append(Segment(local, d, row))
+    return tuple(segments)

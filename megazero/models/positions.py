@@ -135,7 +135,8 @@ class Positions:
     def mask(self, x: Tensor, documents: Documents | None = None) -> Tensor | None:
         """Return the additive attention mask for x [s, b, heads, d], or None where the causal mask is all there is.
 
-        The mask of ALiBi is [1, heads of this rank, s, s]: slope * (key - query), and -inf above the diagonal. Where
+        The mask of ALiBi is [1, heads of this rank, s, s]: slope * (key - query), and -inf above the diagonal. With
+        scaled_alibi, slope * key is rounded to bf16 and divided by the root of a head's width. Where
         attention stays within documents, the mask is [b, 1 or heads, s, s], with -inf outside of them, and all layers
         of a micro-batch share it.
         """
@@ -157,8 +158,16 @@ class Positions:
                 self.tp.rank * heads : (self.tp.rank + 1) * heads
             ]
             at = torch.arange(length, device=x.device)
-            distance = (at[None, :] - at[:, None]).to(torch.promote_types(x.dtype, torch.float32))
-            distance.masked_fill_(distance > 0, -torch.inf)
-            return (slopes.to(distance)[None, :, None, None] * distance).to(x.dtype)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            if self.config.scaled_alibi:
+                # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
+                rounded = (slopes.to(at.device, torch.bfloat16)[:, None] * at).to(wide)
+                rounded /= math.sqrt(self.config.kv_channels)
+                biases = rounded[:, None, :] - rounded[:, :, None]
+            else:
+                distance = (at[None, :] - at[:, None]).to(wide)
+                biases = slopes.to(distance)[:, None, None] * distance
+            later = at[None, :] > at[:, None]
+            return biases.masked_fill_(later, -torch.inf)[None].to(x.dtype)
 
         return self._cached("alibi", x, bias)

@@ -8,12 +8,13 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from megazero.config.wire import Coding
 from megazero.mesh.grid import INTRA, AxisSpec, Grid
+from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
 
@@ -57,17 +58,6 @@ class Formats:
     delta: bool = False
 
 
-@dataclass(frozen=True)
-class Copies:
-    """How long copies live.
-
-    ``uses`` gives, for each part, the units that its modules need, in order of the forward.
-    """
-
-    uses: Sequence[Sequence[Sequence[int]]]
-    keep_gathered: bool = False
-
-
 def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
     """Return the bytes of a slice.
 
@@ -98,10 +88,10 @@ def model_state(
     """
     axes, levels = grid.data_axes, _levels(grid.data_axes)
     out: Bytes = Counter()
-    gathered = gathers(copies, program)
+    gathered = gathers(copies, program, [unit.elements * formats.width for unit in units])
     for index, unit in enumerate(units):
         out += _weights(unit, axes, formats, gathered[index])
-        out += _gradients(unit, axes, formats, micro_batches)
+        out += _gradients(unit, axes, formats, micro_batches, copies.whole_gradients)
         if unit.tied and ends_link is not None:
             coding = _coding(unit, formats, ends_link)
             parts = prod(a.size for a in axes[: levels[2]])
@@ -115,12 +105,12 @@ def model_state(
     return +out
 
 
-def _levels(axes: Sequence[AxisSpec]) -> tuple[int, int, int, int]:
-    """Return how many axes cut parameters, gradients and optimizer states, and how many axes there are."""
+def _levels(axes: Sequence[AxisSpec], whole_gradients: bool = False) -> tuple[int, int, int, int]:
+    """Return how many axes cut parameters, accumulated gradients, optimizer states, and how many there are."""
     roles = [axis.role for axis in axes]
     p = roles.count("p")
     g = p + roles.count("g")
-    return p, g, g + roles.count("os"), len(roles)
+    return p, 0 if whole_gradients else g, g + roles.count("os"), len(roles)
 
 
 def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
@@ -169,10 +159,14 @@ def _gather_hops(axes: Sequence[AxisSpec], deepest: int, outer: int, inner: int,
 
 
 def gradient_hops(
-    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, micro_batches: int
+    unit: UnitShape,
+    axes: Sequence[AxisSpec],
+    formats: Formats,
+    micro_batches: int,
+    whole_gradients: bool = False,
 ) -> tuple[Hop, ...]:
     """Return the hops of the last micro-batch's reduction in their order. The others take those of ``every``."""
-    _, g, os, every = _levels(axes)
+    _, g, os, every = _levels(axes, whole_gradients)
     descent, back = [], []
     for level in range(1, every + 1):
         axis = axes[level - 1]
@@ -198,63 +192,13 @@ def _weights(unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, gather
     return out
 
 
-def _gradients(unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, micro_batches: int) -> Bytes:
+def _gradients(
+    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, micro_batches: int, whole: bool
+) -> Bytes:
     out: Bytes = Counter()
-    for hop in gradient_hops(unit, axes, formats, micro_batches):
+    for hop in gradient_hops(unit, axes, formats, micro_batches, whole):
         out["reduce", hop.axis.link] += hop.sent * (micro_batches if hop.every else 1)
     return out
-
-
-def gathers(copies: Copies, program: Sequence[tuple[str, int]]) -> Counter[int]:
-    """Return how often each unit is gathered over P in a step: once per use, less where it is still there."""
-    return Counter(unit for _, _, fresh in gather_turns(copies, program) for unit in fresh)
-
-
-def gather_turns(
-    copies: Copies, program: Sequence[tuple[str, int]]
-) -> Iterator[tuple[int, Sequence[int], list[int]]]:
-    """Yield (segment, units that a module needs, those of them that are gathered for it) for each use in a step.
-
-    After a use a unit stays only if the next module needs it. With ``keep_gathered`` it stays as long as its part
-    comes again.
-    """
-    visits = [(i, list(visit)) for i, segment in enumerate(program) for visit in _visits(copies, *segment)]
-    last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
-    again = _needed_again(visits, program)
-    held: set[int] = set()
-    for at, (segment, units) in enumerate(visits):
-        part = program[segment][1]
-        yield segment, units, [unit for unit in units if unit not in held]
-        held.update(units)
-        following = visits[at + 1][1] if at + 1 < len(visits) else []
-        keep = copies.keep_gathered and last.get(part, -1) > segment
-        for unit in units:
-            if not (keep or unit in following or (at, unit) in again):
-                held.discard(unit)
-
-
-def _needed_again(
-    visits: Sequence[tuple[int, list[int]]], program: Sequence[tuple[str, int]]
-) -> set[tuple[int, int]]:
-    """Return (visit, unit) where a later module of the same backward needs the unit, too."""
-    out: set[tuple[int, int]] = set()
-    later: set[int] = set()
-    before = -1
-    for at in range(len(visits) - 1, -1, -1):
-        segment, units = visits[at]
-        if segment != before:
-            later, before = set(), segment
-        if program[segment][0] != "F":
-            out |= {(at, unit) for unit in units if unit in later}
-        later |= set(units)
-    return out
-
-
-def _visits(copies: Copies, kind: str, part: int) -> Iterator[Sequence[int]]:
-    if kind == "W":
-        return iter(())
-    modules = copies.uses[part]
-    return iter(modules if kind == "F" else list(reversed(modules)))
 
 
 # -- activations ---------------------------------------------------------------------------------------
@@ -298,12 +242,18 @@ def pipeline(schedule: Schedule, grid: Grid, rank: int, activation: Activation) 
 
 
 def tensor_parallel(
-    stages: Sequence[StageSpec], actions: Sequence[Action], activation: Activation, again: int, wide: int
+    stages: Sequence[StageSpec],
+    actions: Sequence[Action],
+    activation: Activation,
+    again: int,
+    wide: int,
+    norms: tuple[int, int] = (0, 0),
 ) -> Bytes:
     """Return the bytes of collectives inside layers.
 
     again: how many collectives of a layer's forward run again in its backward (see ``recomputed``). wide: the bytes
-    of an element of the loss.
+    of an element of the loss. norms: the bytes of a layer's norms of queries and keys, in its forward and in its
+    backward (see ``split_norms``).
 
     A layer has two pairs of linears; in each, a column linear comes before a row linear. The forward sums the row's
     output; under sequence parallel it first gathers the column's input, and scatters the sum. The backward does the
@@ -321,21 +271,30 @@ def tensor_parallel(
         stage = by_index[action.stage]
         layers = len(stage.layers)
         if action.kind == Kind.FORWARD:
-            total += (
-                unit * (stage.embedding + layers * 2 * (1 + wire) + stage.head * wire) + loss * stage.head
-            )
+            total += unit * (stage.embedding + layers * 2 * (1 + wire) + stage.head * wire)
+            total += loss * stage.head + layers * norms[0]
         elif action.kind in (Kind.BACKWARD, Kind.INPUT):
             total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
-            total += unit * stage.head * (1 + wire)
+            total += unit * stage.head * (1 + wire) + layers * norms[1]
     return Counter({("tp", INTRA): total} if tp > 1 else {})
 
 
-def recomputed(granularity: str, sequence_parallel: bool, dropout: bool) -> int:
+def split_norms(granularity: str, activation: Activation, wide: int) -> tuple[int, int]:
+    """Return the bytes of norms over all heads of queries and keys, in a layer's forward and in its backward.
+
+    Each is an all-reduce of two sums for each position, of ``wide`` bytes. A full recompute repeats the forward's.
+    """
+    tp = activation.tp
+    once = 2 * (tp - 1) * (2 * activation.length * activation.samples * wide) // tp
+    return once, once * (2 if granularity == "full" else 1)
+
+
+def recomputed(granularity: str, sequence_parallel: bool, after: bool) -> int:
     """Return how many collectives of a layer's forward a recompute repeats.
 
-    It repeats all but the last sum, after which nothing more is needed unless dropout follows it. Where attention
-    alone is recomputed, it repeats none.
+    It repeats all but the last sum, unless something needs it: ``after`` says that dropout or a norm follows. Where
+    attention alone is recomputed, it repeats none.
     """
     if granularity != "full":
         return 0
-    return (4 if sequence_parallel else 2) - (0 if dropout else 1)
+    return (4 if sequence_parallel else 2) - (0 if after else 1)

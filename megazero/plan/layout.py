@@ -13,8 +13,9 @@ from megazero.config.shards import Shards
 from megazero.config.wire import Wire
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
-from megazero.plan.communication import Bytes, Copies, Formats
+from megazero.plan.communication import Bytes, Formats
 from megazero.plan.frame import Frame
+from megazero.plan.gathers import Copies
 from megazero.plan.memory import Memory, States, buffers, model_states, rank_memory
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import Module, RankUnits, rank_units
@@ -64,6 +65,7 @@ class Layout:
             (frame.world.world_size, frame.tp, frame.pp, self.config.parallel.use_tp_pp_dp_mapping),
             (
                 self.shards.factors,
+                self.shards.whole_gradients,
                 wire,
                 self.formats.width,
                 self.formats.sums,
@@ -125,7 +127,11 @@ class Layout:
 
     def copies(self, rank: int) -> Copies:
         uses = [[list(module.units) for module in part] for part in self.units(rank).parts]
-        return Copies(uses, self.shards.keep_gathered)
+        shards = self.shards
+        kept = (
+            shards.keep_gathered or shards.p == 1
+        )  # with P = 1 whole parameters are there after the refresh
+        return Copies(uses, kept, self.states.prefetch_bytes, shards.whole_gradients)
 
     def modules(self, rank: int, part: int) -> tuple[Module, ...]:
         return self.units(rank).parts[part]
@@ -142,7 +148,9 @@ class Layout:
         seconds, compute, axes = self.frame.collectives, self.frame.compute, self.grid.data_axes
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
-        reduction = communication.gradient_hops(unit, summed, self.formats, self.frame.micro_batches)
+        reduction = communication.gradient_hops(
+            unit, summed, self.formats, self.frame.micro_batches, self.shards.whole_gradients
+        )
         elements, width = unit.elements, self.formats.width
         last: list[tuple[str, float]] = []
         every: list[tuple[str, float]] = []

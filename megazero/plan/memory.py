@@ -14,7 +14,7 @@ from math import prod
 from megazero.config import RunConfig
 from megazero.config.shards import Shards
 from megazero.mesh.grid import INTER, Grid
-from megazero.plan.communication import Formats, UnitShape, message
+from megazero.plan.communication import EXCHANGE, Formats, UnitShape, gradient_hops, message
 from megazero.plan.units import RankUnits
 
 # Of all that is allocated: what the allocator's blocks leave unused between tensors of unequal sizes.
@@ -61,6 +61,11 @@ class States:
     prefetch_bytes: int
     pending_reductions: int = 2
 
+    @property
+    def g(self) -> int:
+        """How many ranks share the gradients that are accumulated."""
+        return 1 if self.shards.whole_gradients else self.shards.g
+
     def copy_bytes(self, unit: UnitShape) -> float:
         """Return the bytes of the P copy."""
         p, _, os = self.shards.factors
@@ -85,10 +90,43 @@ class States:
         width, os = self.formats.width, self.shards.os
         return os * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
 
+    def gather_messages(self, unit: UnitShape) -> float:
+        """Return the bytes of the passing messages of a refresh and gather: none where they are the parameters."""
+        if self.formats.weights is None or not unit.quantised:
+            return 0.0
+        p, _, os = self.shards.factors
+        parts = p if self.formats.delta and p < os else 1  # with differences, a gather's are the parameters
+        width = self.formats.width
+        messages = (
+            os / parts * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
+        )
+        if not (self.formats.delta and p < os):
+            return messages
+        return messages + unit.elements / os * (width + self.formats.sums)  # the difference that is encoded
+
+    def reduction_messages(self, unit: UnitShape, micro_batches: int) -> float:
+        """Return the most bytes that a reduction's hop has at once: sent, received, and their sum for the next."""
+        hops = gradient_hops(
+            unit, self.grid.data_axes, self.formats, micro_batches, self.shards.whole_gradients
+        )
+        most, left = 0.0, float(unit.elements)
+        for at, hop in enumerate(hops):
+            if hop.operation != EXCHANGE:
+                break
+            coded = unit.quantised and bool((self.formats.gradients or {}).get(hop.axis.link))
+            own = hop.sent / (
+                hop.axis.size - 1
+            )  # exact rows are sent from where they lie, the own one with them
+            passing = 2 * hop.sent if coded else hop.sent + (own if hop.axis.size > 2 else 0.0)
+            left /= hop.axis.size
+            goes_on = hop.every and at + 1 < len(hops) and hops[at + 1].every
+            most = max(most, passing + (left * self.formats.sums if goes_on else 0.0))
+        return most
+
 
 def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
-    p, g, os = states.shards.factors
+    g, os = states.g, states.shards.os
     elements = units.elements
     sums = states.formats.sums
     residuals = 0.0
@@ -109,33 +147,30 @@ def _crossing(grid: Grid) -> int:
     return prod(inside)
 
 
+STREAMS = 2  # of each lane (comm/lane.py); the pool of passing buffers keeps each one's memory apart
+
+
 def buffers(units: RankUnits, states: States, micro_batches: int) -> dict[str, float]:
-    """Return the bytes of gathered parameters, and of gradients on their way."""
-    p, g, _ = states.shards.factors
-    largest = float(max(u.elements for u, _ in units.counts))
-    full = units.elements * states.formats.width
-    gathered = 0.0
-    if p > 1:  # in use, the next one, and what fits into the bound beyond it
-        two = sum(sorted((u.elements for u, n in units.counts for _ in range(min(n, 2))), reverse=True)[:2])
-        gathered = full if states.shards.keep_gathered else two * states.formats.width + states.prefetch_bytes
-        if states.formats.weights is not None and not states.formats.delta:
-            gathered += largest * states.formats.width / 2  # the messages of a gather under way
-        gathered = min(gathered, 1.5 * full)
-    elif states.formats.weights is not None:
-        every = sum(n * states.ahead_bytes(u) for u, n in units.counts)
-        gathered = min(every, max(states.ahead_bytes(u) for u, _ in units.counts) + states.prefetch_bytes)
-    width, sums = states.formats.width, states.formats.sums
-    waiting = 1 + states.pending_reductions if g > 1 else 1
-    staging: float = (
-        waiting * largest * width
-    )  # raw gradients, of the module in backward and of those under way
-    first = states.grid.data_axes[0].size if states.grid.data_axes else 1
-    if first > 1 or g > 1:
-        raw = width if g > 1 or micro_batches == 1 else sums
-        staging += (
-            2 * largest * raw * (first - 1) / first
-        )  # sent and received messages of the chains under way
-    return {"gathered": gathered, "staging": staging}
+    """Return the bytes of gathered parameters, and of the pool of passing buffers (kernels/arena.py).
+
+    The pool holds, for each stream, the most that was in use at one time: on the compute stream staging, on those of
+    the lanes what a chain of gathers, or of reductions, has at its widest.
+    """
+    shapes = [u for u, _ in units.counts]
+    gathered, width = 0.0, states.formats.width
+    if states.shards.p > 1:  # the module in use, the next one, and what fits into the bound beyond them
+        full = units.elements * width
+        two = sum(
+            sorted((n for n, several in units.modules for _ in range(min(several, 2))), reverse=True)[:2]
+        )
+        held = full if states.shards.keep_gathered else two * width + states.prefetch_bytes
+        gathered = min(held, full)
+    chains = max(map(states.gather_messages, shapes)) + max(
+        states.reduction_messages(u, micro_batches) for u in shapes
+    )
+    waiting = units.most_in_module + states.pending_reductions if states.g > 1 else 0
+    raw = max(u.elements for u in shapes) * width  # a gradient as autograd makes it, or a unit's staging
+    return {"gathered": gathered, "staging": (1 + waiting) * raw + STREAMS * chains}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 from megazero.config import RunConfig
 from megazero.config.fields import show
-from megazero.config.flops import parameter_count, training_flops
+from megazero.config.flops import training_flops
+from megazero.config.parameters import parameter_count
 from megazero.config.run import all_options
 from megazero.plan.cluster import Cluster
 from megazero.plan.layout import Layout

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
@@ -44,9 +43,11 @@ STAGES = (
     "pipeline_schedule",
 )
 ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
+LIFETIME = "zero_params_lifetime"
 CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
+MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,11 @@ class Search:
             if shard is None:
                 yield family, 0.0
                 continue
+            once = (
+                shard[0] > 1 and self.values.get(LIFETIME) is None
+            )  # gathered layouts are of the family, too
             for layout, _ in self.layouts(family, fewest_bits=True):
-                yield family, least_seconds(layout, (INTER,))
+                yield family, least_seconds(layout, (INTER,), once)
 
     def layouts(self, family: Family, fewest_bits: bool = False) -> Iterator[tuple[Layout, str]]:
         """Yield every legal layout of a family, with the name of its formats; or only one, of the fewest bits."""
@@ -222,14 +226,13 @@ class Search:
         )
         factors = shard or frame.config.shards(frame.world).factors
         formats = self.policy if self._formats_free else (Formats("as given", ""),)
-        lifetime = "zero_params_lifetime"
-        lives = [plain[lifetime]] if lifetime in plain else [None]
-        if lifetime not in plain and factors[0] > 1 and not fewest_bits:
+        lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
+        if LIFETIME not in plain and factors[0] > 1 and not fewest_bits:
             lives.append("gathered")
         for chosen in reversed(formats) if fewest_bits else formats:
             if _has_effect(chosen, factors, frame):
                 for life in lives:
-                    yield ZeroConfig(**{**plain, **base, **chosen.values, lifetime: life}), chosen.name
+                    yield ZeroConfig(**{**plain, **base, **chosen.values, LIFETIME: life}), chosen.name
 
     def _shards(self, frame: Frame) -> Iterator[tuple[int, int, int]]:
         """Yield the (P, G, OS) whose model state could fit; the rules of the configuration judge them."""
@@ -237,7 +240,7 @@ class Search:
         width = WIDTHS[frame.config.precision.params_dtype]
         sums = max(width, 4)
         moments = 1 + MOMENTS[frame.config.optimizer.optimizer]
-        room = self._room - frame.least_activations
+        room = self.cluster.device.room - frame.least_activations
         legal = [k for k in _divisors(frame.d) if frame.h % k == 0 or k % frame.h == 0]
         for os in legal:
             for g in (k for k in legal if os % k == 0):
@@ -245,10 +248,6 @@ class Search:
                     copy = 0.0 if width == sums else 0.5 * width / p
                     if model_bytes * (copy + sums / g + sums * moments / os) <= room:
                         yield p, g, os
-
-    @cached_property
-    def _room(self) -> float:
-        return self.cluster.device.room
 
     # -- search ----------------------------------------------------------------------------------
 
@@ -282,7 +281,7 @@ class Search:
                     if layout.fits:
                         self.counts.fitting += 1
                         put(max(bound, least_seconds(layout)), layout.memory.total, layout, formats)
-            elif item.least_activations > self._room:
+            elif item.least_activations > self.cluster.device.room:
                 continue
             elif id(item) not in refined:
                 refined.add(id(item))
@@ -293,12 +292,12 @@ class Search:
         return sorted(best, key=lambda f: f.key)
 
 
-def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER)) -> float:
+def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER), once: bool = False) -> float:
     """Return a time that the layout's step is not below, as far as these links tell.
 
     The first forward cannot end before the weights that it needs are refreshed, nor the step before the last
     micro-batch's gradients of the first stage are summed. Neither has more than that forward or backward to hide
-    behind. And a link carries one thing at a time.
+    behind. And a link carries one thing at a time. once: for layouts, too, that gather a unit once in a step.
     """
     frame = layout.frame
     makespan, first_rank = frame.compute_only
@@ -307,28 +306,33 @@ def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER)) -> fl
     reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)
     forward, backward = frame.first_stage_seconds
     behind = first_rank + max(0.0, refresh - forward) + max(0.0, reduce - backward)
-    return max(makespan, behind, *(_link_seconds(layout, link) for link in links))
+    return max(makespan, behind, *(_link_seconds(layout, link, once) for link in links))
 
 
 def _on(chain: Chain, link: str) -> float:
     return sum(seconds for at, seconds in chain if at == link)
 
 
-def _link_seconds(layout: Layout, link: str) -> float:
+def _link_seconds(layout: Layout, link: str, once: bool) -> float:
     """Return the seconds in which the weights and gradients of the first rank take a link, or somewhat less.
 
-    Weights are gathered for each forward and backward, less the outermost modules, which may stay in between.
+    Weights are gathered once in a step, and again for each further forward and backward, less what may stay from one
+    to the next: the modules in use and around it, and the bytes that may be held ahead.
     """
-    again, total = layout.frame.micro_batches, 0.0
-    stay = 2 * layout.frame.virtual
-    for unit, number in layout.units(0).counts:
+    frame, units, total, gather, dearest = layout.frame, layout.units(0), 0.0, 0.0, 0.0
+    again = frame.micro_batches
+    for unit, number in units.counts:
         one = layout.work_of(unit)
-        gathered = again * (number + max(0, number - stay))
-        if layout.shards.keep_gathered:
-            gathered = number
         total += number * (_on(one.refresh, link) + (again - 1) * _on(one.every, link) + _on(one.last, link))
-        total += gathered * _on(one.gather, link)
-    return total
+        if one.gather:
+            gather += number * _on(one.gather, link)
+            dearest = max(dearest, _on(one.gather, link) / one.ahead_bytes)
+    if once or layout.shards.keep_gathered:
+        return total + gather
+    module = max(n for n, _ in units.modules) * layout.formats.width
+    stays = dearest * (layout.states.prefetch_bytes + MODULES_HELD * module)
+    further = 2 * again * gather - gather - (2 * again * frame.virtual - 1) * stays
+    return total + gather + max(0.0, further)
 
 
 def _has_effect(formats: Formats, shard: tuple[int, int, int], frame: Frame) -> bool:

@@ -1,21 +1,20 @@
 """This module runs a step of a layout on a clock: the schedule's actions, and the engine's gathers and reductions.
 
 The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there.
-A module waits for the gathers of its units; gathers run ahead of use as zero/gather.py starts them, in the order in
-which communication.py counts them. Reductions follow a backward as zero/reduce.py submits them, and a backward waits
-where more are under way than the policy allows. Each direction is a lane that has two chains under way at most; hops
-of both lanes share the links, one at a time. What is hidden behind compute is what this clock hides.
+A module waits for the gathers of its units; gathers begin where gathers.py says that zero/gather.py starts them.
+Reductions follow a backward as zero/reduce.py submits them, and a backward waits where more are under way than the
+policy allows. Each direction is a lane that has two chains under way at most; hops of both lanes share the links, one
+at a time. What is hidden behind compute is what this clock hides.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from megazero.mesh.grid import INTER
-from megazero.plan.communication import gather_turns
+from megazero.plan.gathers import Turn, gather_turns
 from megazero.plan.layout import LOCAL, Chain, Layout, Work
 from megazero.pp.schedules import Action, Kind
 
@@ -70,14 +69,6 @@ class _Lane:
         return at
 
 
-class _Turn(NamedTuple):
-    """A gather: the visit (use of a module, counted over the step) that it is for, its chain and its bytes."""
-
-    visit: int
-    chain: Chain
-    size: float
-
-
 class _Rank:
     """The clock of one pipeline rank. All ranks of a stage do the same at the same time."""
 
@@ -93,34 +84,24 @@ class _Rank:
         self.work: list[Work] = [layout.work_of(unit) for unit in self.units.shapes]
         self.spent: dict[tuple[int, Kind], tuple[float, float, float]] = {}
         self.left = [micro_batches] * len(self.units.parts)  # backwards to come, by part
-        self.staged = layout.shards.g > 1
+        self.staged = layout.states.g > 1
         self.moving = any(w.gather for w in self.work)
-        self.turns = self._turns(layout.program(rank, micro_batches))
-        self.at = 0  # visits that were made, of those that ``turns`` counts
         self.seen: set[int] = set()  # parts that had their first forward
-        self.issued = 0  # of turns
-        self.under_way: deque[tuple[int, float, float]] = (
-            deque()
-        )  # visit, end, bytes of what was started before use
-        self.held = 0.0  # those bytes
+        self.here: dict[int, float] = {}  # when the latest gather of a unit ends
+        self.turns = self._turns(layout.program(rank, micro_batches))
         if execution.early_refresh:
             self._refresh_all()
-        self._prefetch()  # as begin_step does: refreshes move while a stage waits for its first forward
+        self._take_turn()  # as begin_step does: refreshes move while a stage waits for its first forward
 
-    def _turns(self, program: list[tuple[str, int]]) -> list[_Turn]:
-        """Return every gather of the step, in order."""
+    def _turns(self, program: list[tuple[str, int]]) -> Iterator[Turn]:
+        """Return the step's begin and every use of a module, with the gathers that begin then."""
         if not self.moving:  # no unit is gathered again: the first forward of every part is all there is
             program = list(dict.fromkeys(segment for segment in program if segment[0] == "F"))
-        out = []
-        fresh: set[int] = set()
-        for visit, (_, _, gathered) in enumerate(gather_turns(self.layout.copies(self.rank), program)):
-            for unit in gathered:
-                work, first = self.work[unit], unit not in fresh
-                fresh.add(unit)
-                refresh = work.refresh if first and not self.execution.early_refresh else ()
-                if refresh or work.gather:
-                    out.append(_Turn(visit, refresh + work.gather, work.ahead_bytes))
-        return out
+        copies = self.layout.copies(self.rank)
+        sizes = [work.ahead_bytes for work in self.work]
+        if self.execution.ahead:
+            return gather_turns(copies, program, sizes)
+        return _at_use(gather_turns(replace(copies, prefetch_bytes=0), program, sizes))
 
     def _refresh_all(self) -> None:
         for work in self.work:
@@ -148,7 +129,7 @@ class _Rank:
             return
         for module in reversed(modules) if backward else modules:
             if visits:
-                self._gathered()
+                self._take_turn()
             self._spend(self._one(module.kind, action.kind))
             if reduces:
                 self._reduce(module.units, part)
@@ -177,41 +158,15 @@ class _Rank:
         self.bill["tensor"] += tensor
         self.now += compute + again + tensor
 
-    def _gathered(self) -> None:
-        """Start what the engine starts at this visit, and wait for what the visit needs."""
-        visit, self.at = self.at, self.at + 1
-        while self.issued < len(self.turns) and self.turns[self.issued].visit <= visit:
-            self._issue()
-        mine = deque[float]()
-        while self.under_way and self.under_way[0][0] <= visit:
-            _, end, size = self.under_way.popleft()
-            mine.append(end)
-            self.held -= size
-        self._prefetch()
-        self.wait_until(max(mine, default=0.0), "gather")
-
-    def _prefetch(self) -> None:
-        """Start all that the next module needs that is not here, and more within the policy's bytes."""
-        if not self.execution.ahead or self.issued == len(self.turns) and not self.under_way:
-            return
-        following = self.under_way[0][0] if self.under_way else self.turns[self.issued].visit
-        next_bytes = 0.0
-        while self.issued < len(self.turns) and self.turns[self.issued].visit == following:
-            self._issue()
-        for visit, _, size in self.under_way:
-            if visit != following:
-                break
-            next_bytes += size
-        while self.issued < len(self.turns):
-            if self.held - next_bytes + self.turns[self.issued].size > self.layout.states.prefetch_bytes:
-                break
-            self._issue()
-
-    def _issue(self) -> None:
-        turn = self.turns[self.issued]
-        self.issued += 1
-        self.under_way.append((turn.visit, self.gathers.run(turn.chain, self.now, self.links), turn.size))
-        self.held += turn.size
+    def _take_turn(self) -> None:
+        """Start what the engine starts at this use of a module, and wait for what the use needs."""
+        turn = next(self.turns)
+        for unit in turn.begun:
+            work = self.work[unit]
+            refresh = () if unit in self.here or self.execution.early_refresh else work.refresh
+            chain = refresh + work.gather
+            self.here[unit] = self.gathers.run(chain, self.now, self.links) if chain else 0.0
+        self.wait_until(max((self.here[unit] for unit in turn.units), default=0.0), "gather")
 
     def _reduce(self, units: tuple[int, ...], part: int) -> None:
         for unit in reversed(units):
@@ -225,6 +180,15 @@ class _Rank:
 
     def finish(self) -> None:
         self.wait_until(max(self.pending, default=0.0), "reduce")
+
+
+def _at_use(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """Yield the same gathers, but none before the use that it is for."""
+    due: set[int] = set()
+    for units, begun in turns:
+        due.update(begun)
+        yield Turn(units, [unit for unit in units if unit in due])
+        due.difference_update(units)
 
 
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:

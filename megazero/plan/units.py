@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from megazero.config.model import ModelConfig
-from megazero.config.roles import ParameterRole, head_copies, parameter_roles
+from megazero.config.parameters import ParameterRole, head_copies, parameter_roles
 from megazero.config.wire import Wire
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
@@ -49,6 +49,20 @@ class RankUnits:
         self._stages, self._made = stages, made
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
+
+    @property
+    def modules(self) -> tuple[tuple[int, int], ...]:
+        """Return, for each kind of module that is here, its elements and how many there are."""
+        return tuple(
+            (sum(shape.elements for shape in self._made[kind].shapes), number)
+            for kind, number in _modules(self._stages).items()
+            if number
+        )
+
+    @property
+    def most_in_module(self) -> int:
+        """Return the most units that one module has."""
+        return max(len(self._made[kind].shapes) for kind, n in _modules(self._stages).items() if n)
 
     def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
         out: Counter[UnitShape] = Counter()

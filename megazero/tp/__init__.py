@@ -1,6 +1,6 @@
 """Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy and sequence parallel live here."""
 
-from megazero.tp.collectives import reduce_output, sequence_slice, start_all_gather
+from megazero.tp.collectives import reduce_output, sequence_slice, start_all_gather, start_all_reduce
 from megazero.tp.context import TensorParallel
 from megazero.tp.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megazero.tp.deferred import DeferredGradients
@@ -19,5 +19,6 @@ __all__ = [
     "reduce_output",
     "sequence_slice",
     "start_all_gather",
+    "start_all_reduce",
     "vocab_parallel_cross_entropy",
 ]

@@ -18,13 +18,16 @@ if TYPE_CHECKING:  # it needs torch, which the sizes do without
     from megazero.train.origin import Progress
 
 
+# What divides a batch that the ranks can share.
+RULE = "micro-batch size x data-parallel size, and x pipeline ranks with the interleaved schedule"
+
+
 @dataclass(frozen=True)
 class BatchSizeRampup:
     """The global batch, in sequences, over the course of a run. It is the same whatever the layout.
 
-    start, increment, target: these make the global batch sizes in samples; micro_batch * data_parallel divides each
-    size on the way. If start == target, there is no ramp-up. The class trusts its sizes: config/rules.py says which
-    are legal.
+    start, increment, target: these make the global batch sizes in samples. If start == target, there is no ramp-up.
+    The class trusts its sizes: config/rules.py says which are legal.
     """
 
     start: int
@@ -86,6 +89,18 @@ class BatchSizeRampup:
                 break
         return iterations
 
+    def first_uneven(self, unit: int, begin: int) -> tuple[int, int] | None:
+        """Return when, in iterations after `begin` samples, the first size comes that `unit` does not divide, and it.
+
+        Return None if no such size comes.
+        """
+        done = 0
+        for batch, count in self._runs(begin):
+            if batch % unit:
+                return done, batch
+            done += count or 0
+        return None
+
     def _runs(self, begin: int) -> Iterator[tuple[int, int | None]]:
         """Yield (batch, iterations at it) in order from `begin` samples. The last has None, because it has no end."""
         consumed = begin
@@ -103,12 +118,14 @@ class RunLength:
     """How long a run is: its last iteration, the samples consumed by then, and the sizes of the batches up to there.
 
     by_samples: the length was given in samples, so positions of the run count samples instead of iterations.
+    halt: the iteration after which the ramp-up reaches a batch that these ranks cannot share, and why; or None.
     """
 
     batch_sizes: BatchSizeRampup
     last_iteration: int
     samples: int
     by_samples: bool
+    halt: tuple[int, str] | None = None
 
     def position(self, progress: Progress) -> int:
         """Return the iterations done or, where the length is in samples, the samples consumed."""
@@ -119,7 +136,8 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
     """Return the length of a run on ``data_parallel`` ranks that begins at ``begin``.
 
     --train-iters counts iterations whatever their batch; --train-samples ends where the next whole batch would exceed
-    it. Raises ValueError for sizes that do not divide, and for samples that do not fill the first batch.
+    it. Raises ValueError if these ranks cannot share the first batch, or if the samples do not fill it. A later one
+    that they cannot share ends the run there, so that it goes on with other ranks: only the batch in use must divide.
     """
     training, sizes = config.training, BatchSizeRampup.of(config, data_parallel)
     wanted, done = training.train_samples, begin.iteration
@@ -132,4 +150,13 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
             f"--train-samples {wanted} does not fill the first global batch; nearest: {sizes.batch_size(0)}"
         )
     samples = sizes.consumed_after(max(0, last - done), begin.consumed_samples)
-    return RunLength(sizes, last, samples, by_samples=wanted is not None)
+    unit = sizes.quantum * config.micro_batch_multiple
+    uneven, halt = sizes.first_uneven(unit, begin.consumed_samples), None
+    if uneven and done + uneven[0] < last:
+        why = (
+            f"--rampup-batch-size comes to a batch of {uneven[1]}, which is not a multiple of {unit} ({RULE})"
+        )
+        if uneven[0] == 0:
+            raise ValueError(f"{why}; take a number of ranks or a --micro-batch-size for which it is")
+        halt = done + uneven[0], f"{why}; go on with other ranks or another --micro-batch-size"
+    return RunLength(sizes, last, samples, wanted is not None, halt)

@@ -17,16 +17,22 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import store
+from megazero.checkpoint.directory import checkpoint_name
 from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
+from megazero.convert.export import converted_from, finish, write_folder
+from megazero.convert.importing import Published, fill
+from megazero.convert.source import Source
 from megazero.mesh.mesh import Mesh
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import Origin, Progress, world_group
 from megazero.zero import Engine
 from megazero.zero.records import (
+    MASTER,
     NOT_OPTIMIZER,
     RESIDUAL,
+    WEIGHTS,
     load_kinds,
     load_rank_tensors,
     load_records,
@@ -39,7 +45,7 @@ from megazero.zero.records import (
 @dataclass(frozen=True)
 class Checkpointing:
     """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data. scaling: the run's own
-    loss scale."""
+    loss scale. files: small ones by name that every checkpoint holds, those of the tokenizer; on the first rank."""
 
     config: RunConfig
     mesh: Mesh
@@ -47,6 +53,7 @@ class Checkpointing:
     placements: Mapping[str, Placement]
     fingerprint: str
     scaling: LossScaling = field(default_factory=LossScaling)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def _layout(self) -> dict[str, Any]:
@@ -77,10 +84,12 @@ class Checkpointing:
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
             "ordered_for": dict(progress.ordered_for),
+            "owes_evaluation": progress.owes_evaluation,
             "optimizer": self.engine.optimizer.scalars(),
             "engine": self.engine.state(),
             "loss_scaling": self.scaling.state(),
             "tokenizer": self.fingerprint,
+            "losses": dict(progress.losses),
         }
         snapshot = store.Snapshot(
             step=progress.iteration,
@@ -89,6 +98,7 @@ class Checkpointing:
             rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
             layout=self._layout,
             configuration=self.config.to_dict(),
+            files=self.files,
         )
         retention = store.Retention(options.save_keep_last, options.save_retain_interval)
         # A run that resumed from an older checkpoint writes its iterations again.
@@ -99,6 +109,9 @@ class Checkpointing:
 
         Raises CheckpointError if the checkpoint does not fit this run.
         """
+        if origin.published is not None:
+            self._load_published(origin.published)
+            return
         path, manifest, state = origin.path, origin.manifest, origin.state
         if path is None or manifest is None:
             return
@@ -127,6 +140,27 @@ class Checkpointing:
         if options.load_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
 
+    def _load_published(self, published: Published) -> None:
+        """Fill this rank's slices of the weights from a folder of Hugging Face. Collective."""
+        records = load_records(self.engine, self.placements, optimizer=False)
+        doing = f"'{published.folder.path}' not loaded"
+        agree(world_group(), doing, lambda: fill(published, records, (MASTER, WEIGHTS)))
+        self.engine.invalidate()
+
+    def export(self, iteration: int) -> Path | None:
+        """Write the folder of --save-hf from the checkpoint of ``iteration``. Returns it. Collective.
+
+        It returns None if the folder exists, which a run that had ended before finds.
+        """
+        options = self.config.checkpoint
+        assert options.save is not None and options.save_hf is not None
+        source = Source(Path(options.save) / checkpoint_name(iteration))
+        there = agree(world_group(), "--save-hf", lambda: converted_from(Path(options.save_hf or ""), source))
+        if there[0]:
+            return None
+        partial_folder = write_folder(source, Path(options.save_hf), group=world_group())
+        return finish(partial_folder, world_group())
+
     def _moments(self, stored: Mapping[str, Any], path: Path) -> list[str]:
         # From every rank: one that holds no slice has no state of its own, and must decide as the others do.
         held = agree(world_group(), f"'{path}' not loaded", partial(optimizer_kinds, self.engine))
@@ -143,8 +177,8 @@ class Checkpointing:
         if state["tokenizer"] != self.fingerprint:
             raise store.CheckpointError(
                 f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "
-                f"{self.fingerprint[:12]}): name that one with --tokenizer-model, or use --finetune to start a "
-                "new run from its weights"
+                f"{self.fingerprint[:12]}): name that one with --tokenizer-model (or --vocab-file and --merge-file), "
+                "or use --finetune to start a new run from its weights"
             )
 
 

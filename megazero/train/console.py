@@ -117,7 +117,7 @@ def interval_line(mean: IterationMetrics, total: int) -> str:
         f"samples {mean.consumed_samples:,}",
         f"loss {mean.lm_loss:.4f}",
         f"grad norm {mean.grad_norm:.3f}",
-        f"lr {mean.learning_rate:.3e}",
+        f"lr {mean.learning_rate:.3e}{_decoupled(mean)}",
         f"{mean.iteration_time_s * 1000:.0f} ms/iter",
         f"{human_count(mean.tokens_per_s)} tokens/s",
         f"{mean.tflops_per_rank:.3g} TFLOP/s per rank",
@@ -126,6 +126,11 @@ def interval_line(mean: IterationMetrics, total: int) -> str:
     ]
     scale = [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
     return " | ".join(parts + scale + ([f"skipped {skipped}"] if skipped else []))
+
+
+def _decoupled(mean: IterationMetrics) -> str:
+    rate = mean.extra.get("decoupled_learning_rate")
+    return "" if rate is None else f" (embedding and head {rate:.3e})"
 
 
 def human_bytes(count: float) -> str:

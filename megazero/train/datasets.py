@@ -1,18 +1,32 @@
-"""The run's data: its tokenizer and vocabulary, how many samples the run takes, and their order after a resume."""
+"""The run's data: tokenizer and vocabulary, what samples are drawn from, how many, and their order after a resume."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from megazero.config import RunConfig
-from megazero.data import build_datasets, load_tokenizer
-from megazero.data.build import Dataset
+from megazero.config.data_inputs import SPLITS, Blend, parse_blend, parse_weighted_splits
+from megazero.config.sections import DataConfig
+from megazero.data import load_tokenizer
+from megazero.data.build import Dataset, blends_by_share, build_dataset
+from megazero.data.gpt import SampleSpec
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.data.tokenizer_files import tokenizer_options
 from megazero.train.batch_size import RunLength
 from megazero.train.origin import Progress
 
-Datasets = tuple[Dataset | None, Dataset | None]
+Sources = dict[tuple[str, str], Blend | None]  # by part (train, valid, test) and name; None is mock data
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on, and what it evaluates on, by name: ``valid`` while it trains, ``test`` at its end."""
+
+    train: Dataset
+    valid: Mapping[str, Dataset]
+    test: Mapping[str, Dataset]
 
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
@@ -21,7 +35,9 @@ def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     if data.tokenizer_type is None:
         assert config.model.vocab_size, "the configuration refuses an unknown vocabulary"
         return NullTokenizer(config.model.vocab_size - 1).info
-    return load_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size).info
+    return load_tokenizer(
+        data.tokenizer_type, vocab_size=config.model.vocab_size, **tokenizer_options(data)
+    ).info
 
 
 def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
@@ -36,10 +52,29 @@ def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
+def data_sources(data: DataConfig) -> Sources:
+    """Return what is drawn from where. A name is empty unless the data was given one.
+
+    The test share of --split is not drawn from: it is left to whoever evaluates the model.
+    """
+    if data.mock_data:
+        return {("train", ""): None, ("valid", ""): None}
+    if data.data_path:
+        blends = blends_by_share(data.data_path, data.split)
+        return {(split, ""): blends[split] for split in ("train", "valid")}
+    sources: Sources = {}
+    for split in SPLITS:
+        if words := getattr(data, f"{split}_data_path"):
+            sources[split, ""] = parse_blend(words)
+        groups = parse_weighted_splits(getattr(data, f"{split}_weighted_split_paths"))
+        sources |= {(split, name if split != "train" else ""): blend for name, blend in groups.items()}
+    return sources
+
+
 def make_datasets(
     config: RunConfig, tokenizer: TokenizerInfo, length: RunLength, begin: Progress
-) -> tuple[Datasets, Progress]:
-    """Open the training and the validation data; None stands for data that is not used.
+) -> tuple[RunData, Progress]:
+    """Open the data to train on and to evaluate on.
 
     Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
     Raises ValueError if the data is too short for the run.
@@ -48,34 +83,44 @@ def make_datasets(
     assert seq_length
     assert config.batch.global_batch_size
     evaluated = config.training.eval_iters * config.batch.global_batch_size
-    wanted = {"train": length.samples, "valid": evaluated}  # samples from the first one on
-    train, valid, _ = build_datasets(
-        data_path=None if data.mock_data else data.data_path,
-        split=data.split,
-        seq_length=seq_length,
-        seed=config.training.seed,
-        samples=(wanted["train"], wanted["valid"], 0),
-        ordered_for=(begin.ordered_for.get("train", 0), begin.ordered_for.get("valid", 0), 0),
-        tokenizer=tokenizer,
-        cache_dir=data.data_cache_path,
-        eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
+    spec = SampleSpec(
+        seq_length,
+        config.training.seed,
+        tokenizer,
+        data.eod_mask_loss,
+        data.reset_position_ids,
+        data.reset_attention_mask,
     )
-    made = {"train": train, "valid": valid}
-    for name, data_set in made.items():
-        if data_set is not None and len(data_set) < wanted[name]:
+    made: dict[tuple[str, str], Dataset] = {}
+    wanted: dict[str, int] = {}  # samples from the first one on
+    for (split, name), blend in data_sources(data).items():
+        count = length.samples if split == "train" else evaluated
+        if not count:
+            continue
+        label = _label(split, name)
+        before = begin.ordered_for.get(label, 0)
+        made[split, name] = found = build_dataset(
+            split, blend, spec, count, ordered_for=before, cache_dir=data.data_cache_path
+        )
+        wanted[label] = count
+        if len(found) < count:
             raise ValueError(
-                f"the {name} data has {len(data_set)} samples and the run takes {wanted[name]}: lower "
-                f"{_most(name, len(data_set), config, length, begin)}, add data, or give the blend weights "
+                f"the {label} data has {len(found)} samples and the run takes {count}: lower "
+                f"{_most(split, len(found), config, length, begin)}, add data, or give the blend weights "
                 "(they repeat data)"
             )
-    return (train, valid), _keep_order(begin, made, wanted)
+    by_part = {part: {name: d for (split, name), d in made.items() if split == part} for part in SPLITS}
+    progress = _keep_order(begin, {_label(*key): data_set for key, data_set in made.items()}, wanted)
+    return RunData(by_part["train"][""], by_part["valid"], by_part["test"]), progress
 
 
-def _most(name: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
+def _label(split: str, name: str) -> str:
+    return f"{split}/{name}" if name else split
+
+
+def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
     """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
-    if name == "valid":
+    if split != "train":
         return f"--eval-iters to at most {samples // (config.batch.global_batch_size or 1)}"
     if config.training.train_samples is not None:
         return f"--train-samples to at most {samples}"
@@ -83,12 +128,13 @@ def _most(name: str, samples: int, config: RunConfig, length: RunLength, begin: 
     return f"--train-iters to at most {begin.iteration + more}"
 
 
-def _keep_order(begin: Progress, made: Mapping[str, Dataset | None], wanted: Mapping[str, int]) -> Progress:
+def _keep_order(begin: Progress, made: Mapping[str, Dataset], wanted: Mapping[str, int]) -> Progress:
     """``begin`` with the numbers to save, and a note for each data set whose order could not be kept."""
-    numbers, notes = dict(begin.ordered_for), list(begin.notes)
+    numbers, notes = (
+        dict(begin.ordered_for),
+        list(begin.notes),
+    )  # of what is not used now they stay as they were
     for name, data_set in made.items():
-        if data_set is None:  # not used now: it stays as it was
-            continue
         before, numbers[name] = numbers.get(name, 0), data_set.ordered_for
         if before and data_set.ordered_for != before:
             notes.append(
@@ -99,7 +145,7 @@ def _keep_order(begin: Progress, made: Mapping[str, Dataset | None], wanted: Map
 
 
 def _consequence(name: str, begin: Progress) -> str:
-    if name == "valid":
+    if name != "train":
         return (
             "evaluations take other samples from here on, so their losses do not compare with earlier ones. "
             "Keep --eval-iters and --global-batch-size to keep them"

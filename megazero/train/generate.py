@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint import store
-from megazero.checkpoint.manifest import MANIFEST_FILE
 from megazero.config import RunConfig
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer_files import held_tokenizer, load_run_tokenizer
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict
 from megazero.train.parallelize import DTYPES
+
+FilePath = str | Path
 
 
 @dataclass(frozen=True)
@@ -49,43 +51,32 @@ class TextModel:
     tokenizer: Tokenizer
 
 
-def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """Return ``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it.
-
-    Raises CheckpointError if there is none.
-    """
-    root = Path(folder)
-    if (root / MANIFEST_FILE).is_file():
-        return root
-    found = store.latest(root)
-    if found is None:
-        raise store.CheckpointError(
-            f"--load {root} holds no complete checkpoint. Name the folder that was given to --save in training, "
-            "or one of its iter_* folders"
-        )
-    return found
-
-
 def load_text_model(
     folder: str | os.PathLike[str],
     *,
     device: torch.device | str = "cpu",
-    tokenizer_model: str | os.PathLike[str] | None = None,
+    tokenizer_model: FilePath | None = None,
+    vocab_file: FilePath | None = None,
+    merge_file: FilePath | None = None,
 ) -> TextModel:
     """Load the model of the newest checkpoint in ``folder`` and its tokenizer, and check them against each other.
 
-    tokenizer_model: where the tokenizer is now, if it is not where it was in training. On CUDA the parameters have
-    the trained dtype; on a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or
-    ValueError for a checkpoint or tokenizer that is absent, is damaged or belongs to another.
+    tokenizer_model, vocab_file, merge_file: a tokenizer to use instead of the checkpoint's own (checkpoints of before
+    they held one need it where it is not where it was in training). On CUDA the parameters have the trained dtype; on
+    a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or ValueError for a checkpoint
+    or tokenizer that is absent, is damaged or belongs to another.
     """
-    path = find_checkpoint(folder)
+    path = store.find_checkpoint(folder)
     config = RunConfig.from_dict(store.read_manifest(path).configuration)
-    tokenizer = _load_tokenizer(config, tokenizer_model)
+    held = held_tokenizer(config.data.tokenizer_type, path, store.read_manifest(path).files)
+    given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
+    tokenizer = load_run_tokenizer(config, held, given)
     trained_with = store.load(path, records=(), kinds=()).state["tokenizer"]
     if tokenizer.info.fingerprint != trained_with:
         raise store.CheckpointError(
             f"'{path}' was trained with another tokenizer (sha256 {trained_with[:12]}, this one's is "
-            f"{tokenizer.info.fingerprint[:12]}); name that one with --tokenizer-model"
+            f"{tokenizer.info.fingerprint[:12]}); name that one with --tokenizer-model (or --vocab-file and "
+            "--merge-file)"
         )
     dtype = DTYPES[config.precision.params_dtype]
     if torch.device(device).type == "cpu" and dtype.itemsize < 4:
@@ -93,15 +84,6 @@ def load_text_model(
     decoder = Decoder(config.model, device=device, dtype=dtype)
     load_hf_state_dict(decoder, store.load_full(path))
     return TextModel(decoder.eval(), tokenizer)
-
-
-def _load_tokenizer(config: RunConfig, model: str | os.PathLike[str] | None) -> Tokenizer:
-    data, size = config.data, config.model.vocab_size
-    if data.tokenizer_type in (None, "NullTokenizer"):
-        assert size, "a saved configuration has its vocabulary"
-        return load_tokenizer("NullTokenizer", vocab_size=size - 1)
-    assert data.tokenizer_type
-    return load_tokenizer(data.tokenizer_type, Path(model or data.tokenizer_model or ""))
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -129,7 +111,7 @@ def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling:
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(prompt) or [eod]
     for _ in range(count):
-        window = context[-decoder.config.max_position_embeddings :]
+        window = context[-decoder.config.longest_context :]
         logits = decoder.full_logits(torch.tensor([window], device=device))
         token = next_token(logits[0, -1].cpu(), sampling, generator)
         if token == eod:

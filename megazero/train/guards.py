@@ -8,95 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, MappingProxyType
-from typing import Any, Self
+from types import MappingProxyType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-class StopSignals:
-    """Notes a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
-
-    Use it as a context manager in the main thread. A second SIGINT raises KeyboardInterrupt at once; a second one of
-    the other signals changes nothing. The old handlers come back at the end.
-    """
-
-    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
-        self.received: signal.Signals | None = None
-        self._signals = tuple(signals)
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("signal handlers can only be installed in the main thread")
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = self.received or signal.Signals(number)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExitConditions:
-    """Decides when to save a checkpoint and stop before the last iteration.
-
-    exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
-    has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
-    when one was received.
-
-    agree(flag) returns true on every rank if the flag is true on any rank. It is a collective, and is called once per
-    iteration, on all ranks, only if a duration or signals are given.
-    """
-
-    agree: Callable[[bool], bool]
-    exit_interval: int | None = None
-    exit_duration_in_mins: float | None = None
-    signals: StopSignals | None = None
-    began: float = 0.0
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        if self.exit_interval is not None and self.exit_interval < 1:
-            raise ValueError(f"--exit-interval {self.exit_interval} must be at least 1")
-        if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
-            raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
-
-    def reason(self, iteration: int) -> str | None:
-        """Return why to stop after `iteration`, or None. Every rank gets the same answer to whether to stop."""
-        mine = self._own_reason()
-        if (self.signals is not None or self.exit_duration_in_mins is not None) and self.agree(
-            mine is not None
-        ):
-            return mine or "another rank received a signal or reached --exit-duration-in-mins"
-        if self.exit_interval is not None and iteration % self.exit_interval == 0:
-            return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
-        return None
-
-    def _own_reason(self) -> str | None:
-        if self.signals is not None and self.signals.received is not None:
-            return f"received {self.signals.received.name}"
-        minutes = (self.clock() - self.began) / 60
-        if self.exit_duration_in_mins is not None and minutes >= self.exit_duration_in_mins:
-            return f"ran {minutes:.1f} minutes, --exit-duration-in-mins is {self.exit_duration_in_mins:g}"
-        return None
+from megazero.train.exit_status import ExitStatus
 
 
 class NonFiniteLoss(RuntimeError):
     """The loss, or the gradient norm of too many steps in a row, was NaN or infinite."""
+
+    exit_status = ExitStatus.NON_FINITE
 
 
 @dataclass(frozen=True)
@@ -176,6 +99,8 @@ def _shortened(samples: Sequence[int]) -> str:
 
 class RankFailure(RuntimeError):
     """A collective failed because another rank died, hung or left."""
+
+    exit_status = ExitStatus.RANK_LOST
 
 
 # What gloo, NCCL and the store say (torch 2.11 to 2.13), lower case, and what it means.

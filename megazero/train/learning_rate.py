@@ -3,7 +3,8 @@
 Values equal megatron-core's OptimizerParamScheduler (compared bit for bit in the tests). The unit of
 progress is the caller's: iterations or samples, the same one for `consumed`, `warmup`, `decay` and
 `wsd_decay`. Iteration n (counted from 0) uses the rate at the progress made *before* it, so with a
-warm-up from 0 the first iteration has rate 0, as in Megatron. Nothing is stored: a resumed run
+warm-up from 0 the first iteration has rate 0, as in Megatron. A warm-up that is a fraction of
+the decay need not be whole. Nothing is stored: a resumed run
 has the rate of the uninterrupted one by construction. Weight decay is constant.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from megazero.config import RunConfig
 
+DECOUPLED = "decoupled"  # the mark of an optimizer's group whose rate is that of --decoupled-lr
 _FALLING: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
@@ -50,21 +52,28 @@ class LearningRate:
     peak: float
     decay: int
     minimum: float = 0.0
-    warmup: int = 0
+    warmup: float = 0
     warmup_init: float = 0.0
     style: str = "linear"
     wsd_decay: int | None = None
     wsd_style: str = "exponential"
 
     @classmethod
-    def of(cls, config: RunConfig) -> LearningRate:
-        """The learning rate of a resolved configuration, in the unit of its ``lr_lengths``."""
+    def of(cls, config: RunConfig, *, decoupled: bool = False) -> LearningRate:
+        """The learning rate of a resolved configuration, in the unit of its ``lr_lengths``.
+
+        decoupled: that of the embedding and the head. It has the same shape between peak and minimum of its own.
+        """
         optimizer, lengths = config.optimizer, config.lr_lengths
-        assert optimizer.lr, "unresolved configuration"
+        peak, minimum = optimizer.lr, optimizer.min_lr
+        if decoupled and optimizer.decoupled_lr is not None:
+            peak = optimizer.decoupled_lr
+            minimum = minimum if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        assert peak, "unresolved configuration"
         return cls(
-            peak=optimizer.lr,
+            peak=peak,
             decay=lengths.decay,
-            minimum=optimizer.min_lr,
+            minimum=minimum,
             warmup=lengths.warmup,
             style=optimizer.lr_decay_style,
             wsd_decay=lengths.wsd_decay or None,

@@ -48,6 +48,7 @@ class TensorBoardLogger:
 class WandbLogger:
     """Writes one wandb run, which is continued across restarts by its id (new_run_id, kept in the trainer's state).
 
+    entity: the user or team that the project belongs to; without one, wandb's own.
     directory: the folder of its local files (--wandb-save-dir); without one, wandb chooses. Mode and account are
     wandb's own business and variables: WANDB_MODE=offline needs no account. The x axis is `iteration`, so a resume
     from an earlier checkpoint may log again what wandb's own step counter would refuse.
@@ -58,6 +59,7 @@ class WandbLogger:
         project: str,
         *,
         run_id: str,
+        entity: str | None = None,
         name: str | None = None,
         directory: str | None = None,
         config: Mapping[str, Any] | None = None,
@@ -69,6 +71,7 @@ class WandbLogger:
         try:
             self._run = wandb.init(
                 project=project,
+                entity=entity,
                 name=name,
                 id=run_id,
                 dir=directory,

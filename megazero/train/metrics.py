@@ -1,7 +1,8 @@
 """metrics.jsonl has one JSON object per line, and one line per iteration or evaluation.
 
 Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold iteration,
-consumed_samples, eval_lm_loss and eval_ppl. The file is the authority on a run: it survives a kill at any moment, and
+consumed_samples, eval_lm_loss and eval_ppl, and eval_data (a name) where several data sets are evaluated or the test
+data is. The file is the authority on a run: it survives a kill at any moment, and
 after a resume it still has one line per iteration.
 
 Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would not tell a NaN from an
@@ -34,10 +35,11 @@ class IterationMetrics:
     tflops_per_rank counts the model's FLOPs without recompute. memory_bytes is the peak. time_bill has the items of
     timebill.ITEMS in seconds, which add up to iteration_time_s.
 
-    The trainer puts these into extra: batch_size (in samples); bytes (by hop and link class); skipped (1 if there was
-    no update); loss_scale (under fp16, that of the next iteration); fallbacks (lines that say what is sent exactly
-    from now on). Where messages are quantised it also puts quantization_unit (the unit measured in this iteration),
-    and quantization_error_weights and quantization_error_gradients (||sent - exact|| / ||exact||).
+    The trainer puts these into extra: batch_size (in samples); decoupled_learning_rate (under --decoupled-lr); bytes
+    (by hop and link class); skipped (1 if there was no update); loss_scale (under fp16, that of the next iteration);
+    fallbacks (lines that say what is sent exactly from now on). Where messages are quantised it also puts
+    quantization_unit (the unit measured in this iteration), and quantization_error_weights and
+    quantization_error_gradients (||sent - exact|| / ||exact||).
     """
 
     iteration: int

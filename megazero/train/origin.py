@@ -14,7 +14,9 @@ from megazero.checkpoint import store
 from megazero.checkpoint.errors import agree_local
 from megazero.checkpoint.manifest import check_sizes
 from megazero.config import RunConfig
+from megazero.config.published import is_published, published_folder
 from megazero.config.sections import CheckpointConfig
+from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
 
 Answer = TypeVar("Answer")
@@ -26,6 +28,8 @@ SAMPLE_ORDER = (
     ("model", "seq_length"),
     ("data", "data_path"),
     ("data", "split"),
+    ("data", "train_data_path"),
+    ("data", "train_weighted_split_paths"),
     ("data", "mock_data"),
 )
 # What that number was computed from in checkpoints that do not say it.
@@ -42,8 +46,10 @@ class Progress:
     """How far training has come.
 
     run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
-    the start. ordered_for: for each data set ("train", "valid") the number of samples that its order was made for, or
-    0 if the order is the same for any number. It stays the same over restarts, so that a longer run keeps the order.
+    the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
+    was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
+    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
+    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation.
     """
 
     iteration: int = 0
@@ -51,6 +57,8 @@ class Progress:
     run_id: str = ""
     notes: tuple[str, ...] = ()
     ordered_for: Mapping[str, int] = field(default_factory=dict)
+    owes_evaluation: bool = False
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,12 +66,14 @@ class Origin:
     """What a run begins from.
 
     path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
+    published: a folder of Hugging Face, instead of a checkpoint.
     """
 
     progress: Progress = Progress()
     path: Path | None = None
     manifest: store.Manifest | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
+    published: Published | None = None
 
 
 def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
@@ -87,6 +97,14 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     options = config.checkpoint
     if options.load is None:
         return Origin()
+    if is_published(options.load):
+        folder = published_folder(options.load)
+        opened = agree_local(
+            world_group(),
+            f"'{folder}' not loaded",
+            lambda: Published.open(folder, options.accept_field),
+        )
+        return Origin(published=opened)
     path = _agreed_latest(options.load, mesh)
     if path is None:
         return _start_fresh(options, mesh)
@@ -103,7 +121,13 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         *_changed_order(config, manifest.configuration, knows_number),
     )
     progress = Progress(
-        state["iteration"], state["consumed_samples"], state["run_id"], notes, state.get("ordered_for", {})
+        state["iteration"],
+        state["consumed_samples"],
+        state["run_id"],
+        notes,
+        state.get("ordered_for", {}),
+        state.get("owes_evaluation", False),
+        state.get("losses", {}),
     )
     return Origin(progress, path, manifest, state)
 
@@ -165,7 +189,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
     now = config.to_dict()
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
         old, new = before.get(section, {}).get(name), now[section][name]
-        if old != new:
+        if (old or None) != (new or None):  # a checkpoint may be older than the option
             sure = "" if (section, name) in SAMPLE_ORDER else "may "
             yield (
                 f"--{name.replace('_', '-')} was {old} when the checkpoint was written and is {new} now: samples "

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
-from megazero.config.flops import parameter_count
 from megazero.data.files import replacing
 from megazero.mesh.mesh import Mesh
-from megazero.models import Decoder
+from megazero.models import Decoder, architecture_of
 from megazero.models.attention_kernels import math_note
 from megazero.train.console import TrainConsole
 from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
@@ -34,6 +33,17 @@ class Outputs:
     console: TrainConsole
     loggers: Loggers
     metrics: MetricsWriter | None
+
+    def evaluation(self, at: Progress, loss: float, name: str = "") -> None:
+        """Report an evaluation. loss: nats per token. name: of its data; empty for the one validation set."""
+        self.console.evaluation(at.iteration, loss, *([name] if name else []))
+        if self.metrics is None:
+            return
+        extra = {"eval_data": name} if name else {}
+        line = self.metrics.evaluation(at.iteration, at.consumed_samples, loss, **extra)
+        if name:  # a curve of its own in TensorBoard and wandb: eval_lm_loss/NAME
+            line = {key: {name: value} if key.startswith("eval_") else value for key, value in line.items()}
+        self.loggers.log(at.iteration, line)
 
 
 def agree_on_run_id(progress: Progress) -> str:
@@ -70,6 +80,7 @@ def open_outputs(
                 WandbLogger(
                     log.wandb_project,
                     run_id=progress.run_id,
+                    entity=log.wandb_entity,
                     name=log.wandb_exp_name,
                     directory=log.wandb_save_dir,
                     config=resolved,
@@ -86,13 +97,21 @@ def report_start(
     """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     facts: dict[str, object] = {
-        "parameters": f"{parameter_count(decoder.config):,}",
         "device": str(mesh.device),
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
     }
     console.header(f"megazero on {world.world_size} ranks", facts)
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
-    described = config.describe(world)
-    for line in (*progress.notes, *described, *([f"note: {math}"] if math else [])):
+    remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
+    for line in (*progress.notes, *config.describe(world), *remarks):
         console.note(line)
+
+
+def export_note(config: RunConfig) -> str | None:
+    """Return what to say of a model that cannot be exported to Hugging Face, or None if it can."""
+    try:
+        architecture_of(config.model)
+    except ValueError as error:
+        return f"checkpoints of this run cannot be exported: {error}"
+    return None

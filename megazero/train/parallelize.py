@@ -36,6 +36,7 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
+from megazero.train.learning_rate import DECOUPLED
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -74,6 +75,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
     return zero.Policy(
         lifetime=shards.lifetime,
         keep_gathered=shards.keep_gathered,
+        whole_gradients=shards.whole_gradients,
         prefetch_bytes=config.zero.zero_prefetch_bytes,
         chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,
@@ -125,10 +127,13 @@ def shard_decoder(
     policy, optimizer = policy or make_policy(config, mesh), optimizer_factory(config)
     partial_names = decoder.partial_gradients()
     replicated, plain = decoder.replicated_parameters(), decoder.no_weight_decay()
+    apart = decoder.embedding_and_head() if config.optimizer.decoupled_lr is not None else set()
     _refuse_all_exact(decoder, mesh, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
-        options = (("weight_decay", 0.0),) if name in plain else ()
+        options: tuple[tuple[str, Any], ...] = (("weight_decay", 0.0),) if name in plain else ()
+        if name in apart:
+            options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
         span = decoder.replica_span(name)
         return zero.Traits(options, name in replicated, name in partial_names, span=span)
 

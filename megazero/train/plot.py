@@ -12,6 +12,8 @@ from megazero.train.metrics import read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MARKERS = "os^vDPX*"  # one for each data set that is evaluated
+
 
 def plot_loss(
     metrics: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, title: str = "loss"
@@ -49,17 +51,20 @@ def plot_loss(
 
 def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], path: Path, colour: str, prefix: str) -> None:
     train = [line for line in lines if "lm_loss" in line]
-    evaluations = [line for line in lines if "eval_lm_loss" in line]
+    evaluations: dict[str, list[Mapping[str, Any]]] = {}  # by the name of their data
+    for line in lines:
+        if "eval_lm_loss" in line:
+            evaluations.setdefault(line.get("eval_data", ""), []).append(line)
     if not train and not evaluations:
         raise ValueError(f"{path} has no line with lm_loss or eval_lm_loss; is it the right file?")
     if train:
         iterations, losses = [m["iteration"] for m in train], [m["lm_loss"] for m in train]
         axes.plot(iterations, losses, color=colour, linewidth=1, alpha=0.8, label=f"{prefix}train")
-    if evaluations:
-        iterations = [m["iteration"] for m in evaluations]
-        losses = [m["eval_lm_loss"] for m in evaluations]
-        axes.plot(iterations, losses, "o--", color=colour, markersize=5, markeredgecolor="black",
-                  label=f"{prefix}evaluation")  # fmt: skip
+    for number, (data, of_data) in enumerate(evaluations.items()):
+        iterations, losses = [m["iteration"] for m in of_data], [m["eval_lm_loss"] for m in of_data]
+        of_what = f"{prefix}evaluation{f' {data}' if data else ''}"
+        axes.plot(iterations, losses, f"{MARKERS[number % len(MARKERS)]}--", color=colour, markersize=5,
+                  markeredgecolor="black", label=of_what)  # fmt: skip
     resumes = [m["resumed_from"] for m in train if "resumed_from" in m]
     for number, iteration in enumerate(resumes):
         label = f"{prefix}resume" if number == 0 else None

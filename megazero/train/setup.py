@@ -12,16 +12,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
+from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
-from megazero.train.guards import ExitConditions, NonFiniteLoss, RankFailure, StopSignals, readable_failures
+from megazero.train.exit_status import record_status, status_of
+from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
@@ -29,14 +30,20 @@ from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import arrange_ranks, start_rank
+from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
 
 
-def main(config: RunConfig, launch: Launch) -> int:
-    """Train as configured; the process's exit status. Every expected failure is one clear message."""
+def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
+    """Train as configured; the process's exit status. Every expected failure is one clear message.
+
+    signals: what notes the signals that stop the run, already at work. Raises NotStarted.
+    """
     began = time.monotonic()
     trainer: Trainer | None = None
+    if launch.rank == 0:
+        record_status(config.logging.log_dir, None)
     with ExitStack() as stack:
         try:
             with readable_failures(
@@ -45,28 +52,34 @@ def main(config: RunConfig, launch: Launch) -> int:
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: trainer.phase if trainer else "the preparation",
             ):
-                trainer = prepare(config, launch, stack, began)
+                trainer = prepare(config, launch, stack, began, signals)
                 with trainer.outputs.console:
-                    trainer.run()
+                    status = trainer.run()
         except (ValueError, NonFiniteLoss, RankFailure, OSError) as error:
-            _fail(launch, error)
+            _fail(config, launch, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
-            _fail(launch, error)
+            _fail(config, launch, error)
+    if launch.rank == 0:
+        record_status(config.logging.log_dir, status)
     if dist.is_initialized():
+        dist.barrier()  # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED
         dist.destroy_process_group()
-    return 0
+    return status
 
 
-def _fail(launch: Launch, error: Exception) -> None:
+def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
     """Say it and leave without waiting for collectives that can no longer complete."""
+    status = status_of(error)
+    if launch.rank == 0:
+        record_status(config.logging.log_dir, status)
     # A user's mistake is mostly the same on all ranks and said once; what is about one rank is said by it.
     if not isinstance(error, ValueError) or _first_to_say(f"{error}"):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if launch.rank == 0 and launch.world_size > 1:
         time.sleep(1)  # it may hold the store where the others ask whether the message was said
-    os._exit(1)
+    os._exit(status)
 
 
 def _first_to_say(text: str) -> bool:
@@ -80,10 +93,25 @@ def _first_to_say(text: str) -> bool:
         return True
 
 
-def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -> Trainer:
+def _look_for_kill_switch(path: str | None) -> None:
+    """Raise NotStarted on every rank if any rank sees the file. Collective."""
+    if path is None:
+        return
+    seen = [os.path.exists(path)] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(seen, seen[0])
+    if any(seen):
+        raise NotStarted(
+            f"--kill-switch-path {path} is there: the run does not begin; remove the file to start it"
+        )
+
+
+def prepare(
+    config: RunConfig, launch: Launch, stack: ExitStack, began: float, signals: StopSignals | None = None
+) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
-    stack: closes what is opened here. began: time.monotonic() at the start of the process.
+    stack: closes what is opened here. began: time.monotonic() at the start of the process. Raises NotStarted.
     """
     timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
     # First of all the ranks join: from then on the others notice when one of them fails alone (a file that its node
@@ -92,40 +120,50 @@ def prepare(config: RunConfig, launch: Launch, stack: ExitStack, began: float) -
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
     mesh = arrange_ranks(config, launch, device, timeout)
+    _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
     origin = find_origin(config, mesh)
     length = run_length(config, mesh.dp_size, origin.progress)
-    learning_rate = LearningRate.of(config)
-    datasets, progress = make_datasets(config, tokenizer, length, origin.progress)
+    learning_rates = {apart: LearningRate.of(config, decoupled=apart) for apart in (False, True)}
+    data, progress = make_datasets(config, tokenizer, length, origin.progress)
 
     bill = TimeBill()
     decoder = build_decoder(config, mesh, Traffic())
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     scaling = LossScaling.of(config.precision)
-    checkpointing = Checkpointing(config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling)
+    named = tokenizer_options(config.data)
+    files = read_tokenizer_files(config.data.tokenizer_type, named) if mesh.rank == 0 else {}
+    checkpointing = Checkpointing(
+        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, files
+    )
     checkpointing.load(origin)
 
+    if length.halt is not None:
+        notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
     report_start(config, mesh, decoder, progress, outputs.console)
     exits = ExitConditions(
-        agree=lambda flag: bool(mesh.gather_rows(torch.tensor([float(flag)], device=device)).any()),
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
-        signals=stack.enter_context(StopSignals()) if config.training.exit_signal_handler else None,
+        signals=signals,
+        halt=length.halt,
+        kill_switch=config.training.kill_switch_path,
         began=began,
     )
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
+    if signals is not None:
+        signals.training()
     return Trainer(
         decoder,
         engine,
         pipeline,
-        datasets,
+        data,
         length,
-        learning_rate,
+        learning_rates,
         checkpointing,
         outputs,
         exits,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -19,31 +20,36 @@ from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
-from megazero.train.guards import ExitConditions, LocalStep, NonFiniteGuard
-from megazero.train.learning_rate import LearningRate
+from megazero.train.datasets import RunData
+from megazero.train.exit_status import ExitStatus
+from megazero.train.guards import LocalStep, NonFiniteGuard
+from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.stopping import ExitConditions
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
 Batch = dict[str, Any]  # of tensors
-_TRIM_INTERVAL = 10  # iterations
 
 
 class Trainer:
-    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py)."""
+    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py).
+
+    learning_rates: under True that of the embedding and the head, which --decoupled-lr makes another one.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         engine: Engine,
         pipeline: Pipeline,
-        datasets: tuple[Dataset | None, Dataset | None],
+        data: RunData,
         length: RunLength,
-        learning_rate: LearningRate,
+        learning_rates: Mapping[bool, LearningRate],
         checkpointing: Checkpointing,
         outputs: Outputs,
         exits: ExitConditions,
@@ -53,37 +59,44 @@ class Trainer:
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
-        self.train_data, self.valid_data = datasets
-        self.length, self.learning_rate = length, learning_rate
+        self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
+        # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
+        self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def run(self) -> Progress:
-        """Train, and return where it stopped. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
-        assert self.train_data is not None
-        saved_at = self.progress.iteration
-        with self._batches(self.train_data, consumed=self.progress.consumed_samples) as batches:
-            if self.config.training.eval_at_start and self.progress.iteration == 0:
-                self._evaluate()
-            while self.progress.iteration < self.length.last_iteration:
+    def run(self) -> ExitStatus:
+        """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
+        began = saved_at = self.progress.iteration
+        owed = self.progress.owes_evaluation
+        with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
+            self._evaluate_if(self.config.training.eval_at_start and began == 0)
+            reason = self.told
+            while not reason and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
                 self._iterate(batches)
                 iteration = self.progress.iteration
-                if self._due(self.config.training.eval_interval, iteration):
-                    self._evaluate()
-                reason = self.exits.reason(iteration)
+                self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
+                reason = self.told or self.exits.planned(iteration)
                 if reason or self._due(self.config.checkpoint.save_interval, iteration):
                     saved_at = self._save(saved_at)
-                if reason:
-                    self.outputs.console.note(f"stopping after iteration {iteration}: {reason}")
-                    break
+        if reason:
+            self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
         self._save(saved_at)
-        return self.progress
+        if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
+            return ExitStatus.STOPPED
+        if began < self.progress.iteration or owed:
+            self._evaluate(
+                {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
+            )
+        self._export()
+        return ExitStatus.FINISHED
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()
@@ -93,33 +106,36 @@ class Trainer:
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"
         count = self.length.batch_sizes.micro_batches(consumed)
-        learning_rate = self._set_learning_rate()
+        rates = self._set_learning_rates()
         self._set_rounding(iteration)
         with self.bill.span("data"):
             ids = batches.sample_ids(count)
             host = batches.next_step(count)  # held until the norm has been read: the copies are done by then
             step = [self._to_device(batch) for batch in host]
-            divisor = self._valid_tokens(step)
+            divisor = self._valid_tokens(host)
         with self.bill.span("compute"):
             factor, scaled_divisor = self.scaling.factors(divisor, self.mesh.dp_size)
             self.engine.begin_step(count, scaled_divisor, self.pipeline.program(count))
-            local = self._forward_backward(step, ids, factor)
-            # On gloo nobody would move them on while an early stage's ranks wait for the others' losses.
-            self.engine.reductions.drain()
-            loss = self._reduce_sum(local) / divisor
-            own = LocalStep(self.mesh.rank, float(local), tuple(i for row in ids for i in row))
+            self.scalars[0].copy_(self._forward_backward(step, ids, factor))
+            own_reason = self.exits.own_reason()
+            self.scalars[1].fill_(float(own_reason is not None))
+            info = self.engine.step(self.scalars)
+            losses, reasons = zip(*info.scalars, strict=True)
+            self.told = self.exits.told(own_reason, any(reasons))
+            loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
+            own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
             if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
                 self.guard.check_loss(iteration, loss, own, self._gather)
-            info = self.engine.step()
             self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
             self.scaling.update(info.skipped, batches.consumed - consumed)
             for lane in (self.engine.gathers, self.engine.reductions):
                 for name, seconds in lane.take_stalls().items():
                     self.bill.add(name, seconds)
-        if self.mesh.device.type == "cpu" and iteration % _TRIM_INTERVAL == 0:
-            release_free_memory()
-        self.progress = replace(self.progress, iteration=iteration, consumed_samples=batches.consumed)
-        self._log(loss, info, learning_rate, time.perf_counter() - began, batches.consumed - consumed)
+        last = {**self.progress.losses, "lm_loss": loss}
+        self.progress = replace(
+            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
+        )
+        self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -139,41 +155,69 @@ class Trainer:
             self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
         self.engine.exact_gradients = exact
 
-    def _set_learning_rate(self) -> float:
+    def _set_learning_rates(self) -> dict[str, float]:
+        """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
         position = self.length.position(self.progress) - self.scaling.skipped(self.length.by_samples)
-        rate = self.learning_rate(position)
+        rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.optimizer.torch.param_groups:
-            group["lr"] = rate
-        return rate
+            group["lr"] = rates[group.get(DECOUPLED, False)]
+        apart = self.config.optimizer.decoupled_lr is not None
+        return {"learning_rate": rates[False]} | ({"decoupled_learning_rate": rates[True]} if apart else {})
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
-    def _evaluate(self) -> None:
-        """Report the mean loss over the same eval_iters global batches each time: there is no sampling noise."""
-        config = self.config
-        if self.valid_data is None:
-            return
+    def _evaluate_if(self, due: bool) -> None:
+        """Evaluate if it is due, now or from before a restart, unless the run is told to stop.
+
+        What is left out or broken off for that is owed: a resume makes up for it first.
+        """
+        due = due or self.progress.owes_evaluation
+        if due and not self.told:
+            self._evaluate(self.data.valid)
+        self.progress = replace(self.progress, owes_evaluation=bool(due and self.told))
+
+    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> None:
+        """Report the mean loss of each data set, by its name, until the run is told to stop."""
         self.phase = f"evaluation at iteration {self.progress.iteration}"
+        for name, data_set in data_sets.items():
+            loss = self._mean_loss(data_set)
+            if loss is None:
+                break
+            self.outputs.evaluation(self.progress, loss, name)
+            key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
+            self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
+
+    def _mean_loss(self, data_set: Dataset) -> float | None:
+        """Return the loss over the same eval_iters global batches each time: there is no sampling noise.
+
+        It is None if the run was told to stop between two batches.
+        """
+        config = self.config
         micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
         assert micro and full
         per_step = full // (micro * self.mesh.dp_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.decoder.eval()
-        with self._batches(self.valid_data) as batches, self.engine.evaluation():
+        with self._batches(data_set) as batches, self.engine.evaluation():
             for _ in range(config.training.eval_iters):
                 step = [MicroBatch(**self._to_device(batch)) for batch in batches.next_step(per_step)]
                 losses = self.pipeline.evaluate(step)
                 if losses is not None:
                     sums[0] += losses.sum()
                 sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
+                self._ask_for_reasons()
+                if self.told:
+                    break
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
-        loss = float(rows[0] / rows[1].clamp(min=1))
         self.engine.traffic.take()  # of no iteration
-        self.outputs.console.evaluation(self.progress.iteration, loss)
-        if self.outputs.metrics is not None:
-            at = self.progress
-            line = self.outputs.metrics.evaluation(at.iteration, at.consumed_samples, loss)
-            self.outputs.loggers.log(at.iteration, line)
+        return None if self.told else float(rows[0] / rows[1].clamp(min=1))
+
+    def _ask_for_reasons(self) -> None:
+        """Exchange the ranks' reasons to stop by themselves, where there is no step that does. Collective."""
+        if self.exits.may_be_told:
+            own = self.exits.own_reason()
+            flag = torch.tensor([float(own is not None)], device=self.mesh.device)
+            self.told = self.exits.told(own, bool(self.mesh.gather_rows(flag).any()))
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration
@@ -184,6 +228,20 @@ class Trainer:
         path = self.checkpointing.save(self.progress)
         self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
         return iteration
+
+    def _export(self) -> None:
+        """Write the folder of --save-hf when the training is over, not where it stops on the way."""
+        if self.config.checkpoint.save_hf is None or self.progress.iteration < self.length.last_iteration:
+            return
+        self.phase = "writing --save-hf"
+        began = time.perf_counter()
+        folder = self.checkpointing.export(self.progress.iteration)
+        done = (
+            f"wrote {folder} in {time.perf_counter() - began:.1f} s"
+            if folder
+            else "--save-hf is there already"
+        )
+        self.outputs.console.note(done)
 
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0
@@ -202,17 +260,16 @@ class Trainer:
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _valid_tokens(self, step: Sequence[Batch]) -> float:
-        """The number of tokens of the global batch that count in the loss, at least 1."""
+        """The number of tokens of the global batch that count in the loss, at least 1.
+
+        step: on the host, where the number is exchanged, too: the device is not waited for.
+        """
         tokens = sum(b["loss_mask"].numel() for b in step) * self.mesh.dp_size
         if not self.config.data.eod_mask_loss:
             return float(tokens)
         own = torch.stack([b["loss_mask"].sum(dtype=torch.float64) for b in step]).sum()
-        return max(1.0, self._reduce_sum(own))
-
-    def _reduce_sum(self, value: torch.Tensor) -> float:
-        """Sum a scalar over the last stage's data-parallel ranks, in rank order; tp ranks hold equal values."""
-        rows = self.mesh.gather_rows(value.double().reshape(1))
-        return self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item()
+        rows = self.mesh.gather_rows(own.reshape(1))
+        return max(1.0, self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item())
 
     def _gather(self, own: LocalStep) -> list[LocalStep]:
         if self.mesh.world_size == 1:
@@ -221,7 +278,9 @@ class Trainer:
         dist.all_gather_object(every, own)
         return [each for each in every if each is not None]
 
-    def _log(self, loss: float, info: StepInfo, learning_rate: float, seconds: float, samples: int) -> None:
+    def _log(
+        self, loss: float, info: StepInfo, rates: dict[str, float], seconds: float, samples: int
+    ) -> None:
         traffic = self.engine.traffic.take()
         length = self.config.model.seq_length
         assert length
@@ -231,7 +290,7 @@ class Trainer:
             consumed_samples=self.progress.consumed_samples,
             lm_loss=loss,
             grad_norm=info.grad_norm,
-            learning_rate=learning_rate,
+            learning_rate=rates.pop("learning_rate"),
             iteration_time_s=seconds,
             tokens_per_s=samples * length / seconds,
             tflops_per_rank=flops / seconds / self.mesh.world_size / 1e12,
@@ -239,7 +298,13 @@ class Trainer:
             inter_node_bytes=traffic.pop("inter_node_bytes"),
             memory_bytes=peak_memory(self.mesh.device),
             time_bill=self.bill.close(seconds),
-            extra={"batch_size": samples, **_events(info), **self.scaling.metrics(), "bytes": traffic},
+            extra={
+                "batch_size": samples,
+                **rates,
+                **_events(info),
+                **self.scaling.metrics(),
+                "bytes": traffic,
+            },
         )
         for line in info.fallbacks:
             self.outputs.console.warning(line)
@@ -256,18 +321,6 @@ def _events(info: StepInfo) -> dict[str, Any]:
         out["quantization_unit"] = info.sampled
         out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
     return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
-
-
-def release_free_memory() -> None:
-    """Give glibc's free memory back to the system.
-
-    Aligned allocations in glibc reuse free chunks badly. Without this call a rank that held 0.63 GB grew by 3 MB in
-    each step (2 ranks, 8M parameters). With it the rank stays at 0.63 GB, and steps are not slower (199 ms; 207 ms
-    without).
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def peak_memory(device: torch.device) -> int:

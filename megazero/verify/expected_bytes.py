@@ -15,7 +15,8 @@ from megazero.config import RunConfig, World
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.models import Decoder
 from megazero.plan import communication
-from megazero.plan.communication import Activation, Bytes, Copies, Formats, UnitShape
+from megazero.plan.communication import Activation, Bytes, Formats, UnitShape
+from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.train.batch_size import BatchSizeRampup
@@ -67,11 +68,13 @@ class ExpectedBytes:
         ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
         total += communication.pipeline(schedule, grid, rank, activation)
-        again = communication.recomputed(
-            config.training.recompute_granularity, activation.sequence_parallel, model.hidden_dropout > 0
-        )
-        wide = max(activation.width, 4)
-        total += communication.tensor_parallel(decoder.stages, schedule[pp], activation, again, wide)
+        granularity, wide = config.training.recompute_granularity, max(activation.width, 4)
+        after = model.hidden_dropout > 0 or model.transformer_block_type == "output-norm"
+        again = communication.recomputed(granularity, activation.sequence_parallel, after)
+        norms = (0, 0)
+        if model.qk_norm == "all-heads":
+            norms = communication.split_norms(granularity, activation, wide)
+        total += communication.tensor_parallel(decoder.stages, schedule[pp], activation, again, wide, norms)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _decoder(self, pp: int, tp: int) -> Decoder:
@@ -111,7 +114,8 @@ class ExpectedBytes:
                     owner.update({id(fresh[name]): len(units) for name in group})
                     units.append(self._shape(decoder, {n: fresh[n] for n in group}, rank, is_tied))
                 uses[-1].append(list(dict.fromkeys(owner[id(p)] for p in module.parameters())))
-        return units, Copies(uses, self.shards.keep_gathered)
+        shards, ahead = self.shards, self.config.zero.zero_prefetch_bytes
+        return units, Copies(uses, shards.keep_gathered, ahead, shards.whole_gradients)
 
     def _groups(
         self, fresh: Mapping[str, nn.Parameter], tied: Mapping[str, str]

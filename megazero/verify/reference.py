@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +42,8 @@ class Reference:
 
     def train(self, steps: int) -> Curve:
         """Train for ``steps`` steps from the initial weights."""
-        clip, plain = self.config.optimizer.clip_grad, self.decoder.no_weight_decay()
-        named = dict(self.decoder.named_parameters())
-        decayed = {"params": [p for n, p in named.items() if n not in plain]}
-        others = {"params": [p for n, p in named.items() if n in plain], "weight_decay": 0.0}
-        optimizer = optimizer_factory(self.config)([decayed, others])
+        clip, named = self.config.optimizer.clip_grad, dict(self.decoder.named_parameters())
+        optimizer = optimizer_factory(self.config)(self._groups(named))
         initial, losses = _arrays(named), list[float]()
         for step in range(steps):
             optimizer.zero_grad()
@@ -54,6 +52,17 @@ class Reference:
                 torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), clip)
             optimizer.step()
         return Curve(losses, initial)
+
+    def _groups(self, named: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
+        """Return a group for each parameter, with the options that are its own."""
+        plain, apart = self.decoder.no_weight_decay(), self.decoder.embedding_and_head()
+        rate = self.config.optimizer.decoupled_lr
+        return [
+            {"params": [p]}
+            | ({"weight_decay": 0.0} if name in plain else {})
+            | ({"lr": rate} if rate is not None and name in apart else {})
+            for name, p in named.items()
+        ]
 
     def gradients(self, weights: Mapping[str, np.ndarray], step: int, without_last: bool = False) -> Tensors:
         """Return the gradients (fp64) of a step's mean loss at these weights.

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from math import lcm
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
@@ -24,6 +23,9 @@ from megazero.verify.shrink_world import SubLayout, sub_layout
 LOSS_SCALE = 1024.0
 HEAD, SEQUENCE, BLOCK = 4, 8, 8  # width of a head, tokens, elements of a quantised block
 INIT_STD = 0.03  # well-conditioned in fp32 at these sizes
+# With norms of queries and keys, which are small here, so that their scores would not be: one fp32 rank of OLMo 2 is
+# 1.2e-6 to 2.6e-6 from the truth with 1e-5, and 4e-7 to 6e-7 with this.
+QK_NORM_EPSILON = 1e-2
 CARRIED = ("model", "parallel", "zero", "precision", "optimizer", "batch", "training")
 # Of the data, what the model computes by.
 OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask")
@@ -36,12 +38,14 @@ RESET = (
     "lr_warmup_samples",
     "lr_warmup_fraction",
     "min_lr",
+    "decoupled_min_lr",
     "lr_wsd_decay_style",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",
     "exit_interval",
     "exit_duration_in_mins",
     "exit_signal_handler",
+    "kill_switch_path",
     "eval_interval",
     "eval_at_start",
     "distributed_timeout_minutes",
@@ -80,8 +84,13 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     values |= _zero(config, world, layout, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
+    if config.optimizer.decoupled_lr is not None:
+        assert config.optimizer.lr
+        values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
+    if config.model.qk_norm != "none":
+        values["norm_epsilon"] = QK_NORM_EPSILON
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:
         values["loss_scale"] = LOSS_SCALE
     if config.quantized_gradients_end is not None:
@@ -187,8 +196,8 @@ def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
     """
     m = config.model
     divisible, exactly = min(m.make_vocab_size_divisible_by, 8), m.pad_vocab_size_to
-    unit = lcm(divisible, tp)
-    full = lcm(m.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
+    unit = divisible * tp
+    full = m.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     padded = m.vocab_size is None or (
         m.vocab_size % full != 0 if exactly is None else m.vocab_size != exactly
     )
@@ -241,11 +250,14 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
 
 
 def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return (elements on a rank, shrunk) of norms, and of the biases of the MLP where the MLP has some."""
+    """Return (elements on a rank, shrunk) of norms, of those of single heads where there are some, and of the MLP's
+    biases where it has some.
+    """
     m, full_tp = config.model, config.parallel.tensor_model_parallel_size
     assert m.hidden_size and m.ffn_hidden_size
     biases = [(m.ffn_hidden_size // full_tp, values["ffn_hidden_size"] // tp)] if m.add_bias_linear else []
-    return [(m.hidden_size, values["hidden_size"]), *biases]
+    heads = [(m.kv_channels, values["kv_channels"])] if m.qk_norm == "head" else []
+    return [(m.hidden_size, values["hidden_size"]), *heads, *biases]
 
 
 def _layer_numel(model: Mapping[str, Any]) -> int:
@@ -260,6 +272,10 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         "data are made-up tokens, a fifth of which do not count in the loss; the learning rate is constant; initial "
         f"weights have a standard deviation of {INIT_STD}"
     ]
+    if config.model.qk_norm != "none":
+        notes.append(
+            f"norms have an epsilon of {QK_NORM_EPSILON:g}, with which small sizes are well-conditioned"
+        )
     if config.model.vocab_size is None:
         notes.append("the vocabulary is the tokenizer's, which is not read: one that needs padding is run")
     if config.zero.zero_weight_error_bound or config.zero.zero_gradient_error_bound:

@@ -144,7 +144,7 @@ def _make_unit(
     policy: Policy,
     traits: Mapping[str, Traits],
 ) -> Unit:
-    levels = Levels.of(mesh)
+    levels = Levels.of(mesh, policy.whole_gradients)
     ordered = sorted(params, key=lambda n: repr(traits[n]))  # stable: like traits lie together, few runs
     codecs = _unit_codecs(policy.codecs, dtype)
     exact = frozenset(

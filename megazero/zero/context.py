@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megazero.comm.lane import Leg
 from megazero.comm.traffic import Traffic
+from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Axis
 from megazero.zero.policy import Policy
 from megazero.zero.program import IssueHash
@@ -19,6 +20,7 @@ class Context:
 
     axes: the data-parallel sub-axes, innermost first. rounding, traffic: those of the whole engine.
     issued: the hash of all collectives that this rank has issued in the step.
+    arena: holds the buffers that pass: what hops send and receive, and what their coding needs.
     """
 
     axes: Sequence[Axis]
@@ -26,6 +28,11 @@ class Context:
     rounding: Rounding
     traffic: Traffic
     issued: IssueHash
+    arena: Arena
+
+    def frame(self) -> Frame:
+        """Return a new frame of passing buffers on this rank's device."""
+        return self.arena.frame(self.rounding.device)
 
     def axis(self, level: int) -> Axis:
         """Return the sub-axis between level - 1 and ``level``."""

@@ -20,23 +20,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megazero.comm.lane import Lane
 from megazero.comm.traffic import Traffic
+from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
 from megazero.zero.context import Context
 from megazero.zero.feedback import commit_residual
 from megazero.zero.gather import Gatherer
-from megazero.zero.grad_norm import exchange_scalars, sum_partial
+from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
 from megazero.zero.hooks import Hooks
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, IssueHash, Segment
 from megazero.zero.reduce import Reducer
-from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding
+from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, unit_names
 from megazero.zero.unit import Unit
 
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
@@ -48,7 +48,8 @@ class StepInfo:
 
     sampled: the name of the unit whose rounding was measured. errors: ||sent - exact|| / ||exact|| over all ranks
         of its 'weights' and 'gradients', each only if it was sent quantised. fallbacks: one line for each unit
-        whose error was above the policy's bound. It sends exactly from the next step on.
+        whose error was above the policy's bound. It sends exactly from the next step on. scalars: what every rank
+        gave to ``step``, by rank.
     """
 
     grad_norm: float
@@ -56,6 +57,7 @@ class StepInfo:
     sampled: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
+    scalars: Rows = ()
 
 
 class Engine:
@@ -79,10 +81,15 @@ class Engine:
         self.gathers = Lane("gather", mesh.device, mesh.rank, timed)
         self.reductions = Lane("reduce", mesh.device, mesh.rank, timed)
         self.issued = IssueHash()
-        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, unit_names(mesh, self.units))
+        self.arena = Arena()
+        for unit in self.units:
+            unit.arena = self.arena
+        names = unit_names(mesh, self.units)
+        self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, self.arena, names)
+        self.scalars = StepScalars(mesh)
         self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
-        context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued)
+        context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued, self.arena)
         self.gatherer = Gatherer(self.units, context, self.gathers)
         self.reducer = Reducer(self.units, context, self.reductions)
         self.hooks = Hooks(module, plan, self.gatherer, self.reducer)
@@ -134,8 +141,11 @@ class Engine:
         self.hooks.poll()
         return self.gathers.busy or self.reductions.busy
 
-    def step(self) -> StepInfo:
+    def step(self, scalars: torch.Tensor | None = None) -> StepInfo:
         """Finish the reductions, take the global norm, clip, and update the master weights.
+
+        scalars: numbers of this rank, 1-D on the mesh's device, as many on every rank (a loss, say). They travel with
+            the norm, and all ranks' are in StepInfo.scalars: on CUDA the host waits once a step, for all of it.
 
         A norm that is not finite skips the update on every rank. Raises RuntimeError if the number of backwards is
         not what begin_step was told.
@@ -145,20 +155,21 @@ class Engine:
             self.reducer.join_ends(self.mesh.ends)
         self.reducer.wait()
         self.gatherer.drop_all()  # what ran ahead and was not used may still be reading the master weights
-        if self.mesh.device.type == "cuda":
-            # The norm is read by the host below: standing here instead keeps the reductions' tail out of the
-            # optimizer's time.
-            torch.cuda.current_stream().synchronize()
         with self.timed("optimizer"):
-            norm, errors = self._exchange()
-            skipped = not math.isfinite(norm)
-            if not skipped:
+            self._open_scalars(scalars)
+        # Not in the optimizer's time: here ranks wait for slower ones, and on CUDA the host for the backward's end.
+        self.scalars.exchange(self.traffic)
+        norm, errors, told = self.scalars.read()
+        norm /= self.divisor
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            with self.timed("optimizer"):
                 self.optimizer.scale(clip_factor(norm, self.clip_norm, self.divisor))
                 self.optimizer.update()
         sampled = self.rounding.sampled
         assert sampled is not None
         self._end_step(updated=not skipped)
-        return StepInfo(norm, skipped, sampled, errors, tuple(self._fall_back(sampled, errors)))
+        return StepInfo(norm, skipped, sampled, errors, tuple(self._fall_back(sampled, errors)), told)
 
     def abort_step(self) -> None:
         """Give up the open step on every rank alike (after an exception). Gradients are forgotten, not used."""
@@ -290,16 +301,18 @@ class Engine:
         for binding in unit.bindings:
             binding.accept()
 
-    def _exchange(self) -> tuple[float, dict[str, float]]:
-        """Return norm over unique slices and sampled rounding errors; ranks compare hashes of what they issued."""
-        sum_partial(self.optimizer.runs, self.mesh.tp, self.traffic)
-        second_end = self.mesh.ends is not None and self.mesh.ends.index > 0
-        tp = self.mesh.tp
-        square = self.optimizer.squared_norm(tp.index, tp.size, count_tied=not second_end)
-        norm, errors = exchange_scalars(
-            self.mesh, square, self.issued.take(), self.rounding.take(), self.traffic
-        )
-        return norm / self.divisor, errors
+    def _open_scalars(self, extra: torch.Tensor | None) -> None:
+        """Write this rank's row: norm over unique slices, hash of what was issued, rounding errors, caller's own."""
+        tp, ends = self.mesh.tp, self.mesh.ends
+        with self.arena.frame(self.mesh.device) as frame:
+            sum_partial(self.optimizer.runs, tp, frame, self.traffic)
+        row = self.scalars.open(extra)
+        if self.mesh.is_replica:  # another rank counts the same slices
+            row[0].zero_()
+        else:
+            self.optimizer.squared_norm((tp.index, tp.size), ends is None or ends.index == 0, out=row[0])
+        row[1].fill_(float(self.issued.take()))
+        self.rounding.take(out=row[2:OWN])
 
     def _send_exactly(self, name: str, kind: str) -> None:
         if name in self.rounding.names:
@@ -330,12 +343,3 @@ class Engine:
                 commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducer.exact)
         self.rounding.updates += int(updated)
         self.hooks.close_step()
-
-
-def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
-    """Return the names of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
-    names: list[list[str]] = [[u.name for u in units]]
-    if mesh.pp.size > 1:
-        names = [[] for _ in range(mesh.pp.size)]
-        dist.all_gather_object(names, [u.name for u in units], group=mesh.pp.gather_group)
-    return list(dict.fromkeys(name for stage in names for name in stage))

@@ -11,12 +11,11 @@ had been given at the lane's last ``follow`` and not behind what it was given si
 all compute that was enqueued before it. ``follow`` is called at every drop, and when gathers begin outside of
 a step (``begin_step``, evaluation, ``gathered``, ``refresh``, a forward between steps). That is enough:
 
-- Memory. Buffers that come and go (full, copy, passing messages) are allocated inside chains, so the
-allocator takes
+- Memory. Buffers that come and go (full, copy) are allocated inside chains, so the allocator takes
   them from blocks that were allocated on the same stream before. Such a block came free in a chain of that
   stream (then the order of the stream is enough) or by a drop. Before a drop the compute stream has waited
   for every chain that wrote or read the buffer, and all that reads it has been enqueued: what follows the
-  drop follows those.
+  drop follows those. Passing messages are taken and closed inside one chain (kernels/arena.py).
 - Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step
 and the
   next time that gathers begin, with nothing in flight (``drop_all``). Chains of one unit follow each other.
@@ -27,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 
 import torch
@@ -35,6 +34,8 @@ import torch
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import start_gather
 from megazero.comm.lane import Chain, Lane
+from megazero.kernels.accumulate import accumulate as add_to
+from megazero.kernels.arena import Take
 from megazero.zero.context import Context
 from megazero.zero.layout import Slice
 from megazero.zero.program import EVALUATION, Program, Segment
@@ -50,7 +51,8 @@ class Gatherer:
         self.units, self.context, self.lane = units, context, lane
         self.program = Program()
         self.index = {u: i for i, u in enumerate(units)}
-        self.ahead: set[Unit] = set()  # gathered or on the way before use
+        self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
+        self.coming: set[Unit] = set()  # those and the ones in use now that are to stay for a later module
 
     @property
     def evaluating(self) -> bool:
@@ -82,34 +84,38 @@ class Gatherer:
         """Start gathers of what comes next: all that the next module needs, and more within the policy's
         bytes.
 
-        The next module is the first one that needs what is not here, or what was started ahead of it.
+        The next module is the first one that needs what is not here, or what was started ahead of it. What is in use
+        now and comes again within the bytes is noted, and then stays: to drop it would mean to gather it again at
+        once.
         """
         # Bounded in uses, too: a long evaluation is one segment of many forwards.
         modules = islice(self.program.upcoming(), 2 * len(self.units))
-        awaited = ([u for u in map(self.units.__getitem__, needs) if self._awaited(u)] for needs in modules)
-        coming = (units for units in awaited if units)
-        following = next(coming, [])
+        needed = ([self.units[i] for i in needs] for needs in modules)
+        self.coming.clear()
+        following: list[Unit] = []
+        while not any(map(self._awaited, following)) and (units := next(needed, None)):
+            following = units
+            self._start(units)
         budget = self.context.policy.prefetch_bytes
         budget -= sum(u.gather_bytes for u in self.ahead.difference(following))
-        self._start(following)
-        for units in coming:
-            for unit in units:
-                if unit not in self.ahead:
-                    budget -= unit.gather_bytes
-                    if budget < 0:
-                        return
-                    self._start([unit])
+        for unit in chain.from_iterable(needed):
+            if unit not in self.coming:
+                budget -= self._further_bytes(unit)
+                if budget < 0:
+                    return
+                self._start([unit])
 
     def release(self, unit: Unit) -> None:
-        """Drop the gathered parameters unless someone uses them now or next."""
+        """Drop the gathered parameters unless someone uses them now or soon."""
         if not unit.levels.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
             return
-        keep = (
-            self.context.policy.keep_gathered and not self.evaluating and self.program.returns_to(unit.part)
-        )
-        if keep or self.program.next_is(self.index[unit]):
+        if self._kept(unit):
+            hide(unit)
+        elif unit in self.coming:
+            self.ahead.add(unit)
             hide(unit)
         elif unit.full_present:
+            self.ahead.discard(unit)
             self.lane.follow()
             unit.drop_full()
 
@@ -118,31 +124,47 @@ class Gatherer:
         self.lane.drain()
         self.lane.follow()
         self.ahead.clear()
+        self.coming.clear()
         for unit in self.units:
             unit.ticket = None
             if unit.levels.p and not unit.pinned:
                 unit.drop_full()
 
     def _awaited(self, unit: Unit) -> bool:
-        """Whether the unit has to be gathered for a later module, or is on its way to one."""
+        """Whether the unit has to be gathered for a later module, or is here or on its way for one."""
         return unit in self.ahead or not unit.ready and unit.ticket is None
 
+    def _kept(self, unit: Unit) -> bool:
+        """Whether the unit stays gathered between its uses whatever comes next."""
+        if not self.context.policy.keep_gathered or self.evaluating:
+            return False
+        return self.program.returns_to(unit.part)
+
+    def _further_bytes(self, unit: Unit) -> int:
+        """How many bytes the unit takes for a later module that are not counted yet."""
+        if unit in self.ahead:
+            return 0
+        in_use = not self._awaited(unit)
+        return 0 if in_use and (not unit.levels.p or self._kept(unit)) else unit.gather_bytes
+
     def _start(self, units: Sequence[Unit]) -> None:
+        """Gather what is not here yet, ahead of use, and note that all of these are to stay."""
+        self.coming.update(units)
         for unit in units:
-            if unit not in self.ahead:
+            if self._awaited(unit) and unit not in self.ahead:
                 self._launch(unit)
                 self.ahead.add(unit)
 
     def _launch(self, unit: Unit) -> None:
         self.context.issued.add(f"g{self.index[unit]}")
-        chain = gather_chain(unit, self.context)
+        moves = gather_chain(unit, self.context)
         refreshed = [hop.level for hop in unit.refresh_hops if unit.stale]
         gathered = [hop.level for hop in unit.gather_hops]
         plan = (*self.context.legs("refresh", refreshed), *self.context.legs("gather", gathered))
         if plan:
-            unit.ticket = self.lane.submit(unit.name, plan, chain)
+            unit.ticket = self.lane.submit(unit.name, plan, moves)
         else:
-            deque(chain, maxlen=0)
+            deque(moves, maxlen=0)
 
 
 def gather_chain(unit: Unit, context: Context) -> Chain:
@@ -157,13 +179,16 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
     unit.materialise_full()
     if not unit.gather_hops:
         return
-    every = unit.full if unit.direct else unit.new_wire(0)
-    for hop in unit.gather_hops:
-        own = unit.copy if hop.level == unit.levels.p else every[hop.own]
-        yield start_gather(context.axis(hop.level), every[hop.into], own, "gather", context.traffic)
-    if not unit.direct:
-        rows = prod(unit.wire.sizes)
-        unit.codec.decode(every.view(rows, -1), *Slice(unit.layout, unit.full, 0).rows(0, rows))
+    with context.frame() as frame:
+        every = unit.full
+        if not unit.direct:
+            every = frame.take(unit.wire.level_numel(0), unit.codec.wire_dtype)
+        for hop in unit.gather_hops:
+            own = unit.copy if hop.level == unit.levels.p else every[hop.own]
+            yield start_gather(context.axis(hop.level), every[hop.into], own, "gather", context.traffic)
+        if not unit.direct:
+            rows = prod(unit.wire.sizes)
+            unit.codec.decode(every.view(rows, -1), *Slice(unit.layout, unit.full, 0).rows(0, rows))
 
 
 def _refresh(unit: Unit, context: Context) -> Chain:
@@ -172,18 +197,19 @@ def _refresh(unit: Unit, context: Context) -> Chain:
     Each OS slice (or its difference to R) is encoded once per update, and the messages are all-gathered over
     the axes between P and OS.
     """
-    messages = unit.open_refresh()
-    _encode(unit, messages, context)
-    for hop in unit.refresh_hops:
-        own, into = messages[hop.own], messages[hop.into]
-        yield start_gather(context.axis(hop.level), into, own, "refresh", context.traffic)
-    if unit.delta or not (unit.levels.p or unit.direct):  # else they were received in the P copy
-        rows = prod(unit.refresh_wire.sizes[unit.levels.p :])
-        regions = Slice(unit.layout, unit.copy, unit.levels.p).rows(unit.levels.p, rows)
-        if unit.delta and isinstance(unit.refresh_codec, Blockwise):
-            unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
-        else:
-            unit.refresh_codec.decode(messages.view(rows, -1), *regions)
+    with context.frame() as frame:
+        messages = unit.open_refresh(frame.take)
+        _encode(unit, messages, context)
+        for hop in unit.refresh_hops:
+            own, into = messages[hop.own], messages[hop.into]
+            yield start_gather(context.axis(hop.level), into, own, "refresh", context.traffic)
+        if unit.delta or not (unit.levels.p or unit.direct):  # else they were received in the P copy
+            rows = prod(unit.refresh_wire.sizes[unit.levels.p :])
+            regions = Slice(unit.layout, unit.copy, unit.levels.p).rows(unit.levels.p, rows)
+            if unit.delta and isinstance(unit.refresh_codec, Blockwise):
+                unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
+            else:
+                unit.refresh_codec.decode(messages.view(rows, -1), *regions)
     unit.copy_version = unit.master_version
     used = partial(used_weights, unit)
     context.rounding.measure(unit, unit.refresh_codec, WEIGHTS, unit.master, used)
@@ -196,27 +222,32 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
     message = messages[own.span].view(1, -1)
     source = Slice(unit.layout, unit.master, levels.os).rows(levels.os, 1)
     if unit.direct and not unit.delta:
-        # A cast, or nothing where master is the copy.
-        unit.codec.decode(unit.codec.encode(source[0]), message)
+        unit.codec.encode(source[0], out=message)  # a cast, or nothing where master is the copy
         return
-    if unit.delta and unit.codecs.weights is not None:
-        held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
-        source[0] = source[0].to(unit.dtype).to(unit.sum_dtype) - held
     start = unit.layout.pieces(levels.os)[0].start
     noise = context.rounding.noise(unit, "refresh", start)
-    unit.refresh_codec.encode(*source, noise=noise, out=message)
+    with context.frame() as frame:
+        if unit.delta and unit.codecs.weights is not None:
+            held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
+            rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source[0])
+            difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)
+            source[0] = add_to(difference.copy_(rounded), held, alpha=-1.0)
+        unit.refresh_codec.encode(*source, noise=noise, out=message)
 
 
-def used_weights(unit: Unit) -> torch.Tensor:
+def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
     """Return what forwards see of this rank's OS slice, once the P copy is current: compact [n/OS],
-    master's dtype.
+    master's dtype. It lies in a buffer from ``take``; without one it is a new tensor.
     """
-    levels = unit.levels
+    take = take or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=unit.device))
+    levels, numel = unit.levels, unit.layout.level_numel(unit.levels.os)
+    out = take(numel, unit.sum_dtype)
     if unit.delta or not levels.p:
-        rows = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)
-        return torch.cat([r.view(-1) for r in rows]).to(unit.sum_dtype)
-    out = torch.empty(unit.layout.level_numel(levels.os), dtype=unit.dtype, device=unit.device)
+        held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)
+        for rows, used in zip(held, Slice(unit.layout, out, levels.os).rows(levels.os, 1), strict=True):
+            used.copy_(rows)
+        return out
     (own,) = unit.wire.within(levels.os, levels.p)
-    message = unit.copy[own.span].view(1, -1)
-    unit.codec.decode(message, *Slice(unit.layout, out, levels.os).rows(levels.os, 1))
-    return out.to(unit.sum_dtype)
+    message, read = unit.copy[own.span].view(1, -1), take(numel, unit.dtype)
+    unit.codec.decode(message, *Slice(unit.layout, read, levels.os).rows(levels.os, 1))
+    return out.copy_(read)

@@ -8,67 +8,100 @@ from collections.abc import Sequence
 import torch
 
 from megazero.comm.traffic import Traffic
+from megazero.kernels.arena import Frame
 from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Axis, Mesh
 from megazero.zero.optimizer import Run
-from megazero.zero.rounding import relative_errors
+from megazero.zero.rounding import KINDS, relative_errors
+
+OWN = 2 + 2 * len(KINDS)  # the engine's scalars of a row: square, order, and the sums of rounding errors
+Rows = tuple[tuple[float, ...], ...]
 
 
-def sum_partial(runs: Sequence[Run], tp: Axis, traffic: Traffic) -> None:
+def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic) -> None:
     """Sum the gradients that are partial on tp ranks, over the ranks that hold them, in rank order.
 
     These are the gradients of norms under sequence parallel, and of key/value heads that several ranks hold.
+    frame: of the buffers that pass.
     """
     partial = [r for r in runs if r.traits.partial]
     for span in sorted({r.traits.span for r in partial} if tp.size > 1 else ()):
-        _sum_over_holders([r for r in partial if r.traits.span == span], tp, traffic)
+        _sum_over_holders([r for r in partial if r.traits.span == span], tp, frame, traffic)
 
 
-def _sum_over_holders(partial: Sequence[Run], tp: Axis, traffic: Traffic) -> None:
+def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic) -> None:
     """Sum the partial runs, which have the same holders.
 
     All ranks' runs are gathered. The bytes stay inside a node, once per step, and to send fewer would need
     process groups of their own.
     """
-    own = torch.cat([r.grad for r in partial])
-    every = own.new_empty(tp.size * own.numel())
+    sizes = [r.stop - r.start for r in partial]
+    every = frame.take(tp.size * sum(sizes), partial[0].grad.dtype).view(tp.size, -1)
+    own = every[tp.index]
+    for run, part in zip(partial, own.split(sizes), strict=True):
+        part.copy_(run.grad)
     traffic.add("tp", tp.link, (tp.size - 1) * own.nbytes)
-    all_gather_flat(every, own, group=tp.gather_group)
+    all_gather_flat(every.view(-1), own, group=tp.gather_group)
     holders = partial[0].traits.holders(tp.index, tp.size)
-    rows = every.view(tp.size, -1)[holders.start : holders.stop].unbind(0)
-    total = rows[0].clone()
-    for row in rows[1:]:
+    total, *rest = every[holders.start : holders.stop].unbind(0)
+    for row in rest:
         total.add_(row)
-    for run, part in zip(partial, total.split([r.stop - r.start for r in partial]), strict=True):
+    for run, part in zip(partial, total.split(sizes), strict=True):
         run.grad.copy_(part)
 
 
-def exchange_scalars(
-    mesh: Mesh, square: torch.Tensor, order: int, rounding: torch.Tensor, traffic: Traffic
-) -> tuple[float, dict[str, float]]:
-    """Return the global norm of the gradients (nan if one is not finite) and relative rounding errors by
-    kind.
+class StepScalars:
+    """The one exchange of scalars in a step, and the one place where the host waits for the device in it.
 
-    square: fp64 scalar, the sum of squares of this rank's gradient slices; replicas' slices do not count.
-    order: the hash of what this rank issued. rounding: fp64 [2 x KINDS] from ``Rounding.take``.
-    Raises RuntimeError if ranks of one stage issued other collectives.
+    Every rank gives a row: the sum of squares of its gradient slices, the hash of what it issued, what rounding lost,
+    and the caller's own. Its tensors are used in every step: ``row`` [k] is written, then ``exchange`` sends it.
     """
-    square = torch.zeros((), dtype=torch.float64) if mesh.is_replica else square.cpu()
-    hashed = torch.tensor(float(order), dtype=torch.float64)
-    row = torch.cat([torch.stack([square, hashed]), rounding.cpu()])
-    rows = mesh.gather_rows(row.to(mesh.device)).cpu()
-    link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
-    traffic.add("scalar", link, (mesh.world_size - 1) * row.nbytes)
-    stage = mesh.grid.axis("pp").index
-    hashes = [
-        {rows[r, 1].item() for r in range(mesh.world_size) if stage(r) == s} for s in range(mesh.pp.size)
-    ]
-    if any(len(issued) > 1 for issued in hashes):
-        raise RuntimeError(
-            f"ranks issued different collectives in this step (hashes {rows[:, 1].tolist()}): the modules "
-            "must be called in the same order on every rank"
-        )
-    finite = rows[:, 0].isfinite().all()
-    norm = math.sqrt(rows[:, 0].sum().item()) if finite else math.nan
-    return norm, relative_errors(rows[:, 2:].sum(0))
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._make(0)
+
+    def _make(self, extra: int) -> None:
+        """Make the tensors, all fp64, for rows with so many of the caller's scalars."""
+        world, k = self.mesh.world_size, OWN + extra
+        self.told = torch.zeros(world * k + OWN, dtype=torch.float64, device=self.mesh.device)
+        self.rows, self.sums = self.told[: world * k].view(world, k), self.told[world * k :]
+        self.row = torch.zeros(k, dtype=torch.float64, device=self.mesh.device)
+
+    def open(self, extra: torch.Tensor | None) -> torch.Tensor:
+        """Return the row with the caller's scalars, 1-D, in it; the engine's own are to be written."""
+        count = 0 if extra is None else extra.numel()
+        if self.row.numel() != OWN + count:
+            self._make(count)
+        if extra is not None:
+            self.row[OWN:].copy_(extra)
+        return self.row
+
+    def exchange(self, traffic: Traffic) -> None:
+        """Send the row, and sum up what the ranks sent. On CUDA this is only enqueued."""
+        self.mesh.gather_rows(self.row, self.rows)
+        link = INTER if self.mesh.grid.ranks_per_node < self.mesh.world_size else INTRA
+        traffic.add("scalar", link, (self.mesh.world_size - 1) * self.row.nbytes)
+        torch.sum(self.rows[:, 0], 0, out=self.sums[0])
+        torch.sum(self.rows[:, 2:OWN], 0, out=self.sums[2:])
+
+    def read(self) -> tuple[float, dict[str, float], Rows]:
+        """Return the global norm of the gradients (nan if one is not finite), relative rounding errors by kind, and
+        the callers' scalars by rank.
+
+        Raises RuntimeError if ranks of one stage issued other collectives.
+        """
+        told = self.told.tolist()  # the host waits here, for all that the step has enqueued
+        k, world = self.row.numel(), self.mesh.world_size
+        rows = [told[r * k : (r + 1) * k] for r in range(world)]
+        stage = self.mesh.grid.axis("pp").index
+        hashes = [{rows[r][1] for r in range(world) if stage(r) == s} for s in range(self.mesh.pp.size)]
+        if any(len(issued) > 1 for issued in hashes):
+            raise RuntimeError(
+                f"ranks issued different collectives in this step (hashes {[row[1] for row in rows]}): the modules "
+                "must be called in the same order on every rank"
+            )
+        square, _, *errors = told[world * k :]
+        norm = math.sqrt(square) if all(math.isfinite(row[0]) for row in rows) else math.nan
+        return norm, relative_errors(errors), tuple(tuple(row[OWN:]) for row in rows)

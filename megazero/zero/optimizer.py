@@ -106,19 +106,22 @@ class SliceOptimizer:
         if not self.runs:  # torch refuses an optimizer without parameters
             next(iter(groups.values()))["params"].append(nn.Parameter(torch.zeros(0)))
         self.torch = factory(list(groups.values()))
+        self._norms = [torch.empty((), dtype=r.leaf.dtype, device=r.leaf.device) for r in self.runs]
+        device = units[0].device if units else None
+        self._squares = torch.empty(len(self.runs), dtype=torch.float64, device=device)
 
-    def squared_norm(self, tp_rank: int, tp_size: int, count_tied: bool = True) -> torch.Tensor:
-        """Return the sum of squares of this rank's gradient slices, an fp64 scalar.
+    def squared_norm(self, tp: tuple[int, int], count_tied: bool, out: torch.Tensor) -> None:
+        """Write the sum of squares of this rank's gradient slices to ``out``, an fp64 scalar.
 
-        What tensor-parallel ranks replicate counts on the first of them. What the pipeline's two ends share
-        counts if ``count_tied``.
+        tp: this rank's index among the tensor-parallel ranks, and their number. What they replicate counts on the
+        first of them. What the pipeline's two ends share counts if ``count_tied``.
         """
-        runs = [r for r in self.runs if r.traits.holders(tp_rank, tp_size).start == tp_rank]
+        runs = [r for r in self.runs if r.traits.holders(*tp).start == tp[0]]
         runs = [r for r in runs if count_tied or not r.unit.tied]
-        if not runs:
-            return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm([r.grad for r in runs])
-        return torch.stack([n.double() for n in norms]).square().sum()
+        squares = self._squares[: len(runs)]
+        for run, norm, square in zip(runs, self._norms, squares, strict=False):
+            square.copy_(torch.linalg.vector_norm(run.grad, out=norm))
+        torch.sum(squares.square_(), 0, out=out)
 
     def scale(self, factor: float) -> None:
         if factor != 1.0 and self.runs:

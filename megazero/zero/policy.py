@@ -53,7 +53,10 @@ class Policy:
         'resident' it is kept across steps. None chooses 'use' where P = OS, 'resident' where P = 1 or the
         refresh sends differences, else 'step'.
     keep_gathered: full parameters live from their first use in a step to its end (one gather a step).
-    prefetch_bytes: how many bytes may be gathered ahead of use, beyond what the next module needs.
+    whole_gradients: gradients are accumulated whole, in at least fp32, and reduced once per step; else they are
+        reduced to the G slice with every micro-batch. It takes effect where G > 1.
+    prefetch_bytes: how many bytes may be gathered ahead of use, or kept for the next one, beyond what the next
+        module needs.
     pending_reductions: how many units' gradients may be on their way before a backward waits for the oldest.
     chunk_numel: a unit with more elements is cut, at parameters, into several units. They are gathered for
         the same module but move one by one: one's hop inside a node runs beside another's across nodes, and
@@ -73,6 +76,7 @@ class Policy:
 
     lifetime: str | None = None
     keep_gathered: bool = False
+    whole_gradients: bool = False
     prefetch_bytes: int = 256 << 20
     pending_reductions: int = 2
     chunk_numel: int = 1 << 27
@@ -136,8 +140,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class Levels:
-    """How many data-parallel sub-axes, innermost first, cut the parameters, the gradients and the
-    optimizer states.
+    """How many data-parallel sub-axes, innermost first, cut the parameters, the accumulated gradients and the
+    optimizer states. Gradients that are whole for the step are cut by none.
     """
 
     p: int
@@ -146,11 +150,11 @@ class Levels:
     all: int
 
     @staticmethod
-    def of(mesh: Mesh) -> Levels:
+    def of(mesh: Mesh, whole_gradients: bool = False) -> Levels:
         roles = [a.spec.role for a in mesh.data_axes]
         p = roles.count("p")
         g = p + roles.count("g")
-        return Levels(p, g, g + roles.count("os"), len(roles))
+        return Levels(p, 0 if whole_gradients else g, g + roles.count("os"), len(roles))
 
     def crossing(self, axes: Sequence[Axis]) -> int | None:
         """Return the level above the first hop across nodes that reductions take once per step, or None."""

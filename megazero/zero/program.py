@@ -87,10 +87,6 @@ class Program:
         for i in self._following():
             yield from self.orders[self.segments[i]].sequence
 
-    def next_is(self, index: int) -> bool:
-        """Whether the module that comes next needs the unit."""
-        return index in next(self.upcoming(), ())
-
     def returns_to(self, part: int) -> bool:
         """Whether a later segment needs the part's parameters."""
         return any(

@@ -10,14 +10,16 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
 from megazero.comm.traffic import Traffic
+from megazero.kernels.arena import Arena
 from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.engine import Engine
+from megazero.zero.hop import Hop, Turn
 from megazero.zero.layout import Slice, Slot
 from megazero.zero.policy import Policy
 from megazero.zero.program import IssueHash
-from megazero.zero.reduce import Hop, Reduction, Turn
+from megazero.zero.reduce import Reduction
 from megazero.zero.rounding import KINDS, Rounding
 from megazero.zero.unit import Unit
 
@@ -90,7 +92,8 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
         held = Slice(unit.layout, unit.residual, unit.crossing).rows(unit.crossing, 1)
         for rows, own in zip(sums.rows(unit.crossing, 1), held, strict=True):
             rows.copy_(own)
-        context = Context(axes, Policy(), Rounding(0, rank, device), Traffic(), IssueHash())
+        arena = Arena()
+        context = Context(axes, Policy(), Rounding(0, rank, device, arena), Traffic(), IssueHash(), arena)
         reduction, exact = Reduction(unit, Turn(0, True), context), Identity(unit.sum_dtype)
         hops = [Hop(context.axis(n), n, exact) for n in range(unit.crossing + 1, levels.all + 1)]
         chains = [reduction.descend(hops, sums, sums)]

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded
+from megazero.comm.codec import Blockwise, Identity, Noise, decoded, encoded
 from megazero.comm.hops import start_exchange, start_gather
 from megazero.comm.lane import Chain, Lane, Leg, Ticket
+from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.feedback import add_residual, lost_slice
+from megazero.zero.hop import Hop, Turn
 from megazero.zero.layout import Slice
 from megazero.zero.rounding import GRADIENTS
 from megazero.zero.tied import sum_ends, tied_legs
@@ -90,56 +92,19 @@ class Reducer:
 
     def _submit(self, unit: Unit) -> None:
         turn = Turn(unit.backwards, unit.backwards == self.micro_batches - 1, self.exact)
-        staging = unit.close_micro_batch(turn.last)
+        staging, frame = unit.close_micro_batch(turn.last) or (None, self.context.frame())
         reduction = Reduction(unit, turn, self.context)
         plan, chain = reduction.legs(), reduction.chain(staging)
         self.context.issued.add(f"r{self.index[unit]}{turn.last}")
         if not plan:
             deque(chain, maxlen=0)
             return
-        keep = () if staging is None else (staging,)
         self.lane.follow()  # the gradients are the compute stream's latest
-        self.pending.append(self.lane.submit(unit.name, plan, chain, keep))
+        # The staging is the compute stream's: it comes free when that has waited for the chain.
+        self.pending.append(self.lane.submit(unit.name, plan, chain, release=frame.close))
         # The bound is on staging memory; where there is none (G = 1) the backward need not wait.
         while staging is not None and len(self.pending) > self.context.policy.pending_reductions:
             self.lane.wait(self.pending.popleft())
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Says which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
-
-    index: the number of the micro-batch in the step. exact: codecs are off in this step.
-    """
-
-    index: int
-    last: bool
-    exact: bool = False
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def single(self) -> bool:
-        return self.first and self.last
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One collective of a reduction: it goes over ``axis``, from level - 1 to ``level``, in the codec's format.
-
-    fused: the sum goes straight into the next hop's messages. feedback: the rounding is fed back.
-    whole: the own row is a message, too. So it is for fused hops and the one after, since no buffer has the sum,
-        and for exact rows that can be sent from where they lie. Else the own row is neither copied nor rounded.
-    """
-
-    axis: Axis
-    level: int
-    codec: Codec
-    fused: bool = False
-    whole: bool = False
-    feedback: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,11 +161,12 @@ class Reduction:
         unit = self.unit
         in_place = source.buffer is target.buffer
         messages: torch.Tensor | None = None
+        current = self.context.frame()  # what comes free after this hop
         for i, hop in enumerate(hops):
-            last = i == len(hops) - 1
+            last, following = i == len(hops) - 1, self.context.frame()
             if messages is None:
-                messages = self._encode(hop, source)
-            received = torch.empty_like(messages)
+                messages = self._encode(hop, source, current.take)
+            received = current.take(messages.numel(), messages.dtype).view(messages.shape)
             work = start_exchange(hop.axis, received, messages, self.context.traffic)
             if hop.feedback and isinstance(hop.codec, Blockwise):
                 self._keep_error(hop, source, messages)
@@ -208,15 +174,17 @@ class Reduction:
             if hop.feedback and isinstance(hop.codec, Identity):  # sent exactly: nothing was lost
                 self._others(hop, lost_slice(unit), lambda rows, *_: [r.zero_() for r in rows])
             if hop.fused:
-                messages = self._pass_on(hop, hops[i + 1], received)
-                continue
-            if in_place or last:
-                sums, accumulate = target, last and not in_place and not self.turn.first
+                messages = self._pass_on(hop, hops[i + 1], received, following.take)
             else:
-                empty = target.buffer.new_empty(unit.layout.level_numel(hop.level))
-                sums, accumulate = Slice(unit.layout, empty, hop.level), False
-            self._sum(hop, received, source, sums, accumulate)
-            source, messages = sums, None
+                if in_place or last:
+                    sums, accumulate = target, last and not in_place and not self.turn.first
+                else:
+                    empty = following.take(unit.layout.level_numel(hop.level), target.buffer.dtype)
+                    sums, accumulate = Slice(unit.layout, empty, hop.level), False
+                self._sum(hop, received, source, sums, accumulate)
+                source, messages = sums, None
+            current.close()
+            current = following
 
     def share_back(self, hop: Hop, sums: Slice) -> Chain:
         """Give replicas their sums back: this rank's share goes to the others of the axis, in place.
@@ -228,13 +196,16 @@ class Reduction:
         start = self.unit.layout.pieces(hop.level)[0].start
         noise = self.context.rounding.noise(self.unit, f"return {hop.level}", start)
         share = sums.rows(hop.level, 1)
-        messages = hop.codec.encode(*share, noise=noise)
-        self._measure(hop, share, messages)
-        regions = sums.rows(hop.level - 1, hop.axis.size)
-        in_place = len(regions) == 1 and messages.dtype == sums.buffer.dtype
-        received = regions[0] if in_place else messages.new_empty(hop.axis.size, messages.shape[1])
-        yield start_gather(hop.axis, received.view(-1), messages.view(-1), "reduce", self.context.traffic)
-        hop.codec.decode(received, *regions)  # nothing where it landed in place
+        with self.context.frame() as frame:
+            messages = encoded(hop.codec, share, frame.take, noise)
+            self._measure(hop, share, messages)
+            received, *rest = regions = sums.rows(hop.level - 1, hop.axis.size)
+            if rest or messages.dtype != sums.buffer.dtype:  # else it lands in place
+                received = frame.take(hop.axis.size * messages.numel(), messages.dtype).view(
+                    hop.axis.size, -1
+                )
+            yield start_gather(hop.axis, received.view(-1), messages.view(-1), "reduce", self.context.traffic)
+            hop.codec.decode(received, *regions)  # nothing where it landed in place
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -262,21 +233,24 @@ class Reduction:
                 hops[i + 1] = replace(following, whole=True)
         return hops
 
-    def _encode(self, hop: Hop, source: Slice) -> torch.Tensor:
-        """Return messages [size - 1, m] to the hop's other ranks, or [size, m] if the hop is whole."""
+    def _encode(self, hop: Hop, source: Slice, take: Take) -> torch.Tensor:
+        """Return messages [size - 1, m] to the hop's other ranks, or [size, m] if the hop is whole.
+
+        They lie in a buffer from ``take`` or in the source.
+        """
         if hop.feedback and hop.level - 1 == self.unit.crossing:
             add_residual(self.unit, source, self.context.rounding.divisor)
         regions = source.rows(hop.level - 1, hop.axis.size)
         noise = self._noise(hop)
         if hop.whole:
-            messages = hop.codec.encode(*regions, noise=noise)
+            messages = encoded(hop.codec, regions, take, noise)
             self._measure(hop, regions, messages)
             return messages
         if isinstance(hop.codec, Identity) and len(regions) == 1 and hop.axis.size == 2:
             other = 1 - hop.axis.index
-            return hop.codec.encode(regions[0][other : other + 1])  # sent from where it lies
+            return encoded(hop.codec, [regions[0][other : other + 1]], take)  # sent from where it lies
         m = hop.codec.message_numel(*(r.shape[1] for r in regions))
-        messages = torch.empty(hop.axis.size - 1, m, dtype=hop.codec.wire_dtype, device=source.buffer.device)
+        messages = take((hop.axis.size - 1) * m, hop.codec.wire_dtype).view(-1, m)
 
         def encode(rows: list[torch.Tensor], at: slice, to: slice) -> None:
             start = at.start * regions[0].shape[1]
@@ -287,17 +261,20 @@ class Reduction:
         self._others(hop, source, encode)
         return messages
 
-    def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor) -> torch.Tensor:
+    def _pass_on(self, hop: Hop, following: Hop, received: torch.Tensor, take: Take) -> torch.Tensor:
         """Return the next hop's messages, made straight from those received, without a buffer for the sum."""
         assert isinstance(hop.codec, Blockwise) and isinstance(following.codec, Blockwise)
-        n, *exact = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
-        messages = hop.codec.decode_sum_encode(
-            received, n, following.codec, following.axis.size, exact=sum(exact), noise=self._noise(following)
-        )
-        if self.context.rounding.measures(self.unit, following.codec):
-            sums = [received.new_empty(n, dtype=self.unit.sum_dtype) for n in numels]
-            hop.codec.decode_sum(received, sums[0], False, *sums[1:])
-            self._measure(following, [x.view(following.axis.size, -1) for x in sums], messages)
+        n, *rest = numels = [p.numel for p in self.unit.layout.pieces(hop.level)]
+        codec, rows, exact = following.codec, following.axis.size, sum(rest)
+        m = codec.message_numel(n // rows, exact // rows)
+        out = take(rows * m, codec.wire_dtype).view(rows, m)
+        noise = self._noise(following)
+        messages = hop.codec.decode_sum_encode(received, n, codec, rows, exact=exact, noise=noise, out=out)
+        if self.context.rounding.measures(self.unit, codec):
+            with self.context.frame() as frame:
+                sums = [frame.take(n, self.unit.sum_dtype) for n in numels]
+                hop.codec.decode_sum(received, sums[0], False, *sums[1:])
+                self._measure(following, [x.view(rows, -1) for x in sums], messages)
         return messages
 
     def _sum(self, hop: Hop, received: torch.Tensor, source: Slice, sums: Slice, accumulate: bool) -> None:
@@ -305,14 +282,12 @@ class Reduction:
 
         In place the own row is already there.
         """
-        own, out = hop.axis.index, [r.view(-1) for r in sums.rows(hop.level, 1)]
-        if hop.whole:
-            hop.codec.decode_sum(received, out[0], accumulate, *out[1:])
-            return
-        if source.buffer is not sums.buffer:
-            for piece, rows in zip(out, source.rows(hop.level - 1, hop.axis.size), strict=True):
-                piece.add_(rows[own]) if accumulate else piece.copy_(rows[own])
-        hop.codec.decode_sum(received, out[0], True, *out[1:])
+        out = [r.view(-1) for r in sums.rows(hop.level, 1)]
+        in_place, own = source.buffer is sums.buffer, list[torch.Tensor]()
+        if not (hop.whole or in_place):
+            own = [rows[hop.axis.index] for rows in source.rows(hop.level - 1, hop.axis.size)]
+        accumulate = accumulate or in_place and not hop.whole
+        hop.codec.decode_sum(received, out[0], accumulate, *out[1:], own=own)
 
     def _noise(self, hop: Hop) -> Noise:
         rounding = self.context.rounding
@@ -331,18 +306,21 @@ class Reduction:
     def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
         """Note what messages [k, m] lost of rows [k, -1] per region, if the unit is the step's sample."""
         rounding, dtype = self.context.rounding, self.unit.sum_dtype
-        rounding.measure(
-            self.unit, hop.codec, GRADIENTS, rows[0], lambda: decoded(hop.codec, messages, rows, dtype)[0]
-        )
+
+        def sent(take: Take) -> torch.Tensor:
+            return decoded(hop.codec, messages, rows, take, dtype)[0]
+
+        rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], sent)
 
     def _keep_error(self, hop: Hop, source: Slice, messages: torch.Tensor) -> None:
         """Keep what the messages to other ranks lost; ``feedback.commit_residual`` takes it after a good step."""
         kept = lost_slice(self.unit).rows(hop.level - 1, hop.axis.size)
 
         def subtract(rows: list[torch.Tensor], at: slice, to: slice) -> None:
-            sent = decoded(hop.codec, messages[to], rows)
-            self.context.rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], lambda: sent[0])
-            for row, gone, lost in zip(rows, sent, kept, strict=True):
-                torch.sub(row, gone, out=lost[at])
+            with self.context.frame() as frame:
+                sent = decoded(hop.codec, messages[to], rows, frame.take)
+                self.context.rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], lambda _: sent[0])
+                for row, gone, lost in zip(rows, sent, kept, strict=True):
+                    torch.sub(row, gone, out=lost[at])
 
         self._others(hop, source, subtract)

@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 
 from megazero.comm.codec import Codec, Identity
+from megazero.kernels.accumulate import accumulate
+from megazero.kernels.arena import Arena, Take
 from megazero.kernels.noise import Noise
+from megazero.mesh.mesh import Mesh
 from megazero.zero.unit import Unit
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
@@ -30,14 +34,18 @@ class Rounding:
     names: the names of the units of all pipeline stages. updates: how many updates the master weights have
         had.
     divisor: the open step's divisor of gradients. sums: what was measured since the last step's end, by kind.
-    observer: it sees every unit's messages, not only the sample's.
+    observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device, names: Sequence[str] = ()) -> None:
-        self.seed, self.rank, self.device, self.names = seed, rank, device, names
+    def __init__(
+        self, seed: int, rank: int, device: torch.device, arena: Arena, names: Sequence[str] = ()
+    ) -> None:
+        self.seed, self.rank, self.device, self.arena, self.names = seed, rank, device, arena, names
         self.updates = 0
         self.divisor = 1.0
         self.sums: dict[str, torch.Tensor] = {}
+        places = torch.zeros(len(KINDS), 2, dtype=torch.float64, device=device)
+        self._places = dict(zip(KINDS, places, strict=True))  # where sums lie
         self.observer: Observer | None = None
 
     @property
@@ -63,34 +71,49 @@ class Rounding:
         return watched and not isinstance(codec, Identity)
 
     def measure(
-        self, unit: Unit, codec: Codec, kind: str, exact: torch.Tensor, sent: Callable[[], torch.Tensor]
+        self,
+        unit: Unit,
+        codec: Codec,
+        kind: str,
+        exact: torch.Tensor,
+        sent: Callable[[Take], torch.Tensor],
     ) -> None:
         """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the
         sample.
 
         exact: what was encoded, any shape and float dtype. sent: returns what it decodes to, in the same
-            shape; it is called only if that is looked at.
+            shape and at least exact's precision; it is called, with where buffers are taken, only if that is looked
+            at.
         """
         if not self.measures(unit, codec):
             return
-        decoded = sent()
-        if self.observer is not None:
-            self.observer(unit, codec, kind, exact, decoded)
-        if unit.name != self.sampled:
-            return
-        squares = torch.stack([(decoded - exact).double().square().sum(), exact.double().square().sum()])
-        if kind in self.sums:
-            # In place: on CUDA a unit's chains take turns on streams, and memory freed here would be the first one's.
-            self.sums[kind].add_(squares)
-        else:
-            self.sums[kind] = squares
+        with self.arena.frame(self.device) as frame:
+            decoded = sent(frame.take)
+            if self.observer is not None:
+                self.observer(unit, codec, kind, exact, decoded)
+            if unit.name != self.sampled:
+                return
+            squares = frame.take(2, torch.float64)
+            error = frame.take(decoded.numel(), decoded.dtype).view(decoded.shape)
+            wide = frame.take(decoded.numel(), torch.float64)
+            accumulate(error.copy_(decoded), exact, alpha=-1.0)
+            for values, square in zip((error, exact), squares, strict=True):
+                wide.view(values.shape).copy_(values)
+                torch.sum(wide.square_(), 0, out=square)
+            if kind in self.sums:
+                # In place, as what lies in _places is: on CUDA a unit's chains take turns on streams.
+                self.sums[kind].add_(squares)
+            else:
+                self.sums[kind] = self._places[kind].copy_(squares)
 
-    def take(self) -> torch.Tensor:
-        """Return this rank's sums since the last take, fp64 [2 x KINDS]; they are zeros where nothing was sampled."""
-        none = torch.zeros(2, dtype=torch.float64, device=self.device)
-        out = torch.cat([self.sums.get(kind, none) for kind in KINDS])
+    def take(self, out: torch.Tensor) -> None:
+        """Write this rank's sums since the last take to fp64 [2 x KINDS], zeros where nothing was sampled."""
+        for kind, place in zip(KINDS, out.view(-1, 2), strict=True):
+            if kind in self.sums:
+                place.copy_(self.sums[kind])
+            else:
+                place.zero_()
         self.sums.clear()
-        return out
 
     def abort(self) -> None:
         """Forget what was measured of the open step's gradients. What was measured of the weights stays
@@ -99,13 +122,22 @@ class Rounding:
         self.sums.pop(GRADIENTS, None)
 
 
-def relative_errors(sums: torch.Tensor) -> dict[str, float]:
-    """Turn the sums of all ranks, fp64 [2 x KINDS], into ||sent - exact|| / ||exact|| per kind.
+def relative_errors(sums: Sequence[float]) -> dict[str, float]:
+    """Turn the sums of all ranks, 2 for each of KINDS, into ||sent - exact|| / ||exact|| per kind.
 
     Kinds without sums are left out.
     """
     out = {}
-    for kind, (error, norm) in zip(KINDS, sums.view(-1, 2).tolist(), strict=True):
+    for kind, (error, norm) in zip(KINDS, zip(sums[::2], sums[1::2], strict=True), strict=True):
         if norm != 0:
             out[kind] = (error / norm) ** 0.5
     return out
+
+
+def unit_names(mesh: Mesh, units: Sequence[Unit]) -> list[str]:
+    """Return the names of the units of all pipeline stages, each once, the same on all ranks. Collective over pp."""
+    names: list[list[str]] = [[u.name for u in units]]
+    if mesh.pp.size > 1:
+        names = [[] for _ in range(mesh.pp.size)]
+        dist.all_gather_object(names, [u.name for u in units], group=mesh.pp.gather_group)
+    return list(dict.fromkeys(name for stage in names for name in stage))

@@ -7,7 +7,7 @@ what refreshes send (noise goes by name and element) stay the same bits at both.
 
 from __future__ import annotations
 
-from megazero.comm.codec import Identity, decoded
+from megazero.comm.codec import Identity, decoded, encoded
 from megazero.comm.hops import start_gather
 from megazero.comm.lane import Chain, Leg
 from megazero.mesh.mesh import Axis
@@ -30,9 +30,11 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
     rows = Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1)
     start = unit.layout.pieces(unit.levels.os)[0].start
     # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
-    own = codec.encode(*rows, noise=rounding.noise(unit, f"end {ends.index}", start))
-    rounding.measure(unit, codec, GRADIENTS, rows[0], lambda: decoded(codec, own, rows)[0])
-    both = own.new_empty(2, own.shape[1])
-    yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", context.traffic)
-    first, *rest = (r.view(-1) for r in rows)
-    codec.decode_sum(both, first, False, *rest)
+    noise = rounding.noise(unit, f"end {ends.index}", start)
+    with context.frame() as frame:
+        own = encoded(codec, rows, frame.take, noise)
+        rounding.measure(unit, codec, GRADIENTS, rows[0], lambda take: decoded(codec, own, rows, take)[0])
+        both = frame.take(2 * own.numel(), own.dtype).view(2, -1)
+        yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", context.traffic)
+        first, *rest = (r.view(-1) for r in rows)
+        codec.decode_sum(both, first, False, *rest)

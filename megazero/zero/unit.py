@@ -25,7 +25,7 @@ one
 grad      Compact [n/G], at least fp32. It is the sum of this step's gradients. After the step's reduction its
           OS part holds the sum over all data-parallel ranks.
 staging   [n], parameter dtype. It holds one micro-batch's raw gradients on their way to ``grad`` where G > 1.
-          The first gradient allocates it; the reduce lane frees it.
+          The first gradient takes it from the arena. It comes free when its reduction has been waited for.
 crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels below g
 are
           reduced with every micro-batch.)
@@ -50,6 +50,8 @@ from torch import nn
 
 from megazero.comm.codec import Codec, Identity
 from megazero.comm.lane import Ticket
+from megazero.kernels.accumulate import accumulate as add_to
+from megazero.kernels.arena import Arena, Frame, Take
 from megazero.zero.binding import Binding
 from megazero.zero.layout import Layout
 from megazero.zero.policy import Codecs, Levels
@@ -98,7 +100,9 @@ class Unit:
         self.fallen: set[str] = set()  # kinds, of rounding.KINDS, whose error was above its bound
         self.master_version = 1
         self.copy_version = 0
+        self.arena = Arena()  # until an engine gives it the one of all its units
         self.staging: torch.Tensor | None = None
+        self.staged: Frame | None = None  # has the staging
         self.ticket: Ticket | None = None  # gather in flight
         self.released: type[Released] = released_class(self)  # the Parameters' class while they are hidden
         self.shown: list[type] = []  # their own classes meanwhile; empty: they can be read
@@ -124,7 +128,7 @@ class Unit:
         self.wire = self._wire_layout(self.codec, self.levels.p) if self.delta else self.refresh_wire
         self.refresh_hops = self.refresh_wire.gather_hops(self.levels.os, self.levels.p, self.levels.p)
         self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
-        self.copy = self.full if self.levels.p == 0 else self.new_wire(self.levels.p)
+        self.copy = self.full if self.levels.p == 0 else self._new_copy()
 
     def _wire_layout(self, codec: Codec, level: int) -> Layout:
         """Return the layout of the messages of all slices of a level, cut by the same sub-axes as the parameters."""
@@ -164,9 +168,10 @@ class Unit:
         elif self.levels.p and not self.copy_present:
             self.copy.untyped_storage().resize_(0)
 
-    def new_wire(self, level: int) -> torch.Tensor:
-        """Return a 1-D buffer, in the codec's wire dtype, for the messages that gathers of a level's slice send."""
-        return torch.empty(self.wire.level_numel(level), dtype=self.codec.wire_dtype, device=self.device)
+    def _new_copy(self) -> torch.Tensor:
+        """Return a 1-D buffer, in the codec's wire dtype, for the messages that gathers of the P slice send."""
+        numel = self.wire.level_numel(self.levels.p)
+        return torch.empty(numel, dtype=self.codec.wire_dtype, device=self.device)
 
     def _adopt(self, values: Mapping[str, torch.Tensor]) -> list[Binding]:
         """Take the parameters' values [shape of each] into the master, and make the Parameters views of full."""
@@ -215,9 +220,9 @@ class Unit:
             self.drop_full()
         self.copy_present, self.copy_version = False, 0
 
-    def open_refresh(self) -> torch.Tensor:
+    def open_refresh(self, take: Take) -> torch.Tensor:
         """Return the buffer that a refresh fills with messages: the P copy where that keeps them, else a
-        passing one.
+        passing one, from ``take``.
         """
         if not self.copy_present and self.levels.p:
             self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
@@ -226,8 +231,7 @@ class Unit:
         self.copy_present = True
         if not self.delta and (self.levels.p or self.direct):
             return self.copy
-        numel = self.refresh_wire.level_numel(self.levels.p)
-        return torch.empty(numel, dtype=self.refresh_codec.wire_dtype, device=self.device)
+        return take(self.refresh_wire.level_numel(self.levels.p), self.refresh_codec.wire_dtype)
 
     def open_residual(self) -> torch.Tensor:
         """Return the residual, which is made of zeros at first."""
@@ -270,7 +274,7 @@ class Unit:
         slot = self.slots[name]
         if self.levels.g:
             if self.staging is None:
-                self.staging = self.full.new_empty(self.layout.numel)
+                self.staging = self._new_staging()
                 for low, high in self.layout.gaps():
                     self.staging[low:high].zero_()
             target = self.staging[slot.start : slot.start + slot.numel].view(slot.shape)
@@ -279,11 +283,15 @@ class Unit:
             assert self.grad is not None
             target = self.grad[slot.start : slot.start + slot.numel].view(slot.shape)
             if name in self.touched:
-                target.add_(param.grad)
+                add_to(target, param.grad)
             else:
                 target.copy_(param.grad)
                 self.touched.add(name)
         param.grad = None
+
+    def _new_staging(self) -> torch.Tensor:
+        self.staged = self.arena.frame(self.device)
+        return self.staged.take(self.layout.numel, self.dtype)
 
     def _fill_missing(self) -> None:
         """Let parameters without a gradient contribute zeros: to staging in every micro-batch, to grad in
@@ -291,7 +299,7 @@ class Unit:
         """
         if self.levels.g:
             if self.staging is None:
-                self.staging = self.full.new_zeros(self.layout.numel)
+                self.staging = self._new_staging().zero_()
                 return
             missing = set(self.slots) - (set(self.trainable) - self.pending)
             buffer = self.staging
@@ -304,18 +312,23 @@ class Unit:
             slot = self.slots[name]
             buffer[slot.start : slot.start + slot.numel].zero_()
 
-    def close_micro_batch(self, last: bool) -> torch.Tensor | None:
-        """Hand over the staging of a micro-batch whose gradients have all arrived: [n], or None where G = 1.
+    def close_micro_batch(self, last: bool) -> tuple[torch.Tensor, Frame] | None:
+        """Hand over the staging [n] of a micro-batch whose gradients have all arrived, and its frame.
+
+        Where G = 1 there is none.
 
         last: this is the step's last micro-batch. Afterwards the unit waits for the next micro-batch's
             gradients.
         """
         if self.levels.g or last:
             self._fill_missing()
-        staging, self.staging = self.staging, None
+        handed = None
+        if self.staging is not None and self.staged is not None:
+            handed = self.staging, self.staged
+        self.staging = self.staged = None
         self.pending = set(self.trainable)
         self.backwards += 1
-        return staging
+        return handed
 
     def begin_step(self) -> None:
         """Forget the last step's gradients, and count backwards from 0."""
@@ -326,4 +339,6 @@ class Unit:
         self.backwards = 0
         self.touched.clear()
         self.pending = set(self.trainable)
-        self.staging = None
+        if self.staged is not None:  # of a step that was given up
+            self.staged.close()
+        self.staging = self.staged = None

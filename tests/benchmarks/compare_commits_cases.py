@@ -11,7 +11,7 @@ COMMON = f"""
     --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --train-iters {ITERATIONS}
     --mock-data --eval-iters 0 --device cpu
 """
-LLAMA = "--num-query-groups 4"
+LLAMA = "--model-family llama --num-query-groups 4"
 NODES = "--ranks-per-node 2"
 # The norms alone are as small, so that all other messages across nodes are quantised.
 QUANTISED = f"--bf16 --zero-preset zeropp --zero-exact-numel 100 {NODES} {LLAMA}"

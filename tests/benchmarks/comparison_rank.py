@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.mesh.grid import INTER
 from tests.benchmarks.contestants import Shape, decoder
-from tests.benchmarks.peers import CONTESTANTS, Running
+from tests.benchmarks.peers import EVERY, Running
 from tests.benchmarks.volume import Case
 from tests.netlab.lab import interface_bytes
 
@@ -99,7 +99,7 @@ def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
 
 def compare(options: argparse.Namespace, ranks_per_node: int) -> dict[str, Any]:
     shape = Shape(sequence=128, micro_batch=1, micro_batches=options.micro_batches, dtype=torch.bfloat16)
-    records = {name: Record(CONTESTANTS[name].build(shape, ranks_per_node)) for name in options.contestants}
+    records = {name: Record(EVERY[name].build(shape, ranks_per_node)) for name in options.contestants}
     order = list(records.values())
     rounds = settle(order, options, ranks_per_node)
     for turn in range(rounds):
@@ -109,7 +109,7 @@ def compare(options: argparse.Namespace, ranks_per_node: int) -> dict[str, Any]:
     step, loss = losses(records)
     case = case_of(shape, dist.get_world_size() // ranks_per_node, ranks_per_node)
     facts = {"elements": case.elements, "loss_step": step, "loss": loss}
-    facts["formula"] = {name: CONTESTANTS[name].sent(case) for name in records}
+    facts["formula"] = {name: EVERY[name].sent(case) for name in records}
     for what in ("steps", "seconds", "sent", "counted"):
         facts[what] = {name: getattr(record, what) for name, record in records.items()}
     return facts

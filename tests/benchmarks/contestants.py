@@ -45,6 +45,7 @@ Step = Callable[[], torch.Tensor]  # returns this rank's loss per token, detache
 
 def decoder(shape: Shape, device: str = "cpu") -> Decoder:
     config = make_model(
+        model_family="llama",
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,

@@ -24,6 +24,7 @@ from megazero.models import Decoder, make_model
 from megazero.models.positions import Documents
 
 SIZES = {
+    "model_family": "llama",
     "num_layers": 2,
     "hidden_size": 256,
     "num_attention_heads": 8,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests import kernel_compile  # noqa: E402  first: it tells the kernels that they will be compiled
-from tests.benchmarks.gpu_report.kernels import operations  # noqa: E402
+from tests.benchmarks.gpu_report.kernels import BITS, operations  # noqa: E402
 from tests.benchmarks.gpu_report.page import table  # noqa: E402
 
 BLOCKS = 132  # of a row: a multiple of 4 rows, none of 16, as Triton would specialise for
@@ -95,7 +95,7 @@ def kernels() -> Iterator[tuple[str, int, str, Callable[[], object]]]:
     """Name, bits, rounding, launch: those that the report on a GPU measures, and the two others."""
     import torch
 
-    for bits in (8, 4, 2):
+    for bits in BITS:
         for name, rounding, _, launch in operations(BLOCKS * 128, bits, torch.device("cpu")):
             yield name, bits, rounding, launch
     others = kernel_compile.launches(kernel_compile.ROWS, BLOCKS, 3)

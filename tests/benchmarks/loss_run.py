@@ -75,6 +75,7 @@ class Settings:
 
     def decoder(self) -> Decoder:
         config = make_model(
+            model_family="llama",
             num_layers=self.layers,
             hidden_size=self.hidden,
             ffn_hidden_size=self.ffn,

@@ -134,7 +134,9 @@ def megazero(shards: str, wire: Wire | None = None) -> Contestant:
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
         chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)
-        step, engine = ours(chosen, shape, ranks_per_node, CPU, policy)
+        # Nothing ahead but the next module: a model as small as this would fit, and be gathered once per step.
+        own = replace(policy, prefetch_bytes=0) if chosen[0] > 1 else policy
+        step, engine = ours(chosen, shape, ranks_per_node, CPU, own)
         return Running(step, engine.traffic)
 
     def sent(case: volume.Case) -> float:
@@ -153,6 +155,17 @@ def ddp(*, once: bool = False) -> Contestant:
         )
 
     return Contestant(build, partial(volume.ddp, once=once))
+
+
+def alone() -> Contestant:
+    """The same step without communication: every rank by itself."""
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        exact = decoder(replace(shape, dtype=torch.float32))
+        optimizer = MasterAdamW(list(exact.parameters()))
+        return _loop(exact.to(shape.dtype), optimizer, shape, lambda last: nullcontext())
+
+    return Contestant(build, lambda case: 0.0)
 
 
 def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Contestant:
@@ -240,6 +253,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "DeepSpeed ZeRO-1": deepspeed_zero(1),
     "DeepSpeed ZeRO-3": deepspeed_zero(3),
 }
+
+ALONE = "no communication"
+EVERY = {**CONTESTANTS, ALONE: alone()}  # what computing takes of a step; no part of the comparison
 
 
 def absent(name: str) -> str | None:

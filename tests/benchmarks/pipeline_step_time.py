@@ -21,12 +21,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.benchmarks.pipeline_page import PAGE, ROOT, STEP_TIME, setting, table, write_section
-from tests.benchmarks.pipeline_step_time_rank import NAMES, QUANTISED
+from tests.benchmarks.pipeline_step_time_rank import NAMES, QUANTISED, WHOLE
 from tests.netlab.lab import Lab, LabUnavailable, parse_rate
 
 # Each with the peer whose communication it has: gathers once or with every use, reductions once or with every
 # micro-batch. Only the peer's default form keeps gradients whole while parameters are dropped.
-PAIRS = {"zero1": "FSDP2 kept", "zero2": "FSDP2 kept", "zero3": "FSDP2", QUANTISED: "FSDP2 kept"}
+PAIRS = {
+    "zero1": "FSDP2 kept",
+    "zero2": "FSDP2 kept",
+    "zero3": "FSDP2",
+    WHOLE: "FSDP2",
+    QUANTISED: "FSDP2 kept",
+}
 TEXT = """    python tests/benchmarks/pipeline_step_time.py
 
 2 stages x 2 data-parallel ranks on 2 nodes of 2 ranks, 1F1B, {micro_batches} micro-batches of {micro_batch} x
@@ -67,7 +73,7 @@ def disagreement(results: dict[str, Any]) -> float:
 def rows(rate: str, results: dict[str, Any]) -> list[list[str]]:
     out = []
     for name, result in results.items():
-        who, order = name.split(", ")
+        who, order = name.rsplit(", ", 1)
         seconds, other = result["seconds"], results.get(f"{PAIRS.get(who)}, {order}")
         ratio = ""
         if other:

@@ -33,7 +33,9 @@ from tests.benchmarks.pipeline_bytes_rank import ZEROPP_AT_ONE
 CPU, PP, LR = torch.device("cpu"), 2, 1e-4
 ACROSS, INSIDE = "stages across nodes", "stages inside nodes"
 QUANTISED = "zeropp's formats"
+WHOLE = "zero3, whole gradients"
 OURS = {name: {"zero_preset": name} for name in ("zero1", "zero2", "zero3")} | {QUANTISED: ZEROPP_AT_ONE}
+OURS[WHOLE] = {"zero_preset": "zero3", "zero_gradients_lifetime": "step"}
 KEPT = {"FSDP2 kept": True, "FSDP2": False}
 NAMES = tuple(
     f"{who}, {order}"
@@ -178,7 +180,7 @@ def _clip(module: nn.Module, pp: Any) -> None:
 
 
 def build(name: str, shape: Shape, per_node: int) -> Step:
-    who, order = name.split(", ")
+    who, order = name.rsplit(", ", 1)
     make = partial(ours, who) if who in OURS else partial(peer, KEPT[who])
     return make(order, shape, per_node)
 

@@ -114,6 +114,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         config = make_model(
+            model_family="llama",
             num_layers=options.layers,
             hidden_size=options.hidden,
             ffn_hidden_size=options.ffn,

@@ -40,6 +40,8 @@ SIZES = {
     "hidden_size": 16,
     "ffn_hidden_size": 40,
     "num_attention_heads": 8,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "seq_length": 8,
     "init_method_std": 0.1,
     "lr": 3e-3,  # of 2 layers

@@ -24,12 +24,15 @@ from megazero.checkpoint import store
 from megazero.config import World, make_config
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
-from megazero.train import setup, trainer
+from megazero.train import program, setup, trainer
 from tests.dist.pool import RankError, run_ranks
 
 Values = Mapping[str, Any]
 
 TINY = {
+    "model_family": "llama",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 8,
@@ -112,7 +115,7 @@ def train(values: Values) -> Seen:
                 log(loss, *rest)
 
             run._log = note
-            run.outputs.console.evaluation = lambda _, loss: evaluations.append(loss)
+            run.outputs.console.evaluation = lambda _, loss, *name: evaluations.append(loss)
             run.run()
     finally:
         trainer.Batches = original
@@ -225,14 +228,14 @@ def _process(rank: int, world: int, port: int, values: Values, log: str, prepare
     os.environ.update({name: str(value) for name, value in launcher.items()})
     if prepare is not None:
         prepare(rank)
-    status = setup.main(make_config({**TINY, **values}, World(world, world)), read_launch())
+    status = program.run(make_config({**TINY, **values}, World(world, world)), read_launch())
     sys.stdout.flush()
     os._exit(status)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Ranks that run setup.main as the program does; they share only the loaded torch with the tests."""
+    """Ranks that run as the program does; they share only the loaded torch with the tests."""
 
     ranks: list[Any]
     logs: list[Path]

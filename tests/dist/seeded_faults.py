@@ -97,9 +97,9 @@ def _stale_secondary(place: Place) -> None:
 def _swapped_shard(place: Place) -> None:
     """Two ranks of a data-parallel axis take each other's gradient slices for their own."""
     axis = next(a for a in reversed(place.mesh.data_axes) if a.spec.role != "replica")
-    exchange = place.engine._exchange
+    write = place.engine._open_scalars
 
-    def swapping() -> Any:
+    def swapping(scalars: Tensor | None) -> None:
         for unit in place.engine.units:
             assert unit.grad is not None
             for own in Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1):
@@ -107,9 +107,9 @@ def _swapped_shard(place: Place) -> None:
                 all_gather_flat(every, own.reshape(-1).clone(), group=axis.reduce_group)
                 if axis.index < 2:
                     own.copy_(every.view(axis.size, 1, -1)[1 - axis.index])
-        return exchange()
+        write(scalars)
 
-    place.replace(place.engine, "_exchange", swapping)
+    place.replace(place.engine, "_open_scalars", swapping)
 
 
 def _wrong_tied_sum(place: Place) -> None:

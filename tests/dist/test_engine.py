@@ -163,6 +163,7 @@ POLICIES = {
     "exact region": ({"block": 4, "exact_numel": 18}, {}),
     "no prefetch": ({"block": 4, "prefetch_bytes": 0, "pending_reductions": 0}, {}),
     "keep gathered": ({"block": 64, "keep_gathered": True}, {}),
+    "whole gradients": ({"block": 4, "whole_gradients": True}, {}),
 }
 
 

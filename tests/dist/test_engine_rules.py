@@ -188,7 +188,7 @@ def test_order_may_change_between_steps():
 
 
 def traffic(shards, micro_batches, steps=2):
-    model, engine = make(shards, per_node=2)
+    model, engine = make(shards, per_node=2, policy=zero.Policy(block=4, prefetch_bytes=0))
     for _ in range(steps):
         engine.traffic.take()
         engine.begin_step(micro_batches)
@@ -202,7 +202,7 @@ def traffic(shards, micro_batches, steps=2):
 def test_traffic_equals_the_formula():
     """fp32, 4 ranks on 2 nodes. zero3: each gather 3/4 N (1/2 in the node, 1/4 across), the last unit's second
     one and the first unit's in later micro-batches, which are still there; each reduction 3/4 N. hpz: across nodes
-    only the refresh, once per step."""
+    only the refresh, once per step. Nothing is held ahead but what the next module needs."""
     for m in (1, 3):
         got, n, unit = run_ranks(4, traffic, (4, 4, 4), m)[0]
         gathers = m * (2 * n - unit) - (m - 1) * unit

@@ -16,6 +16,7 @@ import pytest
 from megazero.checkpoint import store
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
 from megazero.train import setup
+from megazero.train.exit_status import ExitStatus
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Processes, digest, free_port, train_all, write_data
 
@@ -49,7 +50,7 @@ def test_a_killed_rank_ends_the_other_with_one_message(tmp_path: Path, victim: i
     os.kill(ranks.ranks[victim].pid, signal.SIGKILL)
     began = time.monotonic()
     codes = ranks.statuses()
-    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1, ranks.texts()
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == ExitStatus.RANK_LOST, ranks.texts()
     assert time.monotonic() - began < 60  # noticed at once, not at the time-out
     ((kind, words),) = errors(ranks.texts()[1 - victim])
     assert kind == "RankFailure" and f"rank {1 - victim} on " in words
@@ -69,7 +70,7 @@ def test_a_rank_that_hangs_ends_the_other_at_the_time_out(tmp_path: Path) -> Non
     ranks.ranks[0].join(120)
     waited, code = time.monotonic() - began, ranks.ranks[0].exitcode
     ranks.stop()
-    assert code == 1 and 6 < waited < 60, (code, waited, ranks.texts())
+    assert code == ExitStatus.RANK_LOST and 6 < waited < 60, (code, waited, ranks.texts())
     ((kind, words),) = errors(ranks.texts()[0])
     assert kind == "RankFailure" and "within the time-out (time-out 12 s)" in words, words
     assert "--distributed-timeout-minutes" in words
@@ -96,7 +97,7 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path)
     before = digest(tmp_path / "run")
     ranks = Processes.start(2, {**values, "load": save["save"]}, tmp_path, prepare=die_at_the_second_sync)
     codes = ranks.statuses()
-    assert codes == [1, -signal.SIGKILL], ranks.texts()
+    assert codes == [ExitStatus.RANK_LOST, -signal.SIGKILL], ranks.texts()
     ((kind, words),) = errors(ranks.texts()[0])
     assert kind == "RankFailure" and "saving iteration 4" in words, words
     latest = store.latest(tmp_path / "run")
@@ -115,7 +116,7 @@ def test_a_loss_that_is_nan_stops_every_rank_and_harms_no_checkpoint(tmp_path: P
     before = digest(tmp_path / "run")
     values = {**common, "load": str(tmp_path / "run"), "save": str(tmp_path / "run"), "lr": 1e38}
     ranks = Processes.start(2, values, tmp_path)
-    assert ranks.statuses() == [1, 1], ranks.texts()
+    assert ranks.statuses() == [ExitStatus.NON_FINITE] * 2, ranks.texts()
     for rank in range(2):
         ((kind, words),) = errors(ranks.texts()[rank])
         assert kind == "NonFiniteLoss" and "iteration 4: the loss is nan" in words, words
@@ -133,7 +134,7 @@ def test_sigterm_saves_and_ends_well(tmp_path: Path) -> None:
     ranks = Processes.start(2, {**values, "exit_signal_handler": True}, tmp_path)
     ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)
     os.kill(ranks.ranks[1].pid, signal.SIGTERM)  # one rank is told, both stop at the same iteration
-    assert ranks.statuses() == [0, 0], ranks.texts()
+    assert ranks.statuses() == [ExitStatus.STOPPED] * 2, ranks.texts()
     done = iterations(tmp_path / "logs")
     assert f"stopping after iteration {done}: another rank received a signal" in ranks.texts()[0]
     latest = store.latest(tmp_path / "run")
@@ -152,7 +153,7 @@ def test_a_mistake_of_one_rank_alone_is_said_by_it(tmp_path: Path) -> None:
     write_meta(prefix, NullTokenizer(50).info)
     values = {**LONG, "mock_data": None, "data_path": (str(prefix),), "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(2, {**values, "train_iters": 3}, tmp_path, prepare=blind)
-    assert ranks.statuses() == [1, 1], ranks.texts()
+    assert ranks.statuses() == [ExitStatus.MISTAKE] * 2, ranks.texts()
     ((kind, words),) = errors(ranks.texts()[1])
     assert kind == "ValueError" and "was made with another tokenizer" in words
     ((kind, words),) = errors(ranks.texts()[0])
@@ -162,7 +163,7 @@ def test_a_mistake_of_one_rank_alone_is_said_by_it(tmp_path: Path) -> None:
 def test_a_mistake_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     values = {**TINY, "load": str(tmp_path / "nowhere"), "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(2, values, tmp_path)
-    assert ranks.statuses() == [1, 1], ranks.texts()
+    assert ranks.statuses() == [ExitStatus.MISTAKE] * 2, ranks.texts()
     (line,) = [line for text in ranks.texts() for line in errors(text)]
     assert line[0] == "CheckpointError" and "nowhere holds no complete checkpoint" in line[1]
 

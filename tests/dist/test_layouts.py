@@ -81,10 +81,10 @@ def train(config: RunConfig, mesh: Any) -> Seen:
 
 
 @cache
-def one_rank(family: str, tied: bool, dp: int) -> tuple[list[float], list[float]]:
+def one_rank(family: str, groups: int, tied: bool, dp: int) -> tuple[list[float], list[float]]:
     """Losses and norms of plain torch on the same samples."""
     options = {"model_family": family, "untie_embeddings_and_output_weights": not tied, "zero_preset": "ddp"}
-    options |= {} if family == "llama" else {"num_query_groups": None}
+    options |= {"num_query_groups": groups}
     config = make_config(values_of(Layout("one rank", 1, 1, {}), options), World(1, 1))
     decoder = Decoder(config.model, dtype=torch.float32)
     decoder.initialize(config.training.seed)
@@ -108,7 +108,7 @@ def one_rank(family: str, tied: bool, dp: int) -> tuple[list[float], list[float]
 def faults(row: str, layout: Layout, ranks: Sequence[Seen]) -> Iterator[str]:
     config = configuration(row, layout)
     tied = not config.model.untie_embeddings_and_output_weights
-    losses, norms = one_rank(config.model.model_family, tied, layout.dp)
+    losses, norms = one_rank(config.model.model_family, config.model.num_query_groups, tied, layout.dp)
     limits = QUANTIZED if config.wire(World(layout.world, layout.node)).codings else EXACT
     own = [sum(column) for column in zip(*(r.losses for r in ranks if r.last and r.tp == 0), strict=True)]
     for what, got, want in (("loss", own, losses), ("norm", ranks[0].norms, norms)):

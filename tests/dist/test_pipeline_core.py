@@ -17,7 +17,8 @@ from megazero.pp.schedules import make_evaluation, make_schedule, sends
 from megazero.pp.timeline import Times
 from megazero.train import parallelize
 from megazero.train.ranks import make_mesh
-from megazero.train.trainer import Trainer
+from megazero.zero.engine import Engine
+from megazero.zero.grad_norm import StepScalars
 from tests.benchmarks.sleeping import Case, sleeping_pipeline
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import Q8
@@ -198,18 +199,23 @@ def test_a_threshold_above_one_stages_parameters_is_legal_and_above_all_is_refus
 
 def in_flight(log_dir: str) -> list[int]:
     """Reductions on their way whenever the ranks exchange their losses."""
-    found, exchange = [], Trainer._reduce_sum
+    found, step, exchange = [], Engine.step, StepScalars.exchange
+    engines = []
 
-    def watched(self, value):
-        found.append(len(self.engine.reductions.tickets))
-        return exchange(self, value)
+    def stepped(self, scalars):
+        engines[:] = [self]
+        return step(self, scalars)
 
-    Trainer._reduce_sum = watched
+    def watched(self, traffic):
+        found.append(len(engines[0].reductions.tickets))
+        exchange(self, traffic)
+
+    Engine.step, StepScalars.exchange = stepped, watched
     try:
         options = {"pipeline_model_parallel_size": 2, "zero_preset": "zero2", "ranks_per_node": 1}
         train({**options, "log_dir": log_dir})
     finally:
-        Trainer._reduce_sum = exchange
+        Engine.step, StepScalars.exchange = step, exchange
     return found
 
 

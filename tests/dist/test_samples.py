@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megazero.checkpoint import store
 from megazero.checkpoint.manifest import MANIFEST_FILE, write_file, write_manifest
 from tests.dist.pool import run_ranks
@@ -81,6 +83,56 @@ def test_no_gap_and_no_repeat_after_resumes_on_other_layouts(tmp_path: Path) -> 
         job |= {"allow_fresh_start": True, "save_interval": 2}
         seen += samples(runs([(ranks, job)])[0])
     assert seen == wanted
+
+
+def test_a_ramp_up_stops_where_its_batch_does_not_divide_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Batches of 8, 12 and 16: two ranks of micro-batches of 4 share the first, with those of 2 all of them."""
+    base = {**values(tmp_path), "rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "train_iters": 5}
+    wanted = samples(runs([(1, base)])[0])
+    wide = {**base, "micro_batch_size": 4, "save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
+    (first,) = runs([(2, wide)])
+    assert len(first[0].ids) == 2 and any("stops after iteration 2" in note for note in first[0].notes)
+    stuck = run_ranks(2, refusals, [wide], timeout=300)
+    assert all("a batch of 12, which is not a multiple of 8" in text for (text,) in stuck)
+    (second,) = runs([(2, {**wide, "micro_batch_size": 2})])
+    assert samples(first) + samples(second) == wanted and len(wanted) == 8 + 8 + 12 + 12 + 16
+
+
+def test_weighted_splits_keep_their_place(tmp_path: Path) -> None:
+    """On other layouts and over a resume with another length; of evaluations the order is kept for each name."""
+    one, two = (write_data(tmp_path / f"data{seed}", seed=seed) for seed in (1, 2))
+    base = {
+        **values(tmp_path),
+        "data_path": None,
+        "split": None,
+        "train_weighted_split_paths": (f"train: 0.3 0:0.9 {one}, 0.7 0.1:1 {two}",),
+        "valid_weighted_split_paths": (f"A: 1 0.9:1 {one}", f"B: 1 0:0.1 {two}"),
+        "eval_iters": 1,
+        "eval_interval": 4,
+        "lr_decay_iters": len(STEPS),  # of any length
+    }
+    again = str(tmp_path / "again")
+    save = {**base, "save": str(tmp_path / "run"), "exit_interval": 3}
+    whole, first, rest = runs(
+        [
+            (1, base),
+            (2, save),
+            (4, {**base, **LAYOUTS["pp 2 x tp 2"][1], "load": save["save"], "train_iters": 9, "save": again}),
+        ]
+    )
+    assert samples(first) + samples(rest)[: len(SAMPLES) - sum(STEPS[:3])] == samples(whole)
+    assert len(whole[0].evaluations) == 4 and len(set(whole[0].evaluations)) == 4
+    assert rest[0].evaluations[:4] == pytest.approx(whole[0].evaluations, rel=1e-5)
+    for root in (save["save"], again):  # a longer run keeps the numbers, and so the orders
+        path = store.latest(root)
+        assert path is not None and store.read_state(path)["ordered_for"] == {
+            "train": len(SAMPLES),
+            "valid/A": 12,
+            "valid/B": 12,
+        }
+    changed = {**base, "load": save["save"], "train_weighted_split_paths": (f"train: 1 0:0.9 {one}",)}
+    (other,) = runs([(1, changed)])
+    assert [note.split(" was ")[0] for note in other[0].notes] == ["--train-weighted-split-paths"]
 
 
 def test_a_changed_order_is_told(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ from megazero.tp import (
 from tests.dist.pool import RankError, run_ranks
 
 SIZES = {
+    "model_family": "llama",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 2,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
@@ -329,7 +332,7 @@ def dropout_masks(sequence_parallel: bool):
     """Loss under dropout twice, with and without recompute; the gradients of the replicated parameters."""
     out = []
     for recompute in ("none", "full", "selective"):
-        config = make_model(**SIZES, hidden_dropout=0.3, attention_dropout=0.2)
+        config = make_model(**{**SIZES, "hidden_dropout": 0.3, "attention_dropout": 0.2})
         decoder = Decoder(config, context(sequence_parallel), recompute=recompute, dtype=torch.float64)
         decoder.initialize(3)
         loss = decoder(*batch(config), dropout_key=5)

@@ -18,9 +18,9 @@ from tests.dist.seeded_faults import FAULTS, seeded
 
 CONFIGS = Path(__file__).resolve().parents[2] / "pretrain" / "configs"
 LLAMA = (
-    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 8 --seq-length 2048 "
-    "--vocab-size 32000 --micro-batch-size 2 --global-batch-size 64 --lr 1e-4 --train-iters 100 --mock-data --bf16 "
-    "--world-size 4"
+    "--model-family llama --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 8 "
+    "--seq-length 2048 --vocab-size 32000 --micro-batch-size 2 --global-batch-size 64 --lr 1e-4 --train-iters 100 "
+    "--mock-data --bf16 --world-size 4"
 )
 # Tensors, stages, sequence slices and tied ends at once.
 GRID = (

@@ -100,7 +100,7 @@ class Cluster:
         policy: zero.Policy | None = None,
     ) -> None:
         self.device, self.rank, self.waits, self.compute_ms = device, rank, True, compute_ms
-        patch.setattr(Mesh, "gather_rows", lambda mesh, row: row.expand(mesh.world_size, -1))
+        patch.setattr(Mesh, "gather_rows", lambda mesh, row, out: out.copy_(row.expand(mesh.world_size, -1)))
         patch.setattr(Mesh, "gather_data_rows", lambda mesh, row: row.expand(mesh.dp_size, -1))
         patch.setattr(hops, "all_gather_flat", lambda out, own, group, async_op: group.gather(out, own))
         patch.setattr(

@@ -156,9 +156,13 @@ def test_gloo_all_gather(netlab, tmp_path):
 def test_the_trainer_finds_the_nodes_and_its_count_is_the_interface_s(netlab, tmp_path):
     """Few tokens and many parameters: rendezvous and group creation (90 kB measured) are lost in the traffic."""
     steps = 8
-    model = "--num-layers 1 --hidden-size 128 --num-attention-heads 2 --ffn-hidden-size 128 --vocab-size 8192"
-    batch = "--seq-length 8 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --mock-data --eval-iters 0"
-    rest = f"--train-iters {steps} --device cpu --log-interval 1 --log-dir {tmp_path}"
+    model = (
+        "--model-family llama --num-layers 1 --hidden-size 128 --num-attention-heads 2 --ffn-hidden-size 128"
+    )
+    batch = (
+        "--vocab-size 8192 --seq-length 8 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --mock-data"
+    )
+    rest = f"--eval-iters 0 --train-iters {steps} --device cpu --log-interval 1 --log-dir {tmp_path}"
     command = [str(ROOT / "pretrain/pretrain_gpt.py"), *f"{model} {batch} {rest}".split()]
     result = netlab(2).run(command, ranks_per_node=2, environ={"PYTHONPATH": str(ROOT)}, timeout=120)
     assert result.returncode == 0, "\n".join(result.outputs)

@@ -7,6 +7,7 @@ import pytest
 from megazero.config import ConfigError, World, parse
 
 BASE = [
+    "--model-family=llama",
     "--num-layers=4",
     "--hidden-size=64",
     "--num-attention-heads=4",

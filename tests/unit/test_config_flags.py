@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, RunConfig, make_config, parse
-from megazero.config.layers import FACTS, REFUSED, all_switches
+from megazero.config.layers import all_switches
+from megazero.config.megatron.table import rows
 from megazero.config.run import all_options
 from tests.unit.command_lines import BASE, WORLD, deepspeed, errors, run, write
 from tools.flags_page import markdown
@@ -71,11 +72,15 @@ def test_all_faults_at_once_with_the_nearest_flag():
     assert "--num-layrs does not exist; nearest: --num-layers" in found
     assert "--nope does not exist" in found[1]
     assert "--lr takes a number, got 'x'" in found
-    assert any(line.startswith("--fp16-lm-cross-entropy is not built") for line in found)
+    assert any(
+        line.startswith("--fp16-lm-cross-entropy is Megatron's flag, not built here:") for line in found
+    )
     assert "--swiglu takes no value, got 3" in found
     assert "--seed takes one value, got none" in found
     assert "--clip-grad takes one value, got 1 2" in found
-    assert "--zero-preset zero4 is not one of" in found[-1] and "nearest: zero" in found[-1]
+    assert (
+        "--zero-preset zero4 is not one of" in found[-1] and "nearest: zero" in found[-1]
+    )  # after the flags
     assert len(found) == 8
 
 
@@ -123,14 +128,6 @@ def test_non_finite_numbers_are_refused(raw):
     assert "finite" in errors(f"--weight-decay {raw}")[0]
 
 
-def test_facts_are_accepted_and_said():
-    config = run(" ".join(f"--{fact}" for fact in FACTS) + " --num-query-groups 2")
-    for fact, text in FACTS.items():
-        assert f"--{fact}: {text}" in config.notes
-    assert config.zero.zero_preset == "zero1"
-    assert "needs --num-query-groups" in errors("--group-query-attention")[0]
-
-
 def test_a_missing_checkpoint_cannot_be_both_an_error_and_none():
     assert run("--load x --exit-on-missing-checkpoint").checkpoint.exit_on_missing_checkpoint
     (line,) = errors("--load x --exit-on-missing-checkpoint --allow-fresh-start")
@@ -139,7 +136,7 @@ def test_a_missing_checkpoint_cannot_be_both_an_error_and_none():
 
 def test_names_do_not_collide():
     own = set(all_switches())
-    assert not own & (set(FACTS) | set(REFUSED) | {"help", "config", "deepspeed-config"})
+    assert not own & {*rows(), "help", "config", "deepspeed-config"}
     spelled = [opt.key for opt in all_options().values()]
     spelled += [opt.negative_key for opt in all_options().values() if opt.kind == "bool"]
     spelled += [key for opt in all_options().values() for key in (*opt.consts, *opt.aliases)]
@@ -166,7 +163,7 @@ def test_yaml_faults(tmp_path):
     path = write(
         tmp_path,
         "bad.yaml",
-        "modle: {}\nmodel: {num-layrs: 3, lr: 1}\nseed: yes\nseed: 2\nsplit: 9:1\nbf16: false\nlog-throughput: no\n",
+        "modle: {}\nmodel: {num-layrs: 3, lr: 1}\nseed: yes\nseed: 2\nsplit: 9:1\nbf16: false\nfp8-format: hybrid\n",
     )
     found = "\n".join(errors(f"--config {path}"))
     for part in (
@@ -176,7 +173,7 @@ def test_yaml_faults(tmp_path):
         "seed stands there twice",
         "split takes text",
         "bf16 takes only true",
-        "log-throughput cannot be False",
+        "fp8-format is Megatron's flag, not built here",
     ):
         assert part in found, part
     assert "cannot be read" in errors("--config /nowhere.yaml")[0]
@@ -211,8 +208,19 @@ def test_round_trip_and_reuse_as_yaml(tmp_path):
     assert len(caught.value.errors) == 3
 
 
+def test_stage_0_in_bf16_shards_states_as_deepspeed_does():
+    sharded = run("--zero-stage 0 --bf16")
+    assert sharded.zero.zero_preset == "zero1" and any("--zero-stage 0" in note for note in sharded.notes)
+    assert (
+        run("--zero-stage 0").zero.zero_preset
+        == run("--zero-stage 0 --bf16 --zero-preset ddp").zero.zero_preset
+    )
+    assert run("--zero-stage 0 --fp16").zero.zero_preset == "ddp"
+
+
 def test_make_config_from_python():
     values = {
+        "model_family": "llama",
         "num_layers": 2,
         "hidden_size": 8,
         "num_attention_heads": 2,
@@ -230,7 +238,7 @@ def test_describe_marks_what_is_not_default():
     words = {word for line in lines for word in line.split()}
     assert {"*seed=7", "swiglu=on"} <= words
     assert any("P,G,OS = 4,8,8" in line for line in lines)
-    assert any(line.startswith("note: --overlap-grad-reduce") for line in lines)
+    assert any(line.startswith("note: ") and "--overlap-grad-reduce" in line for line in lines)
 
 
 PROBE = "import sys; {}; print(sorted(m for m in ('torch', 'numpy') if m in sys.modules))"

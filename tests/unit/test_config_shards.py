@@ -90,6 +90,15 @@ def test_lifetimes():
     for policy in ("ddp", "zero1", "zero2", (1, 4, 8)):
         with pytest.raises(ValueError, match="'gathered' needs P > 1.*nearest legal: resident"):
             resolve_shards(policy, 8, 4, "gathered")
+    for policy in ("zero2", "zero3", "hpz", "zeropp"):
+        whole = resolve_shards(policy, 8, 4, gradients="step")
+        assert whole == dataclasses.replace(resolve_shards(policy, 8, 4), whole_gradients=True)
+        assert resolve_shards(policy, 8, 4, gradients="micro-batch") == resolve_shards(policy, 8, 4)
+    for policy in ("ddp", "zero1"):
+        with pytest.raises(
+            ValueError, match="gradient lifetime 'step' needs G > 1.*nearest legal: leave it out"
+        ):
+            resolve_shards(policy, 8, 4, gradients="step")
     with pytest.raises(ValueError, match="'sep' is not one of use, step, resident, gathered"):
         resolve_shards("zero1", 8, 4, "sep")
 

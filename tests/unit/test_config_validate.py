@@ -11,6 +11,7 @@ from megazero.config.validate import find_errors
 from megazero.pp.schedules import make_schedule
 
 BASE = {
+    "model_family": "llama",
     "num_layers": 4,
     "hidden_size": 96,
     "num_attention_heads": 12,
@@ -73,10 +74,6 @@ def test_required_options_are_all_named_at_once():
         ),
         ({"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, "--seq-length 30"),
         ({"kv_channels": 7}, "must be even for rotary positions; nearest: 6 or 8"),
-        (
-            {"reset_position_ids": True, "position_embedding_type": "alibi"},
-            "--reset-position-ids on has no effect without --reset-attention-mask",
-        ),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be at most 1"),
         ({"rotary_percent": 0.4, "position_embedding_type": "rope"}, "which must be even and above 0"),
         ({"squared_relu": True, "swiglu": True}, "--squared-relu and --swiglu exclude each other"),
@@ -100,6 +97,11 @@ def test_required_options_are_all_named_at_once():
         ({"hidden_dropout": -0.1}, "--hidden-dropout -0.1 must be at least 0"),
         ({"lr": 0.0}, "--lr 0 must be above 0"),
         ({"min_lr": 1.0}, "--min-lr 1 exceeds --lr 0.001; nearest: 0.001"),
+        ({"decoupled_lr": 1e-4, "min_lr": 2e-4}, "--min-lr 0.0002 exceeds --decoupled-lr 0.0001"),
+        (
+            {"decoupled_lr": 1e-2, "decoupled_min_lr": 0.5},
+            "--decoupled-min-lr 0.5 exceeds --decoupled-lr 0.01",
+        ),
         ({"lr_warmup_iters": 100}, "must be shorter than the decay of 100 that contains it; nearest: 99"),
         ({"lr_decay_style": "WSD"}, "needs --lr-wsd-decay-iters of 1 to 100"),
         ({"lr_decay_style": "WSD", "lr_warmup_iters": 20, "lr_wsd_decay_iters": 90}, "of 1 to 80"),
@@ -117,7 +119,10 @@ def test_required_options_are_all_named_at_once():
         ({"save": "x", "save_interval": 10, "save_retain_interval": 25}, "nearest: 20 or 30"),
         ({"global_batch_size": 40}, "not a multiple of micro-batch size 2 x data-parallel size 8 = 16"),
         ({"global_batch_size": 40}, "nearest: 32 or 48"),
-        ({"global_batch_size": 64, "rampup_batch_size": (16, 8, 100)}, "increment 8 is not a multiple"),
+        (
+            {"global_batch_size": 64, "rampup_batch_size": (24, 8, 100)},
+            "starts at 24, which is not a multiple",
+        ),
         ({"global_batch_size": 64, "rampup_batch_size": (16, 32, 100)}, "nearest steps: 24 or 48"),
         ({"global_batch_size": 64, "rampup_batch_size": (80, 16, 100)}, "above --global-batch-size 64"),
         ({"global_batch_size": 64, "rampup_batch_size": (16, 16)}, "START INCREMENT SAMPLES"),
@@ -144,6 +149,7 @@ def test_faults(changes, part):
     "changes",
     [
         {"adam_beta1": 0.5, "optimizer": "sgd"},
+        {"decoupled_min_lr": 1e-4},
         {"sgd_momentum": 0.5},
         {"profile_step_end": 20},
         {"save_interval": 5},
@@ -156,6 +162,22 @@ def test_faults(changes, part):
         {"wandb_exp_name": "x"},
         {"save": "x", "save_keep_last": 2},
         {"tokenizer_model": "x"},
+        {"reset_position_ids": True, "position_embedding_type": "alibi"},
+        {"data_cache_path": "x"},
+        {"min_lr": 1e-4, "lr_decay_style": "constant"},
+        {"eval_interval": 5, "eval_iters": 0},
+    ],
+)
+def test_options_of_megatron_without_effect_are_noted(changes):
+    notes = [note for note in legal(**changes).notes if "has no effect without" in note]
+    assert len(notes) == 1 and "leave it out" not in notes[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"load": "x", "save": "x", "finetune": True, "zero_exact_numel": 0},
+        {"allow_fresh_start": True},
         {"zero_weight_bits": 8},
         {"zero_weight_clip_search": 8},
         {"zero_weight_error_bound": 0.1},

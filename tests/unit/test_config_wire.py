@@ -8,6 +8,7 @@ from megazero.config.wire import DEFAULT_BLOCK, Coding
 from megazero.config.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 
 BASE = {
+    "model_family": "llama",
     "num_layers": 4,
     "hidden_size": 64,
     "num_attention_heads": 4,

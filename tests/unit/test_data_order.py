@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.data_inputs import parse_data_path
+from megazero.config.data_inputs import parse_blend, parse_data_path, parse_weighted_split
 from megazero.data import build_datasets
 from megazero.data import gpt as gpt_module
 from megazero.data.blend import blend_order, normalize
-from megazero.data.build import split_bounds
+from megazero.data.build import build_dataset, split_bounds
 from megazero.data.gpt import sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.tokenizer import TokenizerInfo, write_meta
@@ -51,7 +52,10 @@ def ours(words: list[str] | None, cache: Path, **changes: Any) -> Any:
     return build_datasets(data_path=words, tokenizer=TOKENIZER, cache_dir=cache, **arguments)
 
 
-def megatron(words: list[str], samples: tuple[int, int, int], split: str, length: int, seed: int) -> Any:
+def megatron(
+    words: Sequence[Any], samples: tuple[int, int, int], split: str | None, length: int, seed: int
+) -> Any:
+    """Its datasets. Without a split, ``words`` has those of train, valid and test, or None."""
     gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
     builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
     pytest.importorskip("megatron.core.datasets.helpers_cpp")
@@ -59,7 +63,8 @@ def megatron(words: list[str], samples: tuple[int, int, int], split: str, length
     config = gpt.GPTDatasetConfig(
         random_seed=seed,
         sequence_length=length,
-        blend=utils.get_blend_from_list(words),
+        blend=utils.get_blend_from_list(words) if split else None,
+        blend_per_split=None if split else [utils.get_blend_from_list(part) for part in words],
         split=split,
         tokenizer=types.SimpleNamespace(
             vocab_size=VOCAB, eod=EOD, pad=-1, special_tokens_dict={}, unique_identifiers={}
@@ -130,6 +135,49 @@ def test_blend_order_is_megatrons(
         assert np.array_equal(left.member, right.dataset_index)
         assert np.array_equal(left.sample, right.dataset_sample_index)
         same(left, right)
+
+
+SPEC = gpt_module.SampleSpec(32, 5, TOKENIZER, eod_mask_loss=True)
+
+
+@pytest.mark.parametrize("blends", ["alone", "weights", "sizes"])
+def test_data_named_apart_is_in_megatrons_order(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blends: str
+) -> None:
+    """--train-data-path and its kin. The weight of a data set that is alone is not read."""
+    monkeypatch.chdir(tmp_path)
+    a, b, c = data
+    words = {
+        "alone": [[a], ["0.5", b], None],
+        "weights": [["0.3", a, "7", b], ["1", c, "1", a], ["2", b, "1", c]],
+        "sizes": [[a, b, c], [c], [c, b, a]],
+    }[blends]
+    wanted = (700, 90, 31)
+    theirs = megatron(words, wanted, None, SPEC.seq_length, SPEC.seed)
+    for split, part, count, right in zip(("train", "valid", "test"), words, wanted, theirs, strict=True):
+        assert (part is None) == (right is None)
+        if part is not None:
+            same(build_dataset(split, parse_blend(part), SPEC, count, cache_dir=tmp_path / "c"), right)
+
+
+def test_weighted_splits_take_their_share_of_the_documents(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BLOOM's form. Equal shares of all data sets are Megatron's --split; any others give each document once."""
+    monkeypatch.chdir(tmp_path)
+    a, b, _ = data
+    theirs = megatron(["0.3", a, "0.7", b], (400, 60, 0), "60,20,20", SPEC.seq_length, SPEC.seed)
+    for split, part, count, right in (
+        ("train", "0:0.6", 400, theirs[0]),
+        ("valid", "0.6:0.8", 60, theirs[1]),
+    ):
+        name, blend = parse_weighted_split(f"  EN: 0.3 {part}  {a} ,0.7 {part} {b}")
+        assert name == "EN"
+        same(build_dataset(split, blend, SPEC, count, cache_dir=tmp_path / "c"), right)
+    blend = parse_weighted_split(f"x:1 0.25:0.5 {a},3 0.5:1 {b}")[1]
+    members = build_dataset("train", blend, SPEC, 20, cache_dir=tmp_path / "c").members  # type: ignore[attr-defined]
+    assert sorted(members[0].documents) == list(range(53, 106))  # of 211
+    assert sorted(members[1].documents) == list(range(30, 60))
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 17])

@@ -13,7 +13,6 @@ from megazero.models import Decoder
 from megazero.train.generate import (
     Sampling,
     TextModel,
-    find_checkpoint,
     generate,
     load_text_model,
     next_token,
@@ -29,6 +28,7 @@ def make_run(folder, tokenizer=None, dtype="fp32"):
     """A checkpoint as a trainer writes it, of a decoder whose weights are returned."""
     config = make_config(
         {
+            "model_family": "llama",
             "num_layers": 2,
             "hidden_size": 16,
             "num_attention_heads": 2,
@@ -138,8 +138,8 @@ def test_bf16_weights_run_as_fp32_on_a_cpu(tmp_path):
 
 
 def test_errors_name_the_cure(tmp_path, model):
-    with pytest.raises(store.CheckpointError, match="absent holds no complete checkpoint.*--save"):
-        find_checkpoint(tmp_path / "absent")
+    with pytest.raises(store.CheckpointError, match="absent' holds no complete checkpoint.*--save"):
+        store.find_checkpoint(tmp_path / "absent")
     make_run(tmp_path / "other", NullTokenizer(5))
     with pytest.raises(store.CheckpointError, match="another tokenizer.*--tokenizer-model"):
         load_text_model(tmp_path / "other")

@@ -19,6 +19,7 @@ FLOORS = (
     {"comm", "checkpoint"},
     {"tp", "zero", "pp"},
     {"models", "data", "plan"},
+    {"convert"},
     {"train"},
     {"verify"},
     {"cli"},
@@ -28,6 +29,7 @@ FLOORS = (
 SHARED = {("config", "megazero.mesh.grid"), ("config", "megazero.mesh.launch")}
 PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timeline")
 SHARED |= {("config", module) for module in PIPELINE}
+SHARED |= {("config", "megazero.checkpoint.directory")}
 OPTIONAL = {"transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "apex", "triton"}
 LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|(LOCAL|CROSS)_SIZE|MASTER_(ADDR|PORT)|"

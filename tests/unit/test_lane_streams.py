@@ -96,10 +96,10 @@ class Watch:
 
     def _watch_memory(self, patch: pytest.MonkeyPatch) -> None:
         def allocating(method):
-            def call(unit: Unit):
+            def call(unit: Unit, *take):
                 buffers = (unit.full, unit.copy)
                 empty = [b for b in buffers if not b.untyped_storage().nbytes()]
-                out = method(unit)
+                out = method(unit, *take)
                 for buffer in empty:
                     if buffer.untyped_storage().nbytes():
                         stream = Streams.now[-1]

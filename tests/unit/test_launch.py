@@ -145,10 +145,9 @@ def test_ranks_meet_where_rank_0_is_or_are_told_how_to_say_it() -> None:
 
 
 def test_a_node_size_that_nobody_says_is_noted_and_not_taken_for_one_node() -> None:
-    flags = (
-        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1 "
-    )
-    flags += "--train-iters 1 --mock-data --vocab-size 50 --zero-preset zeropp --zero-quantized-gradients"
+    flags = "--model-family llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    flags += "--micro-batch-size 1 --lr 1 --train-iters 1 --mock-data --vocab-size 50 "
+    flags += "--zero-preset zeropp --zero-quantized-gradients"
     launch = read_launch(BARE)
     (note,) = launch.found_nodes(8)
     assert "RANK and WORLD_SIZE does not say how many ranks a node has: 8, by the host names" in note

@@ -30,7 +30,7 @@ def training_flags(quickstart, monkeypatch, out, ranks, gpus):
     run = quickstart.Quickstart(out, quickstart.make_plan(ranks, None, gpus))
     for step in run.steps[3:-2]:
         step.act(out / "log")
-    return [command[command.index("--num-layers") :] for command in seen]
+    return [command[command.index("--model-family") :] for command in seen]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_vocabulary_padding_and_shards():
         return config.padded_vocab_size(size)
 
     assert padded(50257, 128, 1) == 50304
-    assert padded(50257, 128, 8) == 50304
+    assert padded(50257, 128, 8) == 51200  # as Megatron's GPT-3
     assert padded(50257, 100, 8) == 50400
     assert padded(256, 128, 2) == 256
     assert padded(250680, 128, 4, 250880) == 250880

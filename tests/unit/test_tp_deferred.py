@@ -18,6 +18,9 @@ from megazero.tp import (
 )
 
 SIZES = {
+    "model_family": "llama",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "num_layers": 2,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
@@ -33,9 +36,9 @@ CASES: dict[str, ModelConfig] = {
     "llama-tied-selective": make_model(**SIZES, untie_embeddings_and_output_weights=False),
     "llama-tied-full": make_model(**SIZES, untie_embeddings_and_output_weights=False),
     "llama-biases": make_model(**SIZES, add_bias_linear=True, normalization="LayerNorm"),
-    "gpt": make_model(**MHA, model_family="gpt"),
-    "gpt-full": make_model(**MHA, model_family="gpt"),
-    "bloom": make_model(**MHA, model_family="bloom"),
+    "gpt": make_model(**{**MHA, "model_family": "gpt"}),
+    "gpt-full": make_model(**{**MHA, "model_family": "gpt"}),
+    "bloom": make_model(**{**MHA, "model_family": "bloom"}),
 }
 
 

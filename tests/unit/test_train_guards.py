@@ -7,79 +7,95 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from megazero.train.exit_status import ExitStatus
 from megazero.train.guards import (
-    ExitConditions,
     LocalStep,
     NonFiniteGuard,
     NonFiniteLoss,
     RankFailure,
-    StopSignals,
     collective_symptom,
     readable_failures,
 )
+from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 
 
-def _alone(flag: bool) -> bool:
-    return flag
+def alone(conditions: ExitConditions, iteration: int) -> str | None:
+    """The reason of the only rank."""
+    own = conditions.own_reason()
+    return conditions.told(own, own is not None) or conditions.planned(iteration)
 
 
-def test_exit_interval_needs_no_agreement() -> None:
-    def never(flag: bool) -> bool:
-        raise AssertionError("a collective for nothing")
-
-    conditions = ExitConditions(agree=never, exit_interval=5)
-    assert [i for i in range(1, 16) if conditions.reason(i)] == [5, 10, 15]
-    assert ExitConditions(agree=never).reason(1) is None
+def test_exit_interval() -> None:
+    conditions = ExitConditions(exit_interval=5)
+    assert [i for i in range(1, 16) if alone(conditions, i)] == [5, 10, 15]
+    assert alone(ExitConditions(), 1) is None
 
 
 def test_exit_duration() -> None:
     now = [100.0]
-    conditions = ExitConditions(agree=_alone, exit_duration_in_mins=2, began=100.0, clock=lambda: now[0])
-    assert conditions.reason(1) is None
+    conditions = ExitConditions(exit_duration_in_mins=2, began=100.0, clock=lambda: now[0])
+    assert alone(conditions, 1) is None
     now[0] = 219.9
-    assert conditions.reason(2) is None
+    assert alone(conditions, 2) is None
     now[0] = 220.0
-    assert "--exit-duration-in-mins is 2" in (conditions.reason(3) or "")
+    assert "--exit-duration-in-mins is 2" in (alone(conditions, 3) or "")
 
 
-def test_ranks_agree_and_call_alike() -> None:
-    """One rank's signal stops all; every rank calls the collective once per iteration."""
-    calls: list[bool] = []
+def test_a_kill_switch_is_looked_at_in_every_iteration(tmp_path: Path) -> None:
+    file = tmp_path / "kill"
+    conditions = ExitConditions(kill_switch=str(file))
+    assert alone(conditions, 1) is None
+    file.touch()
+    assert alone(conditions, 2) == f"--kill-switch-path {file} is there"
+    file.unlink()
+    assert alone(conditions, 3) is None
 
-    def agree_others_want(flag: bool) -> bool:
-        calls.append(flag)
-        return True
 
-    quiet = ExitConditions(agree=agree_others_want, signals=StopSignals(), exit_interval=1)
-    assert "another rank" in (quiet.reason(1) or "")
-    signalled = StopSignals()
+def test_one_ranks_signal_stops_all_ranks() -> None:
+    quiet, signalled = StopSignals(), StopSignals()
     signalled.received = signal.SIGTERM
-    loud = ExitConditions(agree=agree_others_want, signals=signalled, exit_interval=1)
-    assert loud.reason(1) == "received SIGTERM"
-    assert calls == [False, True]
+    ranks = [ExitConditions(signals=signals, exit_interval=3) for signals in (quiet, signalled)]
+    own = [conditions.own_reason() for conditions in ranks]
+    assert own == [None, "received SIGTERM"]
+    stopped = [c.told(mine, any(own)) or "" for c, mine in zip(ranks, own, strict=True)]
+    assert "another rank" in stopped[0] and stopped[1] == "received SIGTERM"
+    signalled.received = signal.SIGUSR1  # after the ranks told each other: not in this iteration
+    assert [c.told(None, False) for c in ranks] == [None, None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signals_are_noted_and_handlers_restored(number: signal.Signals) -> None:
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     with StopSignals() as signals:
-        conditions = ExitConditions(agree=_alone, signals=signals)
-        assert conditions.reason(1) is None
+        signals.training()
+        conditions = ExitConditions(signals=signals)
+        assert alone(conditions, 1) is None
         os.kill(os.getpid(), number)
-        assert conditions.reason(2) == f"received {number.name}"
+        assert alone(conditions, 2) == f"received {number.name}"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert {n: signal.getsignal(n) for n in before} == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_during_the_start_ends_it_at_once(number: signal.Signals) -> None:
+    with pytest.raises(NotStarted, match=f"{number.name} during the start") as told, StopSignals():
+        try:
+            os.kill(os.getpid(), number)
+        except Exception:  # noqa: BLE001 - a library's way
+            pytest.fail("a handler of errors swallowed it")
+    assert told.value.exit_status is ExitStatus.STOPPED
+
+
 def test_exit_conditions_refuse() -> None:
     with pytest.raises(ValueError, match="--exit-interval 0"):
-        ExitConditions(agree=_alone, exit_interval=0)
+        ExitConditions(exit_interval=0)
     with pytest.raises(ValueError, match="--exit-duration-in-mins nan"):
-        ExitConditions(agree=_alone, exit_duration_in_mins=math.nan)
+        ExitConditions(exit_duration_in_mins=math.nan)
 
 
 def _gathers(*steps: LocalStep) -> Callable[[LocalStep], list[LocalStep]]:

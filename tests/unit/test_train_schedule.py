@@ -18,10 +18,10 @@ from megazero.train.learning_rate import LearningRate
     ("style", "wsd_style"),
     [(s, "exponential") for s in DECAY_STYLES if s != "WSD"] + [("WSD", w) for w in WSD_STYLES],
 )
-@pytest.mark.parametrize(("warmup", "init"), [(0, 0.0), (1, 0.0), (37, 1e-5)])
+@pytest.mark.parametrize(("warmup", "init"), [(0, 0.0), (1, 0.0), (37, 1e-5), (4.22, 0.0)])
 @pytest.mark.parametrize("minimum", [0.0, 3e-5])
 def test_learning_rate_equals_megatron(
-    style: str, wsd_style: str, warmup: int, init: float, minimum: float
+    style: str, wsd_style: str, warmup: float, init: float, minimum: float
 ) -> None:
     module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
     decay, wsd_decay = 211, 60

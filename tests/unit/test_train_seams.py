@@ -45,12 +45,17 @@ def run(values: dict[str, Any], watch: Callable[[Trainer], None] = lambda _: Non
     return config
 
 
-def megatron_rates(config: RunConfig) -> Iterator[tuple[float, int]]:
-    """(learning rate, global batch) of every iteration, as Megatron's schedulers step."""
+def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
+    """(learning rates, global batch) of every iteration, as Megatron's schedulers step.
+
+    The second rate is that of the parameters with a peak and a minimum of their own.
+    """
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
     calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     o, span, batch = config.optimizer, config.lr_lengths, config.batch
-    holder = SimpleNamespace(param_groups=[{}])
+    apart = {"max_lr": o.decoupled_lr or o.lr, "min_lr": o.min_lr}
+    apart |= {} if o.decoupled_min_lr is None else {"min_lr": o.decoupled_min_lr}
+    holder = SimpleNamespace(param_groups=[{}, apart])
     scheduler = core.OptimizerParamScheduler(
         holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style, 0.1, 0.1, 0, "constant",
         wsd_decay_steps=span.wsd_decay, lr_wsd_decay_style=o.lr_wsd_decay_style,
@@ -67,7 +72,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[float, int]]:
     while True:
         sizes.update(consumed, consistency_check=True)
         size = sizes.get_current_global_batch_size()
-        yield holder.param_groups[0]["lr"], size
+        yield [group["lr"] for group in holder.param_groups], size
         consumed += size
         scheduler.step(size if span.unit == "samples" else 1)
 
@@ -89,7 +94,15 @@ def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -
     styles += [{"lr_decay_style": "WSD", "lr_wsd_decay_style": w, **decay, **wsd} for w in WSD_STYLES]
     for number, style in enumerate(styles):
         folder = tmp_path / str(number)
-        values = {**SMALL, "micro_batch_size": 4, **length, **style, "log_dir": str(folder)}
+        values = {
+            **SMALL,
+            "micro_batch_size": 4,
+            **length,
+            **style,
+            "decoupled_lr": 3e-2,
+            "log_dir": str(folder),
+        }
+        values |= {"decoupled_min_lr": 2e-3} if "min_lr" in style and number % 2 else {}
         if "cosine" in style.values():
             saved = str(folder / "saved")
             run({**values, "save": saved, "exit_interval": 3})
@@ -97,9 +110,9 @@ def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -
         config = run(values)
         lines = read_metrics(folder)
         assert len(lines) == 9, style
-        wanted = list(zip(megatron_rates(config), range(9), strict=False))
-        got = [((line["learning_rate"], line["batch_size"]), i) for i, line in enumerate(lines)]
-        assert got == wanted, style
+        wanted = [rates_of for rates_of, _ in zip(megatron_rates(config), range(9), strict=False)]
+        names = ("learning_rate", "decoupled_learning_rate")
+        assert [([line[name] for name in names], line["batch_size"]) for line in lines] == wanted, style
 
 
 def reference(config: RunConfig) -> list[dict[str, Any]]:
@@ -109,9 +122,14 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
     model = Decoder(config.model, dtype=torch.float64)
     model.initialize(training.seed)
     every = list(model.parameters())
+    tokens = [model.embedding.tokens.weight]  # type: ignore[union-attr]
+    if config.model.untie_embeddings_and_output_weights:
+        tokens.append(model.head.weight)  # type: ignore[union-attr]
+    others = [p for p in every if all(p is not token for token in tokens)]
     groups = [
-        {"params": [p for p in every if p.ndim > 1], "weight_decay": o.weight_decay},
-        {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": tokens, "weight_decay": o.weight_decay},
     ]
     optimizer: torch.optim.Optimizer
     if o.optimizer == "sgd":
@@ -139,15 +157,15 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
         return {"iteration": iteration, "consumed_samples": consumed, "eval_lm_loss": loss}
 
     consumed, lines = 0, [evaluation(0, 0)]
-    for iteration, (rate, size) in enumerate(megatron_rates(config), 1):
+    for iteration, ((rate, apart), size) in enumerate(megatron_rates(config), 1):
         if consumed + size > total:
             return lines
         loss = mean_loss(train, consumed, size)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(every, o.clip_grad).item()
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        for group, own in zip(optimizer.param_groups, (rate, rate, apart), strict=True):
+            group["lr"] = own
         optimizer.step()
         consumed += size
         line = {
@@ -156,6 +174,7 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
             "lm_loss": loss.item(),
             "grad_norm": norm,
         }
+        line |= {"decoupled_learning_rate": apart} if o.decoupled_lr else {}
         lines.append({**line, "learning_rate": rate, "batch_size": size})
         if iteration % training.eval_interval == 0:
             lines.append(evaluation(iteration, consumed))
@@ -166,7 +185,13 @@ ADAMW = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-2}
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
 
 
-@pytest.mark.parametrize("options", [ADAMW, SGD], ids=["adamw", "sgd"])
+DECOUPLED = {**ADAMW, "decoupled_lr": 0.2, "decoupled_min_lr": 0.03}
+UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": True}
+
+
+@pytest.mark.parametrize(
+    "options", [ADAMW, SGD, DECOUPLED, UNTIED], ids=["adamw", "sgd", "decoupled", "decoupled, untied"]
+)
 def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
     values = {
@@ -246,11 +271,11 @@ def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp
     def watch(trainer: Trainer) -> None:
         step, optimizer = trainer.engine.step, trainer.engine.optimizer
 
-        def spoiled() -> Any:
+        def spoiled(scalars: torch.Tensor) -> Any:
             iteration, before = trainer.progress.iteration + 1, optimizer.runs[0].leaf.detach().clone()
             if iteration == 3 or iteration > 4:
                 optimizer.runs[0].grad.fill_(torch.inf)
-            info = step()
+            info = step(scalars)
             updated.extend([] if torch.equal(before, optimizer.runs[0].leaf) else [iteration])
             return info
 
@@ -309,7 +334,7 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
         **TINY, "zero_preset": "zeropp", "zero_exact_numel": 40, "zero_block_size": 32, "zero_chunk_numel": 999,
         "zero_prefetch_bytes": 777, "seed": 5, "zero_weight_error_bound": 0.1, "zero_gradient_error_bound": 0.2,
         "zero_gradient_bits": 8, "zero_gradient_rounding": "stochastic", "zero_weight_clip_search": 3,
-        "ranks_per_node": 2,
+        "ranks_per_node": 2, "zero_gradients_lifetime": "step",
     }  # fmt: skip
     grid = SimpleNamespace(world_size=4, ranks_per_node=2)
     policy: Any = make_policy(make_config(values, World(4, 2)), SimpleNamespace(grid=grid))  # type: ignore[arg-type]
@@ -322,6 +347,7 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
         8,
         32,
     )
+    assert policy.whole_gradients
     assert policy.codecs.delta and not policy.codecs.feedback and policy.codecs.gradients_intra is None
     assert (weights.stochastic, gradients.stochastic, weights.clip, gradients.clip) == (False, True, 3, 0)
 

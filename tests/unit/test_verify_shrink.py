@@ -15,7 +15,8 @@ from megazero.config import ConfigError
 from megazero.config.wire import Coding
 from megazero.mesh.grid import data_cuts, make_grid
 from megazero.plan import communication
-from megazero.plan.communication import Activation, Copies, Formats, UnitShape
+from megazero.plan.communication import Activation, Formats, UnitShape
+from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import partition
 from megazero.pp.schedules import make_schedule
 from megazero.verify.options import VerifyConfig, read_request
@@ -23,8 +24,8 @@ from megazero.verify.shrink import like, shrink, stage_layers
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "pretrain" / "configs").glob("*.yaml"))
 BASE = (
-    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 4 --lr 1e-4 "
-    "--train-iters 1000 --mock-data --vocab-size 32000"
+    "--model-family llama --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--micro-batch-size 4 --lr 1e-4 --train-iters 1000 --mock-data --vocab-size 32000"
 )
 
 
@@ -38,6 +39,12 @@ def shrunk(words: str, most: int = 16):
 )
 def test_like_keeps_odd_and_even(size: int, most: int, wanted: int) -> None:
     assert like(size, most) == wanted
+
+
+def test_the_ratio_of_two_learning_rates_is_kept() -> None:
+    words = "--world-size 2 --ranks-per-node 2 --min-lr 1e-5 --decoupled-lr 3e-4 --decoupled-min-lr 1e-6"
+    optimizer = shrunk(words).config.optimizer
+    assert optimizer.lr and optimizer.decoupled_lr == pytest.approx(3 * optimizer.lr)
 
 
 def test_structure_is_kept_and_sizes_are_not() -> None:
@@ -204,14 +211,26 @@ def test_messages() -> None:
 
 
 def test_what_stays_gathered_is_not_gathered_again() -> None:
-    copies = Copies([[[0], [1], [2]]])
-    assert communication.gathers(copies, [("F", 0), ("B", 0)]) == {0: 2, 1: 2, 2: 1}
-    assert communication.gathers(copies, [("F", 0), ("B", 0)] * 2) == {0: 3, 1: 4, 2: 2}
-    assert communication.gathers(Copies(copies.uses, True), [("F", 0), ("B", 0)] * 2) == {0: 1, 1: 1, 2: 1}
+    copies, sizes = Copies([[[0], [1], [2]]]), [1, 1, 1]
+    once, twice = [("F", 0), ("B", 0)], [("F", 0), ("B", 0)] * 2
+    assert gathers(copies, once, sizes) == {0: 2, 1: 2, 2: 1}
+    assert gathers(copies, twice, sizes) == {0: 3, 1: 4, 2: 2}
+    assert gathers(replace(copies, keep_gathered=True), twice, sizes) == {0: 1, 1: 1, 2: 1}
     tied = Copies([[[0], [1], [2, 0]]])  # the head needs the embedding, to the end of the backward
-    assert communication.gathers(tied, [("F", 0), ("B", 0)]) == {0: 2, 1: 2, 2: 1}
+    assert gathers(tied, once, sizes) == {0: 2, 1: 2, 2: 1}
     split = [("F", 0), ("F", 0), ("I", 0), ("W", 0), ("I", 0), ("W", 0)]
-    assert communication.gathers(copies, split) == {0: 4, 1: 4, 2: 3}
+    assert gathers(copies, split, sizes) == {0: 4, 1: 4, 2: 3}
+
+
+@pytest.mark.parametrize(
+    ("prefetch_bytes", "expected"),
+    [(0, {0: 3, 1: 4, 2: 4, 3: 2}), (1, {0: 3, 1: 3, 2: 2, 3: 2}), (2, {0: 3, 1: 1, 2: 1, 3: 2})],
+)
+def test_what_comes_again_within_the_bytes_stays(prefetch_bytes: int, expected: dict[int, int]) -> None:
+    """F 0 1 2 3, B 3 2 1 0, twice. Of 1 and 2 none stays while the others turn, the one beside them, or both."""
+    copies = Copies([[[0], [1], [2], [3]]], prefetch_bytes=prefetch_bytes)
+    program = [("F", 0), ("B", 0)] * 2
+    assert gathers(copies, program, [1] * 4) == expected
 
 
 def test_zeropp_crosses_nodes_once_per_step() -> None:
@@ -226,6 +245,19 @@ def test_zeropp_crosses_nodes_once_per_step() -> None:
     assert sent[4]["refresh", "inter_node"] == sent[1]["refresh", "inter_node"] == inter
     assert sent[4]["reduce", "inter_node"] == sent[1]["reduce", "inter_node"] == inter
     assert sent[4]["reduce", "intra_node"] == 4 * sent[1]["reduce", "intra_node"] == 4 * 2048 * 2
+
+
+def test_whole_gradients_cross_nodes_once_per_step() -> None:
+    """zero3, bf16 parameters, 4 micro-batches."""
+    grid, unit, formats = make_grid(4, 2, shards=(4, 4, 4)), UnitShape(4096, 0, True), Formats(2, 4)
+    program, sent = [("F", 0), ("B", 0)] * 4, {}
+    for whole in (False, True):
+        copies = Copies([[[0]]], whole_gradients=whole)
+        sent[whole] = communication.model_state([unit], grid, formats, copies, program, 4)
+    assert sent[True]["reduce", "inter_node"] == 1024 * 4
+    assert sent[False]["reduce", "inter_node"] == 4 * 1024 * 4
+    assert sent[True]["reduce", "intra_node"] == 2048 * 4  # a sum of 4 micro-batches, in fp32
+    assert sent[False]["reduce", "intra_node"] == 4 * 2048 * 2
 
 
 def test_boundaries_of_a_pipeline() -> None:

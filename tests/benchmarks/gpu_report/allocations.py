@@ -1,8 +1,13 @@
 """What comm/, zero/ and the codecs allocate in steady steps, and how often the host waits for the device in one.
 
-The engine runs as one rank of 2 nodes of 2 (lone_rank.py). On CUDA the allocator's history is read, with the Python
-stack of every allocation; on a CPU every operation of torch is asked whether it returned new memory. An allocation
-belongs to the innermost function of megazero in its stack.
+The engine runs as one rank of 2 nodes of 2, or of 2 such pipeline stages (lone_rank.py). On CUDA the allocator's
+history is read, on a CPU torch's profiler, with the Python stack of every allocation: results of operations, what
+they need inside, and storages that grow. An allocation belongs to the innermost function of megazero in its stack.
+
+Not ours, and not counted: gradients and activations, which autograd makes; what torch's optimizer makes inside its
+own step; and up to 8 bytes that an operation on a CPU takes for a Python number while it runs. Counted apart, as
+``parameters``, are storages that are released and made anew: the gathered parameters where P > 1 (as in FSDP2), and
+the P copy of lifetime 'step'. Views that the backward saved keep a storage, so its memory cannot be another buffer's.
 """
 
 from __future__ import annotations
@@ -12,13 +17,15 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 
+from megazero import zero
 from megazero.config import resolve_shards
 from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.lone_rank import lone_rank
@@ -27,36 +34,60 @@ from tests.benchmarks.gpu_report.record import Record, Skip
 from tests.benchmarks.gpu_report.setting import ROOT, Setting, free
 
 SIZE = Size("0.1B", layers=8, hidden=768, ffn=2048, heads=12, sequence=1024)
+# Its matrices are above the number of elements up to which parameters are always sent exactly.
+SMALL = Size("small", layers=2, hidden=128, ffn=256, heads=4, vocabulary=512, sequence=16)
 FIRST, LAST = 5, 10  # the steady steps, both counted
 PACKAGES = {"megazero/comm/": "comm", "megazero/zero/": "zero", "kernels/": "codecs"}
 CODECS = "megazero/comm/codec.py"
+PARAMETERS = "parameters"  # storages that are made anew
+STORAGES = ("materialise_full", "open_refresh")
+NUMBER = 8  # bytes: a Python number as torch wraps it
 Found = dict[tuple[str, str], tuple[int, int]]  # (package, place) -> allocations, bytes
 
 
 def run(setting: Setting, record: Record) -> None:
-    size = setting.pick(SIZE, loops.TINY)
+    size = setting.pick(SIZE, SMALL)
     steady = LAST - FIRST + 1
-    for name, (preset, policy) in loops.policies().items():
+    for name in cases():
         with record.attempt(preset=name) as row:
             if setting.left < 3:
                 raise Skip("the piece's time was over")
-            factors = resolve_shards(preset, 4, 2).factors
-            with lone_rank(4, 2, factors, setting.device) as mesh:
-                step, _ = loops.ours(size, setting.device, mesh=mesh, policy=policy)
+            with stepping(name, size, setting.device) as (step, engine):
                 for _ in range(1, FIRST):
                     step()
-                found = (by_operation if setting.rehearsal else by_allocator)(step, steady)
+                found = (by_profiler if setting.rehearsal else by_allocator)(step, steady)
                 waits = host_waits(step, steady) if not setting.rehearsal else None
-                del step
-            row |= cells(found, waits, steady)
+                arena = engine.arena
+                del step, engine
+            row |= {
+                **cells(found, waits, steady),
+                "pool kB": arena.nbytes / 1e3,
+                "its peak kB": arena.peak / 1e3,
+            }
             _tell_places(name, found, waits, steady, record)
         free(setting.device)
+
+
+def cases() -> dict[str, tuple[str, int]]:
+    """name -> (policy of loops.policies(), pipeline stages)."""
+    return {**{name: (name, 1) for name in loops.policies()}, "PP 2, zeropp": ("zeropp", 2)}
+
+
+@contextmanager
+def stepping(name: str, size: Size, device: torch.device) -> Iterator[tuple[Step, zero.Engine]]:
+    """A step of one of ``cases``, and its engine. Of a pipeline the last stage is run, 2 micro-batches."""
+    form, stages = cases()[name]
+    preset, policy = loops.policies()[form]
+    rank = 4 * stages - 1
+    with lone_rank(4, 2, resolve_shards(preset, 4, 2).factors, device, rank, stages) as mesh:
+        make = loops.ours if stages == 1 else loops.pipelined
+        yield make(size, device, mesh=mesh, policy=policy)
 
 
 def cells(found: Found, waits: Counter[str] | None, steps: int) -> dict[str, Any]:
     """Of one step: allocations and kB by package, host waits."""
     row: dict[str, Any] = {}
-    for package in ("comm", "zero", "codecs"):
+    for package in ("comm", "zero", "codecs", PARAMETERS):
         mine = [f for (own, _), f in found.items() if own == package]
         row[package] = sum(count for count, _ in mine) / steps
         row[f"{package} kB"] = sum(size for _, size in mine) / steps / 1e3
@@ -83,13 +114,43 @@ def by_allocator(step: Step, steps: int) -> Found:
     return found.found
 
 
-def by_operation(step: Step, steps: int) -> Found:
-    """CPU: results of operations that lie in none of their inputs. A storage that is resized is not seen."""
+def by_profiler(step: Step, steps: int) -> Found:
+    """CPU: every call of torch's allocator."""
     found = Tally()
-    with Watch(found):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
         for _ in range(steps):
             step()
+    assert profiler.profiler is not None
+    for event in profiler.profiler.kineto_results.experimental_event_tree():
+        _add_allocations(SimpleNamespace(children=[event]), [], None, found)
     return found.found
+
+
+def _add_allocations(
+    event: Any, frames: list[tuple[str, int, str]], call: dict[int, int] | None, found: Tally
+) -> None:
+    """Add those of an event and of what it called.
+
+    frames: the Python frames around it, innermost first. call: small allocations, by address, of the call of torch
+    that the event is a part of.
+    """
+    for inner in event.children:
+        if inner.tag == _EventType.PyCall:
+            of = inner.extra_fields.callsite
+            here = (of.file_name, of.line_number, of.function_name)
+            _add_allocations(inner, [here, *frames], None, found)
+        elif inner.tag != _EventType.Allocation:
+            small = {} if call is None else call
+            _add_allocations(inner, frames, small, found)
+            if call is None:
+                for size in small.values():  # not freed in the call: results
+                    found.add(frames, size)
+        elif inner.extra_fields.alloc_size < 0:
+            (call or {}).pop(inner.extra_fields.ptr, None)
+        elif call is not None and inner.extra_fields.alloc_size <= NUMBER:
+            call[inner.extra_fields.ptr] = inner.extra_fields.alloc_size
+        else:
+            found.add(frames, inner.extra_fields.alloc_size)
 
 
 class Tally:
@@ -107,41 +168,17 @@ class Tally:
 
 
 def innermost(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
-    """Package and place; None where megazero has no part, or the model has it."""
+    """Package and place; None where megazero has no part, or the model has it, or torch's optimizer."""
     for file, line, function in frames:
-        if not file.startswith(str(ROOT)):
-            continue
-        path = file[len(str(ROOT)) + 1 :]
+        path = file.removeprefix(f"{ROOT}/")
+        if "torch/optim/" in path or path.startswith("tests/"):
+            return None
         if path.startswith(("megazero/", "kernels/")):
-            inside = (name for top, name in PACKAGES.items() if path.startswith(top))
-            package = "codecs" if path == CODECS else next(inside, None)
+            inside = next((name for top, name in PACKAGES.items() if path.startswith(top)), None)
+            package = "codecs" if path == CODECS else inside
+            package = PARAMETERS if package == "zero" and function in STORAGES else package
             return (package, f"{path}:{line} {function}") if package else None
     return None
-
-
-class Watch(TorchDispatchMode):
-    def __init__(self, found: Tally) -> None:
-        super().__init__()
-        self.tally = found
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = function(*args, **(kwargs or {}))
-        new = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and _storage(x) not in known]
-        if new:
-            self.tally.add(list(_stack()), sum(x.untyped_storage().nbytes() for x in new))
-        return out
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _stack() -> Iterator[tuple[str, int, str]]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def host_waits(step: Step, steps: int) -> Counter[str]:

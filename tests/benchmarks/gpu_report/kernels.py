@@ -13,12 +13,15 @@ from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import DEFAULT_BLOCK, Format
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
+from megazero.kernels.sum_rows import sum_rows
 
 from tests.benchmarks.gpu_report.record import Record, Skip
 from tests.benchmarks.gpu_report.setting import Setting, elapsed
 
+BITS = (32, 16, 8, 4, 2)  # of an element of a message; 32 and 16: exact
 ROWS = 4  # messages of an operation: sources of a sum
 NOISE = Noise(1, 2, 3)
+EXACT = {32: torch.float32, 16: torch.bfloat16}
 Operation = tuple[str, str, int, Callable[[], object]]  # name, rounding, bytes read and written, what runs
 
 
@@ -31,7 +34,7 @@ def run(setting: Setting, record: Record) -> None:
         )
     copied = cache(lambda size: _copy_rate(size, setting))
     for n in setting.pick((1 << 22, 1 << 24, 1 << 26), (1 << 10,)):
-        for bits in (8, 4, 2):
+        for bits in BITS:
             for name, rounding, moved, launch in operations(n, bits, setting.device):
                 with record.attempt(operation=name, bits=bits, rounding=rounding, elements=ROWS * n) as row:
                     if setting.left < 2:
@@ -43,6 +46,11 @@ def run(setting: Setting, record: Record) -> None:
 
 def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
     """As the engine uses them: rows of n elements; masters and sums are fp32, gradients and parameters bf16."""
+    if bits in EXACT:
+        x, out = torch.randn(ROWS, n, device=device).to(EXACT[bits]), torch.zeros(n, device=device)
+        own, moved = x[0], x.nbytes + 2 * out.nbytes
+        yield "sum", "-", moved, lambda: sum_rows(x[1:], out, True, own)
+        return
     form = Format(bits, DEFAULT_BLOCK[bits])
     coded = ROWS * form.coded_bytes(n)
     messages = torch.zeros(ROWS, _filled(form.coded_bytes(n)), dtype=torch.uint8, device=device)

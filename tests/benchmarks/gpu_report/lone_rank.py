@@ -2,7 +2,7 @@
 
 What the others would send is taken to be what this rank sends them, so every gather and exchange is a copy of the
 right size on the stream that calls it. Memory, allocations, host waits and the order of work are those of a rank;
-times of collectives are not.
+times of collectives are not. From a pipeline's other stages come zeros.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Landed:
 
 
 class LoneMesh(Mesh):
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        return row.expand(self.world_size, -1)
+    def gather_rows(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        rows = row.expand(self.world_size, -1)
+        return rows if out is None else out.copy_(rows)
 
     def gather_data_rows(self, row: torch.Tensor) -> torch.Tensor:
         return row.expand(self.dp_size, -1)
@@ -58,12 +59,21 @@ class Echo:
         return Landed()
 
 
+def _all_alike(out: list[Any], own: Any, **_: Any) -> None:
+    out[:] = [own] * len(out)
+
+
 @contextmanager
 def lone_rank(
-    world: int, ranks_per_node: int, shards: tuple[int, int, int], device: torch.device, rank: int = 1
+    dp: int,
+    ranks_per_node: int,
+    shards: tuple[int, int, int],
+    device: torch.device,
+    rank: int = 1,
+    pp: int = 1,
 ) -> Iterator[Mesh]:
-    """The mesh of ``rank``; engines on it run inside the block."""
-    grid = make_grid(world, ranks_per_node, shards=shards)
+    """The mesh of ``rank`` among pp stages of dp ranks; engines on it run inside the block."""
+    grid = make_grid(dp * pp, ranks_per_node, pp=pp, shards=shards)
 
     def axis(spec: AxisSpec) -> Axis:
         gather, reduce = ((Echo(spec.size) if spec.size > 1 else None) for _ in range(2))
@@ -75,5 +85,8 @@ def lone_rank(
     def exchange(out: torch.Tensor, sent: torch.Tensor, *_: Any, group: Any, **__: Any) -> Landed:
         return group.exchange(out, sent)
 
-    with patch.object(hops, "all_gather_flat", gather), patch.object(dist, "all_to_all_single", exchange):
+    fakes = {"all_to_all_single": exchange, "all_gather_object": _all_alike}
+    fakes |= {"send": lambda *_, **__: None, "recv": lambda x, *_, **__: x.zero_()}
+    fakes |= {"isend": lambda *_, **__: Landed(), "irecv": lambda x, *_, **__: (x.zero_(), Landed())[1]}
+    with patch.object(hops, "all_gather_flat", gather), patch.multiple(dist, **fakes):
         yield LoneMesh(grid, rank, device, {spec.name: axis(spec) for spec in grid.axes})

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from megazero import zero
+from megazero.config import World, make_config
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig, make_model
+from megazero.train import parallelize
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 CLIP = 1.0
@@ -43,6 +45,7 @@ class Size:
     @property
     def config(self) -> ModelConfig:
         return make_model(
+            model_family="llama",
             num_layers=self.layers,
             hidden_size=self.hidden,
             ffn_hidden_size=self.ffn,
@@ -96,6 +99,26 @@ def ours(
         engine.begin_step(1, divisor=size.tokens * mesh.dp_size)
         model(tokens, tokens).sum().backward()
         engine.step()
+
+    return step, engine
+
+
+def pipelined(size: Size, device: torch.device, mesh: Mesh, policy: zero.Policy) -> tuple[Step, zero.Engine]:
+    """A step of this rank's stage of the same decoder, by 1F1B, with two micro-batches."""
+    values = {"num_layers": size.layers, "hidden_size": size.hidden, "num_attention_heads": size.heads}
+    values |= {"ffn_hidden_size": size.ffn, "vocab_size": size.vocabulary, "seq_length": size.sequence}
+    values |= {"micro_batch_size": size.batch, "pipeline_model_parallel_size": mesh.pp.size, "lr": 1e-4}
+    values |= {"train_iters": 10, "mock_data": True, "params_dtype": "bf16"}
+    config = make_config(values, World(mesh.world_size, mesh.grid.ranks_per_node))
+    model = parallelize.build_decoder(config, mesh)
+    engine = parallelize.shard_decoder(model, config, mesh, policy=policy)
+    pipeline = parallelize.build_pipeline(model, engine, config, mesh)
+    tokens = batch(size, device)
+    data = [parallelize.MicroBatch(tokens, tokens, torch.ones(tokens.shape, device=device))] * 2
+
+    def step() -> None:
+        engine.begin_step(2, 2.0 * size.tokens * mesh.dp_size, pipeline.program(2))
+        engine.step(pipeline.step(data).reshape(1))
 
     return step, engine
 

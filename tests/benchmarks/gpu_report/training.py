@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megazero.config.flops import parameter_count, training_flops
+from megazero.config.flops import training_flops
+from megazero.config.parameters import parameter_count
 from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.loops import Size, Step
 from tests.benchmarks.gpu_report.record import Record, Skip

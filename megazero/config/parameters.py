@@ -1,11 +1,12 @@
-"""This module says which parameters a decoder has: the shape of each, and the dim that is cut over the tp axis."""
+"""This module says what the parameters of a model are: names, shapes, and what is cut over the tp axis."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megazero.config.model import ModelConfig
+from megazero.config.model import LAYER_NORMS, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -17,23 +18,48 @@ class ParameterRole:
     split: int | None
 
 
-def _norm_roles(c: ModelConfig, name: str) -> Iterator[ParameterRole]:
-    yield ParameterRole(f"{name}.weight", (c.hidden_size,), None)
+def _norm_roles(
+    c: ModelConfig, name: str, size: int | None = None, split: int | None = None
+) -> Iterator[ParameterRole]:
+    shape = (c.hidden_size if size is None else size,)
+    yield ParameterRole(f"{name}.weight", shape, split)
     if c.normalization == "LayerNorm":
-        yield ParameterRole(f"{name}.bias", (c.hidden_size,), None)
+        yield ParameterRole(f"{name}.bias", shape, split)
 
 
 def _layer_roles(c: ModelConfig) -> Iterator[ParameterRole]:
-    h, q, kv, ffn = c.hidden_size, c.query_projection_size, c.kv_projection_size, c.ffn_hidden_size
-    yield from _norm_roles(c, "input_norm")
+    """Yield the parameters of a layer, in the order of ``named_parameters``. A layer has some of the four norms."""
+    norms = LAYER_NORMS[c.transformer_block_type]
+    parts = (
+        ("input_norm", _attention_roles(c)),
+        ("attention_output_norm", ()),
+        ("mlp_norm", _mlp_roles(c)),
+        ("mlp_output_norm", ()),
+    )
+    for norm, roles in parts:
+        if norm in norms:
+            yield from _norm_roles(c, norm)
+        yield from roles
+
+
+def _attention_roles(c: ModelConfig) -> Iterator[ParameterRole]:
+    h, q, kv = c.hidden_size, c.query_projection_size, c.kv_projection_size
     for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         yield ParameterRole(f"attention.{name}.weight", (rows, h), 0)
         if c.qkv_bias:
             yield ParameterRole(f"attention.{name}.bias", (rows,), 0)
     yield ParameterRole("attention.o_proj.weight", (h, q), 1)
-    if c.add_bias_linear:
+    if c.add_attention_bias:
         yield ParameterRole("attention.o_proj.bias", (h,), None)
-    yield from _norm_roles(c, "mlp_norm")
+    for name, rows in (("q_norm", q), ("k_norm", kv)):
+        if c.qk_norm == "head":
+            yield from _norm_roles(c, f"attention.{name}", c.kv_channels)
+        elif c.qk_norm == "all-heads":
+            yield from _norm_roles(c, f"attention.{name}", rows, 0)
+
+
+def _mlp_roles(c: ModelConfig) -> Iterator[ParameterRole]:
+    h, ffn = c.hidden_size, c.ffn_hidden_size
     for name in ("gate_proj", "up_proj") if c.swiglu else ("up_proj",):
         yield ParameterRole(f"mlp.{name}.weight", (ffn, h), 0)
         if c.add_bias_linear:
@@ -45,7 +71,7 @@ def _layer_roles(c: ModelConfig) -> Iterator[ParameterRole]:
 
 def parameter_roles(c: ModelConfig) -> Iterator[ParameterRole]:
     """Yield every parameter of the whole model, true vocabulary, in the order of ``named_parameters``."""
-    yield from (role for role in _embedding_roles(c))
+    yield from _embedding_roles(c)
     for index in range(c.num_layers):
         for role in _layer_roles(c):
             yield ParameterRole(f"layers.{index}.{role.name}", role.shape, role.split)
@@ -62,9 +88,14 @@ def _embedding_roles(c: ModelConfig) -> Iterator[ParameterRole]:
         yield from _norm_roles(c, "embedding.norm")
 
 
-def replicated_names(c: ModelConfig, tp_size: int) -> set[str]:
-    """Return the parameters that several of ``tp_size`` ranks hold: the uncut ones, and shared key/value heads."""
-    return {r.name for r in parameter_roles(c) if r.split is None or head_copies(c, r.name, tp_size) > 1}
+def parameter_count(config: ModelConfig, vocabulary: int | None = None) -> int:
+    """Count the parameters of the whole model, tied weights once.
+
+    The vocabulary is the true one, or ``vocabulary`` rows, such as the padded ones that Megatron counts.
+    """
+    if vocabulary is not None:
+        config = replace(config, vocab_size=vocabulary)
+    return sum(math.prod(role.shape) for role in parameter_roles(config))
 
 
 def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
@@ -72,4 +103,5 @@ def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
 
     With fewer key/value heads than ranks, each rank holds the one that its query heads use.
     """
-    return max(1, tp_size // c.num_query_groups) if ".k_proj." in name or ".v_proj." in name else 1
+    cut = (".k_proj.", ".v_proj.", *((".k_norm.",) if c.qk_norm == "all-heads" else ()))
+    return max(1, tp_size // c.num_query_groups) if any(module in name for module in cut) else 1

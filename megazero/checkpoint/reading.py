@@ -1,0 +1,142 @@
+"""A checkpoint is read here by one process: its description, its small files, and its tensors a piece at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.manifest import Manifest, check_checksum, check_sizes, read_manifest
+from megazero.checkpoint.metadata import read_metadata
+from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.planners import SliceLoadPlanner, stored_tensors
+from megazero.checkpoint.records import SliceRecord
+from megazero.checkpoint.storage import Reader
+
+STATE_FILE = "state.json"
+PIECE_ELEMENTS = 1 << 24  # as large as a stored chunk: smaller pieces would read a chunk several times
+
+
+def open_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint whose files are all there, with their sizes."""
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    return manifest
+
+
+def check_files(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Check the checksum of every ``world_size``-th file, so that together the ranks read each file once."""
+    for name in sorted(manifest.files)[rank::world_size]:
+        check_checksum(path, name, manifest.files[name])
+
+
+def open_metadata(path: Path, manifest: Manifest) -> Metadata:
+    """Return the description of the tensors, all of which lie in files that the manifest lists."""
+    metadata = read_metadata(path)
+    for info in metadata.storage_data.values():
+        if info.relative_path not in manifest.files:
+            raise CheckpointError(
+                f"'{path}' refers to '{info.relative_path}', which its manifest does not list"
+            )
+    return metadata
+
+
+def read_records(
+    path: Path, metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]
+) -> None:
+    """Drive DCP's planner and reader without its collectives: what a rank reads concerns it alone."""
+    reader, planner = Reader(path), SliceLoadPlanner(records, kinds)
+    planner.set_up_planner({}, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    planner.finish()
+
+
+def read_file(path: str | os.PathLike, name: str) -> bytes:
+    """Return a small file of a checkpoint. CheckpointError is raised if it is damaged or not there."""
+    path, manifest = Path(path), read_manifest(path)
+    if name not in manifest.files:
+        raise CheckpointError(f"checkpoint '{path}' has no file '{name}'")
+    check_checksum(path, name, manifest.files[name])
+    return (path / name).read_bytes()
+
+
+def read_state(path: str | os.PathLike) -> dict[str, Any]:
+    """Return a checkpoint directory's ``state`` as saved. CheckpointError is raised if it is damaged or not there."""
+    return json.loads(read_file(path, STATE_FILE))
+
+
+def verify(path: str | os.PathLike) -> Manifest:
+    """Check every file of the checkpoint directory ``path`` against its manifest, or raise CheckpointError."""
+    manifest = open_manifest(Path(path))
+    check_files(Path(path), manifest)
+    open_metadata(Path(path), manifest)
+    return manifest
+
+
+def pieces(shape: Sequence[int], limit: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of the pieces of a tensor. A piece has at most ``limit`` elements, or one row."""
+    rows = shape[0] if shape else 1
+    step = max(1, limit // max(1, prod(shape[1:])))
+    for first in range(0, rows, step):
+        yield first, min(step, rows - first)
+
+
+@dataclass(frozen=True)
+class StoredKind:
+    """These are the tensors of one kind in a checkpoint directory. Reading takes the memory of a piece.
+
+    Only sizes are checked when it is made; ``check_files`` or ``verify`` checks the bytes.
+    """
+
+    path: Path
+    manifest: Manifest
+    kind: str
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return open_metadata(self.path, self.manifest)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredKind:
+        """Open the checkpoint directory ``path``. Raises CheckpointError if it is incomplete or lacks the kind."""
+        manifest = open_manifest(Path(path))
+        if kind not in manifest.kinds:
+            raise CheckpointError(
+                f"'{path}' holds no '{kind}', only {', '.join(map(repr, sorted(manifest.kinds)))}"
+            )
+        return cls(Path(path), manifest, kind)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Map every tensor's name to its shape."""
+        return {name: tuple(t.size) for name, t in stored_tensors(self._metadata)[self.kind].items()}
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Map every tensor's name to the dtype that it is stored in."""
+        return {name: t.properties.dtype for name, t in stored_tensors(self._metadata)[self.kind].items()}
+
+    def read(self, name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
+        """Return rows ``first`` .. of a tensor, on the CPU and in the stored dtype; all of it by default."""
+        shape = self.shapes[name]
+        local = (shape[0] - first if rows is None else rows, *shape[1:]) if shape else ()
+        out = torch.empty(local, dtype=self.dtypes[name])
+        record = SliceRecord(
+            Placement.plain(name, shape, local, first), 0, out.numel(), {self.kind: out.view(-1)}
+        )
+        self.fill([record])
+        return out
+
+    def fill(self, records: Sequence[SliceRecord]) -> None:
+        """Fill those tensors of the records that are of this kind. The dtype is converted to theirs."""
+        read_records(self.path, self._metadata, records, {self.kind: self.kind})

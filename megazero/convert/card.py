@@ -1,0 +1,78 @@
+"""The model card of an exported checkpoint: which run it is, how it was trained, and what lies in the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megazero.checkpoint.manifest import FileEntry
+from megazero.config.fields import Option, show
+from megazero.config.run import all_options
+from megazero.convert.source import Source
+from megazero.families import FAMILIES
+
+# They say where files lay on the machine of the training, and nothing about the model.
+_PLACES = ("tokenizer_model", "save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir")
+
+
+def card(source: Source, files: Mapping[str, FileEntry]) -> str:
+    """Return README.md of the folder: a model card as Hugging Face reads it. files: those of the folder, by name."""
+    config, state = source.config, source.state
+    samples, length = state.get("consumed_samples", 0), config.model.seq_length or 0
+    losses = state.get("losses", {})
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in source.tensors})
+    facts = {
+        "run": state.get("run_id") or "unnamed",
+        "iteration": f"{source.manifest.step:,}",
+        "samples": f"{samples:,}",
+        "tokens": f"{samples * length:,}",
+        "training loss": _loss(losses.get("lm_loss")),
+        "validation loss": _loss(losses.get("eval_lm_loss")),
+        "weights": "those of the forward passes"
+        if source.weights == "trained"
+        else "the optimizer's master weights",
+        "dtype": ", ".join(dtypes),
+        "parameters": f"{sum(t.nbytes // t.dtype.itemsize for t in source.tensors):,}",
+    }
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "---",
+        "",
+        "# Model card",
+        "",
+    ]
+    lines += ["Trained with megazero and exported from its checkpoint.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    lines += ["", "## Flags that are not at their default", "", "```", *_flags(source), "```", ""]
+    lines += ["## Files", "", "| file | bytes | crc32 |", "|---|---|---|"]
+    lines += [f"| {name} | {entry.size:,} | {entry.crc32:08x} |" for name, entry in sorted(files.items())]
+    return "\n".join([*lines, ""])
+
+
+def _loss(value: float | None) -> str:
+    return "not recorded" if value is None else f"{value:.4f}"
+
+
+def _flags(source: Source) -> list[str]:
+    """Return the flags of the run that are not at their default, one a line."""
+    values = {name: value for name, value in source.config.values().items() if name not in _PLACES}
+    return flag_lines(source.model.model_family, values)
+
+
+def flag_lines(family: str, values: Mapping[str, object]) -> list[str]:
+    """Return options by name as they are typed, one a line: the family, and what differs from its defaults."""
+    defaults = FAMILIES[family].defaults
+    lines = []
+    for name, value in values.items():
+        option = all_options()[name]
+        changed = value is not None and value != defaults.get(name, option.default)
+        if name == "model_family" or changed:
+            lines.append(_typed(option, value))
+    return lines
+
+
+def _typed(option: Option, value: object) -> str:
+    if isinstance(value, bool):
+        return option.flag if value else f"--{option.negative_key}"
+    return f"{option.flag} {show(value)}"

@@ -1,0 +1,214 @@
+"""Proof that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, the ids of texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.checkpoint.reading import pieces
+from megazero.checkpoint.records import SliceRecord
+from megazero.config.files import read_json
+from megazero.convert import tokenizer as tokenizers
+from megazero.convert.importing import Published
+from megazero.convert.source import Source
+from megazero.models import Decoder
+
+LIMIT = 1e-5  # relative difference of logits in fp32
+WHOLE_NUMEL = (
+    1 << 28
+)  # larger models are cut to their first layers for the logits: 2 GiB of fp32 on both sides
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BATCH, _LENGTH = 2, 64
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the outcome. good: None where it was not judged, and ``figure`` says why."""
+
+    what: str
+    figure: str
+    good: bool | None = None
+
+
+def compare(
+    source: Source,
+    published: Published,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda what: None,
+) -> Iterator[Line]:
+    """Yield the outcome of every check. tokenizer: the training's, where the checkpoint does not hold it.
+
+    Raises ValueError if the folder or the checkpoint is damaged or not of that model.
+    """
+    folder = published.folder.path
+    say("comparing tensors")
+    yield from compare_tensors(source, published)
+    say("comparing logits")
+    yield from compare_logits(source, published)
+    say("comparing tokens")
+    yield from compare_tokens(source, folder, tokenizer)
+
+
+def compare_tensors(source: Source, published: Published) -> Iterator[Line]:
+    """Compare every tensor bit for bit, in pieces, after the conversion to the folder's dtype."""
+    ours = {tensor.name: tensor.shape for tensor in source.tensors}
+    theirs = {name: published.folder.shapes[there] for name, there in published.names.items()}
+    strange = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if strange:
+        name = strange[0]
+        found = (
+            f"'{name}' is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} in the checkpoint"
+        )
+        yield Line("tensors", f"{found} ({len(strange)} such tensors)", False)
+        return
+    wrong = {name: count for name in ours if (count := _different(source, published, name))}
+    for name, count in list(wrong.items())[:5]:
+        yield Line(f"  {name}", f"{count} of {prod(ours[name])} elements differ", False)
+    dtypes = sorted({str(published.tensor(name).dtype).removeprefix("torch.") for name in ours})
+    same = f"{len(ours) - len(wrong)} of {len(ours)} the same bits, {', '.join(dtypes)}"
+    yield Line("tensors", same, not wrong)
+
+
+def _different(source: Source, published: Published, name: str) -> int:
+    there, count = published.tensor(name), 0
+    for first, rows in pieces(there.shape):
+        theirs = there[first : first + rows] if there.ndim else there
+        ours, bits = source.stored.read(name, first, rows).to(there.dtype), _BITS[there.dtype.itemsize]
+        if not torch.equal(ours.view(bits), theirs.view(bits)):
+            count += int((ours.view(bits) != theirs.view(bits)).sum())
+    return count
+
+
+def compare_logits(source: Source, published: Published) -> Iterator[Line]:
+    """Compare the logits of random tokens in fp32 with those of transformers' model of the folder."""
+    if find_spec("transformers") is None:
+        yield Line("logits", "not compared: transformers is not installed (pip install transformers)")
+        return
+    layers = _layers(source, published)
+    model = dataclasses.replace(source.model, num_layers=layers)
+    length = min(_LENGTH, model.max_position_embeddings or _LENGTH, model.sliding_window or _LENGTH)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.vocab_size, (_BATCH, length), generator=draw)
+    ours = _our_logits(source, published, layers, tokens)
+    theirs = _their_logits(published.folder.path, layers, tokens)
+    whole = source.model.num_layers
+    part = "" if layers == whole else f", of the first {layers} of {whole} layers: the model is too large"
+    yield from _figures(ours.double(), theirs.double(), f"{_BATCH} x {length} random tokens in fp32{part}")
+
+
+def _figures(ours: torch.Tensor, theirs: torch.Tensor, of: str) -> Iterator[Line]:
+    difference = ours - theirs
+    relative = float(difference.norm() / theirs.norm())
+    kl = (theirs.softmax(-1) * (theirs.log_softmax(-1) - ours.log_softmax(-1))).sum(-1).mean()
+    agree = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
+    yield Line("logits, relative difference", f"{relative:.2e} (limit {LIMIT:.0e}; {of})", relative <= LIMIT)
+    yield Line("logits, largest difference", f"{float(difference.abs().max()):.2e}")
+    yield Line("logits, KL divergence", f"{float(kl):.2e} nats per token")
+    yield Line("logits, likeliest token", f"the same at {float(agree):.2%} of positions")
+
+
+def _layers(source: Source, published: Published) -> int:
+    """Return how many layers are compared: all, or the first ones that include every type of layer."""
+    count = source.model.num_layers
+    if sum(prod(tensor.shape) for tensor in source.tensors) <= WHOLE_NUMEL:
+        return count
+    types = published.folder.config.get("layer_types") or []
+    return min(count, max([2, *(types.index(kind) + 1 for kind in set(types))]))
+
+
+@torch.no_grad()
+def _our_logits(source: Source, published: Published, layers: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The decoder's logits, from the checkpoint's weights as the folder's dtype holds them."""
+    decoder = Decoder(dataclasses.replace(source.model, num_layers=layers), dtype=torch.float32)
+    placements = decoder.placements()
+    for name, parameter in decoder.named_parameters():
+        placement = placements[name]
+        flat = parameter.view(-1)
+        source.stored.fill([SliceRecord(placement, 0, flat.numel(), {source.stored.kind: flat})])
+        parameter.copy_(parameter.to(published.tensor(placement.name).dtype))
+    return decoder.eval().full_logits(tokens)
+
+
+@torch.no_grad()
+def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of transformers' own class, which reads the folder as any user of it does."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    dtype = {_dtype_key(transformers.__version__): torch.float32}
+    with _quiet(transformers):
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, output_loading_info=True, **dtype
+        )
+    model, told = read
+    absent = [*told["missing_keys"], *told["mismatched_keys"]]
+    if absent:
+        raise ValueError(
+            f"transformers does not find {absent[0]!r} in '{folder}' ({len(absent)} such tensors)"
+        )
+    return model.eval()(input_ids=tokens, use_cache=False).logits.float()
+
+
+def _dtype_key(version: str) -> str:
+    """Return the name of from_pretrained's argument, which changed in transformers 4.56."""
+    major, minor = (int(word) for word in version.split(".")[:2])
+    return "dtype" if (major, minor) >= (4, 56) else "torch_dtype"
+
+
+class _quiet:
+    """Keep transformers from writing of layers that are left out, and of its progress."""
+
+    def __init__(self, transformers: Any) -> None:
+        self.log = transformers.utils.logging
+
+    def __enter__(self) -> None:
+        self.level = self.log.get_verbosity()
+        self.log.set_verbosity(logging.ERROR)
+        self.log.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        self.log.set_verbosity(self.level)
+        self.log.enable_progress_bar()
+
+
+def compare_tokens(source: Source, folder: Path, named: Path | None = None) -> Iterator[Line]:
+    """Compare the ids that transformers gives to sample texts with those of the training's tokenizer."""
+    run = tokenizers.of_checkpoint(source.path, source.config, named)
+    if run.kind == "NullTokenizer":
+        yield Line("tokenizer", "not compared: the checkpoint was trained on token ids, without a tokenizer")
+        return
+    by, encode = _their_tokenizer(folder)
+    wrong, left_out, count = tokenizers.other_ids(run, encode)
+    for text in wrong[:3]:
+        yield Line(f"  {text[:40]!r}", "has other ids", False)
+    rest = f"; {len(left_out)} that spell special tokens left out, which are tokens there" if left_out else ""
+    yield Line("tokenizer", f"{count - len(wrong)} of {count} texts the same ids, by {by}{rest}", not wrong)
+
+
+def _their_tokenizer(folder: Path) -> tuple[str, Callable[[str], list[int]]]:
+    if find_spec("transformers") is not None:
+        import transformers
+
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        return "transformers", lambda text: theirs.encode(text, add_special_tokens=False)
+    import tokenizers as library
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"'{folder}' has no tokenizer.json, and without transformers no other file is compared"
+        )
+    made = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    told = folder / tokenizers.CONFIG
+    made.encode_special_tokens = told.is_file() and read_json(told, "").get("split_special_tokens", False)
+    return "tokenizers", lambda text: made.encode(text, add_special_tokens=False).ids

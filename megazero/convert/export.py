@@ -1,0 +1,207 @@
+"""A checkpoint becomes a Hugging Face folder: its files of weights, then what describes them, config.json last.
+
+Everything is written in FOLDER.partial, which takes its name when it is whole. Interrupted, the same call goes on: a
+file that was finished stays if its checksum is what it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.checkpoint import store
+from megazero.checkpoint.directory import fsync_directory
+from megazero.checkpoint.errors import agree, agree_local
+from megazero.checkpoint.manifest import FileEntry, checksum
+from megazero.checkpoint.reading import check_files
+from megazero.config.architecture import architecture_of
+from megazero.config.files import read_json
+from megazero.config.published import CONFIG_FILE
+from megazero.convert import tokenizer as tokenizers
+from megazero.convert.card import card
+from megazero.convert.folder import INDEX_FILE
+from megazero.convert.shards import (
+    PARTIAL,
+    Shard,
+    index_of,
+    plan_shards,
+    remove_notes,
+    write_json,
+    write_shard,
+)
+from megazero.convert.source import Source
+from megazero.convert.tokenizer import RunTokenizer
+from megazero.data.files import replacing
+
+CONVERSION_FILE, CARD_FILE = "conversion.json", "README.md"
+SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Is told what is being done, in words, and the bytes that are written of it."""
+
+    say: Callable[[str, int], None] = lambda what, total: None
+    advance: Callable[[int], None] = lambda count: None
+
+
+def target_errors(folder: Path) -> str:
+    """Return why ``folder`` cannot be exported to, or ''. What is there is never touched."""
+    if folder.exists():
+        return "that exists already and was kept; name another folder, or move it away"
+    return ""
+
+
+def write_folder(
+    source: Source,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: Path | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress = Progress(),
+) -> Path:
+    """Write FOLDER.partial, whole, and return it; ``finish`` gives it its name. Collective over ``group``.
+
+    shard_bytes: the most bytes of tensors in a file. tokenizer: as ``tokenizers.of_checkpoint`` takes it. The ranks
+    of the group share the files between them. Raises CheckpointError on every rank: the checkpoint is damaged, has no
+    architecture in Hugging Face, or is not to be written there; finished files stay for the next call.
+    """
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    partial = folder.with_name(folder.name + PARTIAL)
+    doing = f"'{folder}' not written"
+
+    def prepare() -> tuple[list[Shard], RunTokenizer | None]:
+        if error := target_errors(folder):
+            raise store.CheckpointError(error)
+        architecture_of(source.model)
+        shards = plan_shards(source.tensors, shard_bytes)
+        run = None
+        if rank == 0:
+            run = tokenizers.of_checkpoint(source.path, source.config, tokenizer)
+            partial.mkdir(parents=True, exist_ok=True)
+            _check_space(partial, shards)
+        return shards, run
+
+    shards, run = agree_local(group, doing, prepare)
+    progress.say("checking the checkpoint", 0)
+    agree_local(group, doing, lambda: check_files(source.path, source.manifest, rank, size))
+    own = shards[rank::size]
+    progress.say("writing", sum(shard.nbytes for shard in own))
+    name = _source_name(source)
+
+    def write() -> dict[str, FileEntry]:
+        return {s.file: write_shard(partial, s, source.pieces, name, progress.advance)[0] for s in own}
+
+    cure = f"{doing}, and finished files stay: the same command goes on in '{partial}'"
+    files = {file: entry for part in agree(group, cure, write) for file, entry in part.items()}
+    agree_local(group, doing, lambda: _describe(source, partial, shards, run, files) if run else None)
+    return partial
+
+
+def finish(partial: Path, group: dist.ProcessGroup | None = None) -> Path:
+    """Give FOLDER.partial the name FOLDER and return that. Collective over ``group``."""
+    folder = partial.with_name(partial.name.removesuffix(PARTIAL))
+
+    def rename() -> None:
+        if group is None or dist.get_rank(group) == 0:
+            if error := target_errors(folder):
+                raise store.CheckpointError(error)
+            os.rename(partial, folder)
+            fsync_directory(folder.parent)
+
+    agree_local(group, f"'{folder}' not written", rename)
+    return folder
+
+
+def converted_weights(folder: Path) -> str:
+    """Return which weights of its checkpoint a folder holds: as ``write_folder`` noted, else "trained"."""
+    noted = folder / CONVERSION_FILE
+    return (
+        read_json(noted, "it says where the folder is from").get("weights", "trained")
+        if noted.is_file()
+        else "trained"
+    )
+
+
+def converted_from(folder: Path, source: Source) -> bool:
+    """Tell whether ``folder`` is there and was written from that checkpoint."""
+    noted = folder / CONVERSION_FILE
+    files = {name: asdict(entry) for name, entry in source.manifest.files.items()}
+    return noted.is_file() and read_json(noted, "it says where the folder is from").get("source") == files
+
+
+def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:
+    """Return config.json of a checkpoint's model, with the ids of its special tokens and the dtype of its weights.
+
+    Raises ValueError if no architecture in Hugging Face has its mixture of choices.
+    """
+    counts: dict[torch.dtype, int] = {}
+    for tensor in source.tensors:
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.nbytes
+    dtype = max(counts, key=lambda dtype: counts[dtype])
+    config = architecture_of(source.model).hugging_face.config(source.model)
+    return {**config, **tokenizers.token_ids(run), "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def _describe(
+    source: Source, partial: Path, shards: list[Shard], run: RunTokenizer, files: dict[str, FileEntry]
+) -> None:
+    """Write all but the weights into ``partial``: config.json last."""
+    small = {**tokenizers.hub_files(run), tokenizers.GENERATION: tokenizers.generation_config(run)}
+    for name, data in small.items():
+        with replacing(partial / name) as handle:
+            handle.write(data)
+    if len(shards) > 1:
+        write_json(partial / INDEX_FILE, index_of(shards))
+    remove_notes(partial, shards)
+    described = {**files, **{name: checksum(partial / name) for name in small}}
+    with replacing(partial / CARD_FILE) as handle:
+        handle.write(card(source, described).encode())
+    write_json(
+        partial / CONVERSION_FILE,
+        {
+            "format": "megazero-conversion",
+            "version": 1,
+            "step": source.manifest.step,
+            "weights": source.weights,
+            "dtype": None if source.dtype is None else str(source.dtype).removeprefix("torch."),
+            "source": {name: asdict(entry) for name, entry in sorted(source.manifest.files.items())},
+            "files": {name: asdict(entry) for name, entry in sorted(described.items())},
+        },
+    )
+    write_json(partial / CONFIG_FILE, hub_config(source, run))
+    _remove_others(partial, set(files))
+    fsync_directory(partial)
+
+
+def _remove_others(partial: Path, ours: set[str]) -> None:
+    """Remove weights that an earlier call began to write with other options."""
+    for path in (*partial.glob("*.safetensors*"), *partial.glob(".*.safetensors.json")):
+        if path.name not in ours | {INDEX_FILE}:
+            path.unlink()
+    if len(ours) == 1:
+        (partial / INDEX_FILE).unlink(missing_ok=True)
+
+
+def _source_name(source: Source) -> str:
+    """Return what makes the bytes of the weights: a file that was written from another source is written again."""
+    entries = sorted((name, e.size, e.crc32) for name, e in source.manifest.files.items())
+    return f"{entries} {source.weights}"
+
+
+def _check_space(partial: Path, shards: list[Shard]) -> None:
+    there = {path.name: path.stat().st_size for path in partial.iterdir()}
+    needed = sum(shard.nbytes for shard in shards if shard.file not in there)
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        raise store.CheckpointError(
+            f"{needed / 1e9:.2f} GB are to be written and '{partial.parent}' has {free / 1e9:.2f} GB free"
+        )

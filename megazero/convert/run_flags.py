@@ -1,0 +1,43 @@
+"""The flags of a run whose model is that of a published config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+
+import yaml
+
+from megazero.config.architecture import from_hf_config
+from megazero.config.files import read_json
+from megazero.config.published import CONFIG_FILE
+from megazero.convert.card import flag_lines
+from megazero.data.tokenizer_files import find_tokenizer
+
+
+def run_options(folder: Path, accept: Collection[str] = ()) -> dict[str, object]:
+    """Return the options that the folder decides, by name: the model's, and its tokenizer's if it has one.
+
+    folder: it holds config.json, or is config.json. Raises ValueError for a model that the decoder does not have.
+    """
+    file = folder if folder.is_file() else folder / CONFIG_FILE
+    model = from_hf_config(read_json(file, "it says what the model is"), accept)
+    options = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    options["seq_length"] = min(
+        model.max_position_embeddings, model.sliding_window or model.max_position_embeddings
+    )
+    kind, path = find_tokenizer(file.parent)
+    return {**options, "tokenizer_type": kind, "tokenizer_model": path}
+
+
+def flag_text(folder: Path, accept: Collection[str] = ()) -> str:
+    """Return the options as flags, one a line, to be continued by those of the data and the training."""
+    options = run_options(folder, accept)
+    return " \\\n".join(flag_lines(str(options["model_family"]), options))
+
+
+def yaml_text(folder: Path, accept: Collection[str] = ()) -> str:
+    """Return the options as a file for --config."""
+    options = {name: value for name, value in run_options(folder, accept).items() if value is not None}
+    data = {name: options.pop(name) for name in ("tokenizer_type", "tokenizer_model") if name in options}
+    return yaml.safe_dump({"model": options, **({"data": data} if data else {})}, sort_keys=False).rstrip()

@@ -1,0 +1,82 @@
+"""What a checkpoint says of its model, and its weights as Hugging Face has them, a piece at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.manifest import Manifest
+from megazero.checkpoint.reading import StoredKind, pieces, read_state
+from megazero.config import RunConfig
+from megazero.config.model import ModelConfig
+from megazero.convert.shards import Plain
+from megazero.models.placements import stored_tensors
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WEIGHTS = ("trained", "master")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is exported, or compared with a folder.
+
+    weights: "trained", those that forwards used, or "master", those of the optimizer in at least fp32. dtype: what
+    they are converted to; None leaves each tensor as it is stored.
+    """
+
+    path: Path
+    weights: str = "trained"
+    dtype: torch.dtype | None = None
+
+    @cached_property
+    def stored(self) -> StoredKind:
+        """The stored tensors. Raises CheckpointError if the checkpoint does not hold the weights asked for."""
+        kind = "weights"
+        kinds = StoredKind.open(self.path).manifest.kinds
+        if self.weights == "master" and "master" in kinds:
+            kind = "master"
+        elif self.weights == "master" and set(kinds["weights"]) & {"bfloat16", "float16"}:
+            raise CheckpointError(
+                f"'{self.path}' holds no master weights, only {', '.join(kinds)}; leave out --weights master"
+            )  # of a run in fp32 the weights are the master weights
+        return StoredKind.open(self.path, kind)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.stored.manifest
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return RunConfig.from_dict(self.manifest.configuration)
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @cached_property
+    def state(self) -> Mapping:
+        return read_state(self.path)
+
+    @cached_property
+    def tensors(self) -> list[Plain]:
+        """Every tensor under Hugging Face's name, in the order of the model. Raises ValueError if they do not fit."""
+        wanted, shapes = stored_tensors(self.model), self.stored.shapes
+        different = [n for n in wanted.keys() | shapes.keys() if wanted.get(n) != shapes.get(n)]
+        if different:
+            name = min(different)
+            raise CheckpointError(
+                f"'{self.path}' does not hold the model of its configuration: '{name}' is "
+                f"{shapes.get(name, 'absent')} there and {wanted.get(name, 'absent')} by the configuration "
+                f"({len(different)} such tensors)"
+            )
+        return [Plain(name, self.dtype or self.stored.dtypes[name], shape) for name, shape in wanted.items()]
+
+    def pieces(self, tensor: Plain) -> Iterator[torch.Tensor]:
+        """Yield a tensor's pieces in order: whole rows, in its dtype, on the CPU."""
+        for first, rows in pieces(tensor.shape):
+            yield self.stored.read(tensor.name, first, rows).to(tensor.dtype)

@@ -1,0 +1,83 @@
+"""A tokenizer's files travel with the checkpoints of its model, under the names that Hugging Face gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from megazero.config import RunConfig
+from megazero.config.sections import DataConfig
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
+
+# The files that a tokenizer is made from, by its type and the option that names them.
+MODEL_FILES: Mapping[str, Mapping[str, str]] = {
+    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+}
+# What lies beside it and says how the model is used: it goes along, byte for byte.
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+TOKENIZER_FILES = (*(name for files in MODEL_FILES.values() for name in files.values()), *BESIDE)
+
+
+def read_tokenizer_files(kind: str | None, given: Mapping[str, str | Path | None]) -> dict[str, bytes]:
+    """Return the files of a tokenizer by the name they have in a checkpoint; none for a null tokenizer.
+
+    kind, given: as ``load_tokenizer`` takes them, by option; each is a file, or a folder that holds it.
+    """
+    files: dict[str, bytes] = {}
+    for option, name in MODEL_FILES.get(kind or "", {}).items():
+        wanted = given.get(option)
+        if not wanted:
+            return {}
+        path = Path(wanted) / name if Path(wanted).is_dir() else Path(wanted)
+        beside = [path.with_name(other) for other in BESIDE]
+        files |= {name: path.read_bytes(), **{f.name: f.read_bytes() for f in beside if f.is_file()}}
+    return files
+
+
+def held_tokenizer(kind: str | None, folder: Path, files: Collection[str]) -> dict[str, Path]:
+    """Return the tokenizer's files in a checkpoint's folder by option; none if its ``files`` do not have them."""
+    names = MODEL_FILES.get(kind or "", {})
+    complete = all(name in files for name in names.values())
+    return {option: folder / name for option, name in names.items()} if complete else {}
+
+
+def find_tokenizer(folder: Path) -> tuple[str | None, str | None]:
+    """Return type and model of the tokenizer in a published folder, as ``load_tokenizer`` takes them; or None, None.
+
+    A tokenizer.json comes before a SentencePiece model: it says how the published model was used.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return "HuggingFaceTokenizer", str(folder)
+    model = folder / "tokenizer.model"
+    return ("SentencePieceTokenizer", str(model)) if model.is_file() else (None, None)
+
+
+def load_run_tokenizer(
+    config: RunConfig, held: Mapping[str, Path], given: Mapping[str, str | Path | None]
+) -> Tokenizer:
+    """Load the tokenizer of a saved configuration, whose vocabulary is known.
+
+    Its files are those ``given`` by option, else those ``held`` in the checkpoint, else where they were in training.
+    """
+    data, size = config.data, config.model.vocab_size
+    if data.tokenizer_type in (None, "NullTokenizer"):
+        assert size, "a saved configuration has its vocabulary"
+        return load_tokenizer("NullTokenizer", vocab_size=size - 1)
+    assert data.tokenizer_type
+    files = {name: path for name, path in given.items() if path} or held
+    every: dict[str, Any] = {**tokenizer_options(data), **files}
+    return load_tokenizer(data.tokenizer_type, **every)
+
+
+def tokenizer_options(data: DataConfig) -> dict[str, str | None]:
+    """Return the options that name a tokenizer's files."""
+    return {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}

@@ -1,0 +1,91 @@
+"""Fields of config.json that mean the same in every family: inert, with a single legal value, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+# They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, labels of
+# classifiers, the order of sums. Patterns as of file names.
+INERT = (
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "_name_or_path",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "unk_token_id",
+    "initializer_range",
+    "output_*",
+    "return_dict",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "task_specific_params",
+    "summary_*",
+    "classifier_dropout",
+    "attention_dropout",
+    "hidden_dropout",
+    "*_pdrop",
+    "pretraining_tp",
+    "slow_but_exact",
+    "attention_softmax_in_fp32",
+    "masked_softmax_fusion",
+    "bias_dropout_fusion",
+    "skip_bias_add",
+    "skip_bias_add_qkv",
+    "offset_alibi",
+    "n_ctx",
+    "gradient_checkpointing",
+    "reorder_and_upcast_attn",
+    "is_llama_config",
+    "cache_implementation",
+    "is_decoder",
+)
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+    "add_cross_attention": (False,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "per_layer_config": (None, {}),
+    "quantization_config": (None,),
+    "tie_last_hidden_states": (None,),
+    "use_bidirectional_attention": (None, False),
+    "apply_residual_connection_post_layernorm": (False,),
+}
+# Of near relatives, by the reason.
+REFUSED = (
+    ("logit_scale", "scales the logits, which the decoder does not"),
+    ("logits_scaling", "scales the logits, which the decoder does not"),
+    ("embedding_multiplier", "scales the embedding, which the decoder does not"),
+    ("residual_multiplier", "scales the residual sums, which the decoder does not"),
+    ("attention_multiplier", "scales attention otherwise than by the width of a head"),
+    ("query_pre_attn_scalar", "scales attention otherwise than by the width of a head"),
+    ("clip_qkv", "clips queries, keys and values, which the decoder does not"),
+    ("num_experts*", "is of a mixture of experts, which the decoder is not"),
+    ("moe_*", "is of a mixture of experts, which the decoder is not"),
+    ("n_routed_experts", "is of a mixture of experts, which the decoder is not"),
+    ("*_lora_rank", "is of latent attention, which the decoder does not have"),
+    ("attn_logit_softcapping", "caps scores, which the decoder does not"),
+    ("final_logit_softcapping", "caps logits, which the decoder does not"),
+    ("rope_local_base_freq", "gives some layers other rotary positions"),
+    ("no_rope_layer*", "takes rotary positions from some layers"),
+    ("layer_types", "gives layers another kind of attention each"),
+    ("sliding_window", "is a window of attention, which this family does not have here"),
+    ("mamba_*", "is of state space layers, which the decoder does not have"),
+    ("qk_layernorm", "is a norm of queries and keys that this family does not have here"),
+    ("auto_map", "is custom code, which is not run"),
+)
+
+
+def refusal(name: str) -> str:
+    """Return why a field that no family's table knows is refused."""
+    reasons = [reason for pattern, reason in REFUSED if fnmatchcase(name, pattern)]
+    return reasons[0] if reasons else "is not known here, and may change what the model computes"

@@ -1,0 +1,28 @@
+"""Mistral (Jiang et al. 2023) is Llama whose attention looks back through a window at most."""
+
+from __future__ import annotations
+
+from megazero.families import llama
+from megazero.families.family import Family
+from megazero.families.field_groups import ROTARY
+from megazero.families.huggingface import FieldGroup, HuggingFace
+
+WINDOW = FieldGroup(
+    ("sliding_window",),
+    lambda config: {"sliding_window": config.get("sliding_window", 4096)},
+    lambda options: {"sliding_window": options.sliding_window},
+)
+MISTRAL = Family(
+    name="mistral",
+    defaults=llama.DEFAULTS,
+    names=(llama.NAMES,),
+    hugging_face=HuggingFace(
+        "mistral",
+        "MistralForCausalLM",
+        fields=llama.FIELDS,
+        absent={**llama.ABSENT, "num_query_groups": 8, "max_position_embeddings": 131072},
+        tied=False,
+        only=llama.SILU,
+        groups=(ROTARY, WINDOW),
+    ),
+)

@@ -1,0 +1,23 @@
+"""Qwen3 (Yang et al. 2025) is Llama with a norm over each head of the queries and of the keys."""
+
+from __future__ import annotations
+
+from megazero.families import llama, qwen2
+from megazero.families.family import Family
+from megazero.families.field_groups import NO_WINDOW, ROTARY, biases
+from megazero.families.huggingface import HuggingFace
+
+QWEN3 = Family(
+    name="qwen3",
+    defaults={**llama.DEFAULTS, "qk_norm": "head"},
+    names=(llama.NAMES,),
+    hugging_face=HuggingFace(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        fields=llama.FIELDS,
+        absent={**qwen2.ABSENT, "kv_channels": 128},
+        tied=False,
+        only=llama.SILU,
+        groups=(biases(mlp=False), ROTARY, NO_WINDOW),
+    ),
+)

@@ -1,0 +1,68 @@
+"""The exit status of a run, by which a batch script decides whether to start it again.
+
+This needs no torch. The numbers are those of sysexits.h where it has a fitting one. 1 and 2 are what Python and
+argparse use.
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import IntEnum
+from pathlib import Path
+
+from megazero.checkpoint.errors import error_number
+from megazero.data.files import replacing
+
+# LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun 1 for any, srun
+# the signal by which it ended the ranks that were still leaving).
+STATUS_FILE = "exit_status"
+
+# Errors of the operating system that are about the disk, not about what the user wrote.
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV}
+
+
+class ExitStatus(IntEnum):
+    """What ended a run. ``meaning`` says it in words, ``again`` if the same command would go on from there."""
+
+    meaning: str
+    again: bool
+
+    def __new__(cls, value: int, meaning: str, again: bool) -> ExitStatus:
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning, member.again = meaning, again
+        return member
+
+    FINISHED = 0, "the last iteration is done and saved", False
+    UNEXPECTED = 1, "an error that megazero did not expect; its trace is in the log", False
+    MISTAKE = 2, "a mistake in the flags, the data or the checkpoint; the log names the cure", False
+    NON_FINITE = 65, "the loss or too many gradient norms in a row were NaN or infinite", False
+    STORAGE = 74, "a disk is full, read-only or broken", False
+    STOPPED = 75, "told to stop by a signal, a limit or the kill switch; what was done is saved", True
+    SWITCHED_OFF = 77, "the kill switch was there at the start", False
+    RANK_LOST = 76, "a rank, a node or a link was lost, or hung until the time-out", True
+
+
+def status_of(error: BaseException) -> ExitStatus:
+    """Return the status for an error that ends a run."""
+    stated = getattr(error, "exit_status", None)
+    if isinstance(stated, ExitStatus):
+        return stated
+    if error_number(error) in _STORAGE:
+        return ExitStatus.STORAGE
+    return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
+
+
+def record_status(log_dir: str, status: ExitStatus | None) -> None:
+    """Write LOG_DIR/exit_status for the batch script, or take it away (None) while the run is under way.
+
+    On the first rank. A disk that takes no file is passed over in silence: the launcher's status is left.
+    """
+    try:
+        if status is None:
+            (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
+        else:
+            with replacing(Path(log_dir) / STATUS_FILE) as file:
+                file.write(f"{status:d}\n".encode())
+    except OSError:
+        pass

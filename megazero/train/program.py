@@ -1,0 +1,28 @@
+"""A run as a program: what is around it from before torch is loaded to the exit status. This needs no torch."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+from megazero.config import RunConfig
+from megazero.mesh.launch import Launch
+from megazero.train.exit_status import record_status
+from megazero.train.stopping import NotStarted, StopSignals
+
+
+def run(config: RunConfig, launch: Launch) -> int:
+    """Train as configured, and return the exit status. Under --exit-signal-handler signals are handled from here on.
+
+    A signal during the start, in which torch is loaded, ends the process at once.
+    """
+    with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
+        try:
+            from megazero.train.setup import main
+
+            return main(config, launch, signals)
+        except NotStarted as told:
+            if launch.rank == 0:
+                print(told, flush=True)
+                record_status(config.logging.log_dir, told.exit_status)
+            os._exit(told.exit_status)  # other ranks may be waiting for this one in a collective

@@ -1,0 +1,305 @@
+"""A hang gets a name: every rank tells the others where it is, and when nothing moves, who is missing is said.
+
+A thread beats every few seconds: it reads where the main thread is (which costs that nothing) and writes it to the
+store, through a connection of its own. When a rank has not moved for the time limit, one line names the ranks that
+are missing: those whose beat stopped (stopped, frozen, lost, or cut off) and those that compute or read while others
+wait for them in a collective. The stacks of all that can still answer go to files. Then every rank ends, and ends the
+missing ones on its own host, which may not be able to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+INTERVAL = 1.0  # seconds between beats of up to RANKS_PER_SECOND ranks; more ranks beat less often
+RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
+ANSWER = 1.5  # seconds that the store, and ranks that are asked for their stacks, have to answer
+# Where a main thread stands that waits for others: modules in whose frames the wait is.
+WAITING = (f"torch{os.sep}distributed{os.sep}", f"megazero{os.sep}comm{os.sep}lane.py")
+INNERMOST = 8  # frames that are looked at for it
+
+Where = Mapping[str, str]  # what a rank says of itself: phase, action, unit, in words
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank last said. ``count`` grows with every beat; ``since`` is how long it has not moved, in seconds.
+
+    ``start`` is when its process started, in clock ticks since the host did: with it, a process id of this host
+    means this process and no other.
+    """
+
+    rank: int
+    count: int
+    host: str
+    pid: int
+    start: int
+    since: float
+    waiting: bool
+    where: Where
+    stack: str
+
+    @property
+    def words(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid}), in {in_words(self.where)}"
+
+
+class Watch:
+    """Beats for one rank from ``start()`` to ``stop()``, and ends the process when the ranks hang.
+
+    where: called by the thread; what the main thread does now. moved: called by the thread; a value that changes
+    whenever the main thread gets on (a count). limit_s: seconds without a move after which the run is hanging.
+    folder: where stacks go. end: called with the line that says who is missing, or with None on a rank that need not
+    say it; it ends the process.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        limit_s: float,
+        *,
+        where: Callable[[], Where],
+        moved: Callable[[], Any],
+        folder: Path,
+        end: Callable[[str | None], None],
+    ) -> None:
+        self.store, self.rank, self.world_size, self.limit_s = _Timed(store), rank, world_size, limit_s
+        self.where, self.moved, self.folder, self.end = where, moved, folder, end
+        self.interval = max(INTERVAL, world_size / RANKS_PER_SECOND)
+        self.error = ""  # of the collective that failed on this rank
+        self._main = threading.main_thread().ident or 0
+        self._host, self._started = socket.gethostname(), started(os.getpid())
+        self._stopped, self._wanted = threading.Event(), threading.Event()
+        self._count, self._seen, self._since = 0, None, time.monotonic()
+        self._first: list[
+            Beat
+        ] = []  # rank 0, once it has been heard: to be ended if the store in it is silent
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._mind_store)]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads. From then on this rank is silent, so stop after the last collective."""
+        self._stopped.set()
+        self._wanted.set()
+
+    def ask(self, error: str) -> None:
+        """A collective failed on this rank: find out who is missing, and end. Does not return."""
+        self.error = error
+        self._wanted.set()
+        for thread in self._threads:
+            thread.join()
+
+    # -- the threads ---------------------------------------------------------------------------------------
+
+    @property
+    def _late(self) -> bool:
+        return bool(self.error) or time.monotonic() - self._since > self.limit_s
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            moved = self.moved()
+            if moved != self._seen:
+                self._seen, self._since = moved, time.monotonic()
+            try:
+                self._beat()
+                asked = self.store.check(["hang"])
+                if asked or self._late:
+                    self._answer(first=not asked and self.store.add("hang", 1) == 1)
+            except RuntimeError as error:  # the store's own errors
+                if self._late:
+                    self._leave(self._without_store(str(error)), self._first)
+            self._wanted.wait(self.interval)
+
+    def _mind_store(self) -> None:
+        """The store's calls have no time limit of their own, and it may be in the process that hangs."""
+        while not self._stopped.wait(ANSWER / 4):
+            if self.store.seconds > ANSWER and self._late:
+                self._leave(self._without_store(f"no answer for {self.store.seconds:.1f} s"), self._first)
+
+    def _beat(self) -> None:
+        self._count += 1
+        stack = self._stack()
+        beat = {
+            "count": self._count,
+            "host": self._host,
+            "pid": os.getpid(),
+            "start": self._started,
+            "since": time.monotonic() - self._since,
+            "waiting": bool(self.error) or waits(stack),
+            "where": dict(self.where()),
+            "stack": innermost(stack),
+        }
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
+        if not self._first and self.store.check(["beat/0"]):
+            self._first = list(self._beats([0]).values())
+
+    def _stack(self) -> list[traceback.FrameSummary]:
+        frame = sys._current_frames().get(self._main)
+        return list(traceback.extract_stack(frame)) if isinstance(frame, FrameType) else []
+
+    def _answer(self, first: bool) -> None:
+        """Write this rank's stack. The first rank that noticed says who is missing; the others wait for its word."""
+        self._write_stack()
+        if first:
+            missing, line = self._judge()
+            self.store.set("verdict", json.dumps([vars(beat) for beat in missing]))
+            self._leave(line, missing)
+        deadline = time.monotonic() + self.interval + 3 * ANSWER
+        while not self.store.check(["verdict"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the rank that noticed first fell silent")
+            self._beat()
+            time.sleep(self.interval / 4)
+        rows = json.loads(self.store.multi_get(["verdict"])[0])
+        self._leave(None, [Beat(**row) for row in rows])
+
+    def _judge(self) -> tuple[list[Beat], str]:
+        """Who is missing, and the line that says so. Takes one interval: who is silent does not beat in it."""
+        ranks = range(self.world_size)
+        before = self._beats(ranks)
+        time.sleep(self.interval + ANSWER)
+        self._beat()
+        after = self._beats(ranks)
+        silent = [beat for rank, beat in after.items() if rank in before and beat.count == before[rank].count]
+        known = [beat for beat in after.values() if beat not in silent]
+        busy = [beat for beat in known if not beat.waiting]
+        never = sorted(set(ranks) - after.keys())
+        why = self.error or f"nothing moved for {self.limit_s:g} s"
+        return [*silent, *busy], f"{why}; {missing_ranks(silent, busy, never, known)}. Stacks: {self.folder}"
+
+    def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        keys = {rank: f"beat/{rank}" for rank in ranks}
+        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        values = self.store.multi_get(list(there.values()))
+        return {
+            rank: Beat(**{"rank": rank, **json.loads(value)})
+            for rank, value in zip(there, values, strict=True)
+        }
+
+    def _without_store(self, symptom: str) -> str:
+        why = self.error or f"nothing moved for {self.limit_s:g} s"
+        return (
+            f"{why}; missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the link "
+            f"to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
+            f"{in_words(self.where())}"
+        )
+
+    def _write_stack(self) -> None:
+        text = "".join(traceback.format_list(self._stack()))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.where())}\n{text}")
+        except OSError:
+            pass  # the line that names the ranks matters more
+
+    def _leave(self, line: str | None, missing: Sequence[Beat]) -> None:
+        if self.rank == 0 or any(beat.rank == 0 for beat in missing):
+            time.sleep(self.interval)  # rank 0 may hold the store where the others are about to read
+        for beat in missing:
+            if beat.host == self._host and beat.rank != self.rank and started(beat.pid) == beat.start:
+                os.kill(beat.pid, signal.SIGKILL)  # a stopped process ends by nothing else
+        self.end(line)
+
+
+class _Timed:
+    """A store that tells how long its present call has taken. ``seconds`` is 0 between calls."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._began = time.monotonic()
+            try:
+                return getattr(self._store, name)(*arguments)
+            finally:
+                self._began = None
+
+        return call
+
+
+def missing_ranks(
+    silent: Sequence[Beat], busy: Sequence[Beat], never: Sequence[int], known: Sequence[Beat]
+) -> str:
+    """Who is missing, and why it looks so.
+
+    silent: no beat came. busy: not in a collective. never: no beat ever came.
+    """
+    said = [
+        f"{beat.words}: no answer, so its process is stopped or lost, or the link to it is" for beat in silent
+    ]
+    said += [f"{beat.words}: not in a collective but at {beat.stack}" for beat in busy]
+    said += [f"rank {rank}: it never came" for rank in never]
+    if not said:
+        longest = max(known, key=lambda beat: beat.since)
+        return f"missing: none, all wait in collectives, longest {longest.words}, at {longest.stack}"
+    return f"missing: {'; '.join(said)}"
+
+
+def in_words(where: Where) -> str:
+    return ", ".join(value if name == "phase" else f"{name} {value}" for name, value in where.items())
+
+
+def waits(stack: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether a thread with this stack is waiting for other ranks."""
+    return any(part in frame.filename for frame in stack[-INNERMOST:] for part in WAITING)
+
+
+def innermost(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost frame in words, and the innermost one of megazero if that is another."""
+    ours: Sequence[traceback.FrameSummary] = [
+        frame for frame in stack if f"{os.sep}megazero{os.sep}" in frame.filename
+    ]
+    shown = dict.fromkeys(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in (*stack[-1:], *ours[-1:]))
+    return " in ".join(shown)
+
+
+def connect(host: str, port: int) -> Store:
+    """A connection of its own to the store at which the ranks met: the main thread may be waiting in the other."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER)
+    )
+    return dist.PrefixStore("megazero/watch", store)
+
+
+def started(pid: int) -> int:
+    """When a process of this host started, in clock ticks since the host did; 0 if there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0

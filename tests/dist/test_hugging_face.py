@@ -1,0 +1,174 @@
+"""A run starts from a Hugging Face folder on any layout, and writes one when it is over."""
+
+from __future__ import annotations
+
+import io
+import time
+from contextlib import ExitStack, redirect_stdout
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero.checkpoint import store
+from megazero.config import ConfigError, World, make_config
+from megazero.convert.export import finish, write_folder
+from megazero.convert.importing import Published, write_checkpoint
+from megazero.convert.source import Source
+from megazero.mesh.launch import Launch
+from megazero.train import setup
+from megazero.zero.records import held_bytes
+from tests.dist.pool import run_ranks
+from tests.dist.runs import TINY, refusals
+from tests.hugging_face import save_model, weights_digest
+
+pytest.importorskip("transformers")
+
+# What a folder decides is not said; the order of samples and the length of the run are the run's own.
+RUN = {
+    name: TINY[name] for name in ("seq_length", "micro_batch_size", "global_batch_size", "lr", "mock_data")
+}
+RUN |= {"train_iters": 2, "eval_iters": 1, "device": "cpu", "make_vocab_size_divisible_by": 2}
+ZERO3 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "zero_preset": "zero3"}
+SMALL = {"zero_exact_numel": 64, "zero_block_size": 8}  # else nothing of so small a model is quantised
+LAYOUTS = {
+    "one rank": ("llama", 1, {}),
+    "TP 2 x DP 2, zero3": ("llama", 4, ZERO3),
+    "DP 4, hpz": ("llama", 4, {"zero_preset": "hpz", "ranks_per_node": 2}),
+    "DP 4, zeropp": (
+        "llama",
+        4,
+        {"zero_preset": "zeropp", "ranks_per_node": 2, "zero_exact_numel": 64, "zero_block_size": 8},
+    ),
+    "one rank, tied": ("gpt2", 1, {}),
+    "PP 2 x DP 2, tied": ("gpt2", 4, {"pipeline_model_parallel_size": 2, "zero_preset": "zero2"}),
+}
+
+
+def begin(values):
+    """Load, save and evaluate before any training: (loss, bytes held, notes)."""
+    world = dist.get_world_size()
+    config = make_config({**RUN, **values}, World(world, world))
+    with ExitStack() as stack, redirect_stdout(io.StringIO()):
+        run = setup.prepare(
+            config, Launch(dist.get_rank(), world, local_world_size=world), stack, time.monotonic()
+        )
+        run.engine.optimizer.ensure_state()  # which a run from random weights makes in its first step
+        held = held_bytes(run.engine)
+        if config.checkpoint.save:
+            run.checkpointing.save(run.progress)
+        run._evaluate()
+    return run.progress.losses["eval_lm_loss"], held, config.notes
+
+
+def train(values):
+    """A whole run."""
+    world = dist.get_world_size()
+    config = make_config({**RUN, **values}, World(world, world))
+    with ExitStack() as stack, redirect_stdout(io.StringIO()):
+        setup.prepare(
+            config, Launch(dist.get_rank(), world, local_world_size=world), stack, time.monotonic()
+        ).run()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    return {kind: save_model(root / kind, kind) for kind in ("llama", "gpt2")}
+
+
+@pytest.fixture(scope="module")
+def began(folders, tmp_path_factory):
+    """What each layout began with: name -> (folder of its checkpoints, what its ranks saw)."""
+    root, out = tmp_path_factory.mktemp("runs"), {}
+    for name, (kind, world, layout) in LAYOUTS.items():
+        values = {"load": f"hf:{folders[kind]}", **layout, "log_dir": str(root / "logs")}
+        seen = run_ranks(world, begin, {**values, "save": str(root / name)}, timeout=120)
+        out[name] = root / name, seen
+    return out
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_begins_with_the_folders_weights(name, folders, began):
+    root, seen = began[name]
+    kind = LAYOUTS[name][0]
+    published = Published.open(folders[kind])
+    loaded = store.load_full(store.latest(root))
+    assert loaded.keys() == published.names.keys()
+    for stored in published.names:
+        assert torch.equal(loaded[stored], published.tensor(stored)), stored
+    (reference, _, notes), *_ = began["one rank" if kind == "llama" else "one rank, tied"][1]
+    assert all(loss == pytest.approx(reference, rel=1e-6) for loss, _, _ in seen)
+    assert any("optimizer states" in note and "start fresh" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["TP 2 x DP 2, zero3", "DP 4, zeropp"])
+def test_a_rank_holds_no_more_than_a_run_from_random_weights(name, began, tmp_path):
+    kind, world, layout = LAYOUTS[name]
+    sizes = {"model_family": "llama", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 8}
+    sizes |= {"num_query_groups": 4, "ffn_hidden_size": 48, "vocab_size": 51}
+    fresh = run_ranks(world, begin, {**sizes, **layout, "log_dir": str(tmp_path)})
+    assert [held for _, held, _ in began[name][1]] == [held for _, held, _ in fresh]
+
+
+def test_exports_of_every_layout_are_the_same_bytes(folders, began, tmp_path):
+    for kind in ("llama", "gpt2"):
+        imported = write_checkpoint(Published.open(folders[kind]), tmp_path / kind)
+        wanted = export(imported, tmp_path / f"{kind} imported")
+        for name in [name for name, (of, _, _) in LAYOUTS.items() if of == kind]:
+            assert export(store.latest(began[name][0]), tmp_path / name) == wanted, name
+
+
+def export(path, folder):
+    return weights_digest(finish(write_folder(Source(path), folder, shard_bytes=20_000)))
+
+
+def test_save_hf_writes_the_last_checkpoint(folders, tmp_path):
+    values = {"load": f"hf:{folders['llama']}", **ZERO3, "save": str(tmp_path / "run"), "save_interval": 1}
+    values |= {"save_hf": str(tmp_path / "out"), "log_dir": str(tmp_path / "logs")}
+    run_ranks(4, train, values, timeout=120)
+    last = store.latest(tmp_path / "run")
+    assert last.name == "iter_0000002"
+    assert weights_digest(finish(write_folder(Source(last), tmp_path / "alone"))) == weights_digest(
+        tmp_path / "out"
+    )
+    before = weights_digest(tmp_path / "out")
+    run_ranks(4, train, {**values, "load": str(tmp_path / "run"), **model_of(folders)}, timeout=120)
+    assert (
+        weights_digest(tmp_path / "out") == before
+    )  # the run is over: nothing is left to do, or to be harmed
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| iteration | 2 |" in card and "| training loss | not recorded |" not in card
+
+
+def model_of(folders):
+    """The model's flags, for a run that continues the checkpoint."""
+    from megazero.convert.run_flags import run_options
+
+    options = run_options(folders["llama"])
+    return {name: value for name, value in options.items() if value is not None and name != "seq_length"}
+
+
+def test_what_cannot_be_loaded_is_one_error_on_every_rank(folders, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folders["llama"].iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    first = sorted(broken.glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:-5])
+    values = {"load": f"hf:{broken}", **model_of(folders)}
+    for (said,) in run_ranks(2, refusals, [values]):
+        assert "CheckpointError" in said and "bytes long and its header says" in said
+
+
+def test_flags_that_are_another_model_are_errors_at_once(folders):
+    with pytest.raises(ConfigError) as caught:
+        make_config({**RUN, "load": f"hf:{folders['llama']}", "hidden_size": 64, "num_layers": 3})
+    text = str(caught.value)
+    assert "--hidden-size 64 is not the model" in text and "--num-layers 3 is not the model" in text
+    with pytest.raises(ConfigError, match="load_optim|--no-load-optim has no effect"):
+        make_config({**RUN, "load": f"hf:{folders['llama']}", "load_optim": False})
+    with pytest.raises(ConfigError, match="nowhere.config.json' is missing"):
+        make_config({**RUN, "load": "hf:/nowhere"})
+    with pytest.raises(ConfigError, match="--save-hf out has no effect without --save"):
+        make_config({**RUN, "load": f"hf:{folders['llama']}", "save_hf": "out"})

@@ -1,0 +1,118 @@
+"""Small models of transformers: every family that is read here, in each of its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+# No pad token: transformers gives its embedding no gradient.
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
+LLAMA = {
+    **SIZES,
+    "intermediate_size": 80,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+GPT2 = {
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "vocab_size": 101,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "attn_implementation": "eager",
+}
+BLOOM = {"vocab_size": 101, "hidden_size": 48, "n_layer": 2, "n_head": 4}
+NEOX = {**SIZES, "intermediate_size": 112, "max_position_embeddings": 64, "attn_implementation": "eager"}
+NEOX["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# As in verification: with a small epsilon, norms of small queries and keys are ill-conditioned.
+NORMED = {**LLAMA, "rms_norm_eps": 1e-2}
+# Not eager: with ALiBi, transformers 5.23 adds the biases twice there.
+FALCON = {**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
+NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+OLD_FALCON = {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
+
+# Name of the variant -> (transformers' configuration class, what differs from its defaults).
+VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True}),
+    "llama-mha": ("Llama", {**LLAMA, "num_key_value_heads": 4, "head_dim": 16}),
+    "llama-biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("Llama", {**LLAMA, "attention_bias": True}),
+    "llama-mlp-bias": ("Llama", {**LLAMA, "mlp_bias": True}),
+    "llama-rope-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
+    "llama-rope-llama3": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("Mistral", {**LLAMA, "sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 24}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen2-tied-linear": ("Qwen2", {**LLAMA, "tie_word_embeddings": True, "rope_parameters": LINEAR_ROPE}),
+    "qwen3": ("Qwen3", {**NORMED, "head_dim": 16}),
+    "qwen3-biases-tied": (
+        "Qwen3",
+        {**NORMED, "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", NORMED),
+    "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
+    "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),
+    "bloom": ("Bloom", BLOOM),
+    "bloom-6-heads": ("Bloom", {**BLOOM, "n_head": 6}),
+    "gpt_neox": ("GPTNeoX", NEOX),
+    "gpt_neox-sequential": ("GPTNeoX", {**NEOX, "use_parallel_residual": False}),
+    "gpt_neox-fast-gelu": ("GPTNeoX", {**NEOX, "hidden_act": "gelu_fast"}),
+    "gpt_neox-no-attention-bias": (
+        "GPTNeoX",
+        {**NEOX, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    "falcon-7b": ("Falcon", FALCON),
+    "falcon-7b-bias": ("Falcon", {**FALCON, "bias": True, "ffn_hidden_size": 112}),
+    "falcon-7b-heads": ("Falcon", {**FALCON, "multi_query": False, "tie_word_embeddings": False}),
+    "falcon-40b": ("Falcon", NEW_FALCON),
+    "falcon-40b-untied": ("Falcon", {**NEW_FALCON, "num_kv_heads": 4, "tie_word_embeddings": False}),
+    "falcon-11b": ("Falcon", {**NEW_FALCON, "num_ln_in_parallel_attn": 1, "bias": True}),
+    "falcon-rw": ("Falcon", OLD_FALCON),
+    "falcon-rw-6-heads": ("Falcon", {**OLD_FALCON, "num_attention_heads": 6}),
+    "falcon-rw-rotary": ("Falcon", {**OLD_FALCON, "alibi": False}),
+    "falcon-alibi-parallel": ("Falcon", {**FALCON, "alibi": True}),
+}
+
+
+def make(variant: str, **changes: Any) -> Any:
+    """transformers' model of a variant, with random weights."""
+    family, values = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**{**values, **changes})
+    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    return getattr(transformers, head)(config)
+
+
+def perturb(model: torch.nn.Module) -> None:
+    """Random biases and norms too, so that none is checked at its trivial value only."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1)

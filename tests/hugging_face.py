@@ -1,0 +1,67 @@
+"""Small folders as Hugging Face publishes models, made by transformers, and what is compared of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zlib
+from pathlib import Path
+
+import torch
+
+SIZES = {
+    "vocab_size": 51,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+}
+
+
+def save_model(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **options) -> Path:
+    """A random model of transformers in ``folder``. Every weight is perturbed, norms and biases too."""
+    import transformers
+
+    more = {"intermediate_size": 48, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    made = {
+        "llama": lambda: transformers.LlamaConfig(**SIZES, **more, **options),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=51, n_embd=32, n_head=8, n_layer=2, n_positions=64, **options
+        ),
+    }
+    torch.manual_seed(zlib.crc32(kind.encode()))
+    model = transformers.AutoModelForCausalLM.from_config(made[kind]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    transformers.utils.logging.disable_progress_bar()
+    model.to(dtype).save_pretrained(folder, max_shard_size="30KB")
+    return folder
+
+
+def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 300, **options) -> Path:
+    """A SentencePiece model of a little text. options: of sentencepiece's trainer, over those of the project."""
+    import sentencepiece
+
+    from megazero.data.tokenizer_training import LOSSLESS
+
+    words = [
+        f"{a}{b} {b}{a}s  {a}" for a in ("low", "new", "wide", "fast", "naïve") for b in ("er", "est", "ly")
+    ]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(words * 20),
+        model_writer=model,
+        vocab_size=vocab_size,
+        model_type=model_type,
+        num_threads=1,
+        minloglevel=2,
+        **{**LOSSLESS, "hard_vocab_limit": False, **options},
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def weights_digest(folder: Path) -> dict[str, str]:
+    """sha256 of what says the model: config.json, the index and the files of weights."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.index.json"), folder / "config.json"]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}

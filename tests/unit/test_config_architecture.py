@@ -1,0 +1,117 @@
+"""A run that continues a checkpoint takes the architecture from it; what is said otherwise is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.checkpoint.manifest import Manifest, write_manifest
+from megazero.config import ConfigError, RunConfig, World, parse
+from megazero.config.model import ModelConfig
+from megazero.config.run import all_options
+
+REST = "--seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 4 --mock-data"
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 51"
+# What a Llama-like model says beside its sizes, each other than the default.
+CHOICES = (
+    "--swiglu --ffn-hidden-size 48 --num-query-groups 2 --kv-channels 4 --normalization RMSNorm --norm-epsilon 1e-6 "
+    "--position-embedding-type rope --rotary-base 500000 --rotary-percent 0.5 --use-rope-scaling "
+    "--rope-scaling-factor 4 --rotary-low-freq-factor 2 --rotary-high-freq-factor 5 "
+    "--rotary-original-max-position 64 --disable-bias-linear --add-qkv-bias "
+    "--untie-embeddings-and-output-weights --embed-layernorm"
+)
+
+
+def run(text: str) -> RunConfig:
+    return parse(f"{REST} {text}".split(), World(1, 1))
+
+
+def errors(text: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        run(text)
+    return caught.value.errors
+
+
+def save(root, config: RunConfig, step: int = 10, drop: tuple[str, ...] = ()) -> None:
+    """The description of a checkpoint as a run writes it, without its tensors."""
+    folder = root / f"iter_{step:07d}"
+    folder.mkdir(parents=True)
+    stored = config.to_dict()
+    stored["model"] = {name: value for name, value in stored["model"].items() if name not in drop}
+    write_manifest(folder, Manifest(step, 0, 1, {}, {}, stored, {}))
+
+
+def architecture(model: ModelConfig) -> dict[str, object]:
+    free = ("attention_dropout", "hidden_dropout", "init_method_std", "seq_length", "max_position_embeddings")
+    return {
+        o.name: getattr(model, o.name)
+        for o in all_options().values()
+        if o.section == "model" and o.name not in free
+    }
+
+
+def test_what_is_not_said_comes_from_the_checkpoint(tmp_path):
+    before = run(f"{MODEL} {CHOICES}")
+    save(tmp_path, before)
+    bare = run(f"--load {tmp_path} --hidden-dropout 0.3 --seq-length 24")
+    assert architecture(bare.model) == architecture(before.model)
+    assert (bare.model.hidden_dropout, bare.model.attention_dropout) == (0.3, 0.1)  # dropout is the flags'
+    assert (bare.model.seq_length, bare.model.max_position_embeddings) == (24, 24)  # rotary positions go on
+    (note,) = [note for note in bare.notes if "from the checkpoint" in note]
+    assert "--swiglu" in note and "--num-layers 2" in note and "--model-family" not in note
+    same = run(f"{MODEL} {CHOICES} --load {tmp_path}")
+    assert same.model == before.model and not [note for note in same.notes if "from the checkpoint" in note]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
+def test_the_family_and_learned_positions_come_along(tmp_path, family):
+    before = run(f"{MODEL} --model-family {family} --max-position-embeddings 40")
+    save(tmp_path, before)
+    after = run(f"{MODEL} --load {tmp_path}")
+    assert after.model.model_family == family and architecture(after.model) == architecture(before.model)
+    assert after.model.max_position_embeddings == (40 if family == "gpt" else 16)
+    if family == "gpt":
+        assert (
+            "--max-position-embeddings 20 is not the model"
+            in errors(f"--load {tmp_path} --max-position-embeddings 20")[0]
+        )
+
+
+def test_what_is_said_otherwise_is_refused_all_at_once(tmp_path):
+    save(tmp_path, run(f"{MODEL} --ffn-hidden-size 48"))
+    found = errors(f"--load {tmp_path} --swiglu --num-layers 3 --model-family llama --norm-epsilon 1e-6")
+    assert found == tuple(
+        f"{wanted} is not the model of the checkpoint in {tmp_path}, which has {has}; leave it out to continue that "
+        "model, or name another folder"
+        for wanted, has in (
+            ("--model-family llama", "--model-family gpt"),
+            ("--num-layers 3", "--num-layers 2"),
+            ("--norm-epsilon 1e-06", "--norm-epsilon 1e-05"),
+            ("--swiglu", "--no-swiglu"),
+        )
+    )
+
+
+def test_finetuning_may_change_what_shapes_do_not_depend_on(tmp_path):
+    save(tmp_path, run(f"{MODEL} {CHOICES}"))
+    longer = run(f"--load {tmp_path} --finetune --rotary-base 1000000")
+    assert longer.model.rotary_base == 1e6
+    assert any("--rotary-base 1000000 replaces --rotary-base 500000" in note for note in longer.notes)
+    assert "--rotary-base 1000000 is not" in errors(f"--load {tmp_path} --rotary-base 1000000")[0]
+    assert "--swiglu" in errors(f"--load {tmp_path} --finetune --no-swiglu")[0]
+
+
+def test_the_newest_that_can_be_read_counts_and_older_ones_lack_newer_options(tmp_path):
+    save(tmp_path, run(f"{MODEL} --normalization RMSNorm"), step=20, drop=("add_qkv_bias", "squared_relu"))
+    save(tmp_path, run(MODEL), step=10)
+    (tmp_path / "iter_0000030").mkdir()
+    (tmp_path / "iter_0000030" / "manifest.json").write_text("{")
+    config = run(f"--load {tmp_path}")
+    assert config.model.normalization == "RMSNorm" and not config.model.squared_relu
+    assert "required" in errors(f"--load {tmp_path / 'nothing'}")[0]
+
+
+def test_a_tokenizer_decides_the_vocabulary(tmp_path):
+    save(tmp_path, run(MODEL))
+    named = "--tokenizer-type SentencePieceTokenizer --tokenizer-model x.model"
+    assert run(f"--load {tmp_path} {named}").model.vocab_size is None
+    assert run(f"--load {tmp_path}").model.vocab_size == 51

@@ -1,0 +1,168 @@
+"""The tokenizer travels: in checkpoints, to generation, and to Hugging Face with the same ids."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from megazero.checkpoint import store
+from megazero.checkpoint.records import SliceRecord
+from megazero.config import make_config
+from megazero.convert import tokenizer as tokenizers
+from megazero.convert.check import compare
+from megazero.convert.command import main
+from megazero.convert.export import finish, write_folder
+from megazero.convert.importing import Published
+from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
+from megazero.convert.source import Source
+from megazero.data.tokenizer import load_tokenizer
+from megazero.data.tokenizer_files import read_tokenizer_files
+from megazero.models import Decoder
+from megazero.train.generate import Sampling, generate, load_text_model
+from tests.hugging_face import train_sentencepiece
+
+torch.set_num_threads(1)
+KIND = "SentencePieceTokenizer"
+# What other trainers' models have: a space before the text, spaces collapsed, compatibility characters folded.
+USUAL = {
+    "normalization_rule_name": "nmt_nfkc",
+    "remove_extra_whitespaces": True,
+    "add_dummy_prefix": True,
+    "user_defined_symbols": [],
+}
+LLAMA = {"add_dummy_prefix": True, "user_defined_symbols": []}  # identity, byte fallback, spaces kept
+MODELS = {
+    "bpe": ("bpe", {}),
+    "unigram": ("unigram", {}),
+    "bpe, normalised": ("bpe", {**USUAL, "byte_fallback": False, "vocab_size": 100}),
+    "unigram, normalised": ("unigram", {**USUAL, "byte_fallback": False, "vocab_size": 60}),
+    "bpe, Llama's": ("bpe", LLAMA),
+    "unigram, Llama's": ("unigram", LLAMA),
+}
+
+
+def texts(count=300):
+    draw = random.Random(3)
+    letters = "lowenidfastr LOW  \n\t.,é漢🙂<s>/"
+    made = ("".join(draw.choice(letters) for _ in range(draw.randrange(60))) for _ in range(count))
+    return [*tokenizers.SAMPLES, *made]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokenizer_json_has_the_ids_of_the_sentencepiece_model(name, tmp_path):
+    model_type, options = MODELS[name]
+    raw = train_sentencepiece(tmp_path / "spm.model", model_type, **options).read_bytes()
+    made, spec = to_tokenizer_json(raw), read_spec(raw)
+    compared = [text for text in texts() if not spelt(spec, text)]
+    assert len(compared) > 250
+    assert not differences(raw, lambda text: made.encode(text, add_special_tokens=False).ids, compared)
+    kept = load_tokenizer(KIND, tmp_path / "spm.model")
+    if "normalised" not in name:
+        assert all(made.decode(kept.encode(text), skip_special_tokens=False) == text for text in compared)
+
+
+def test_the_proof_sees_a_wrong_conversion(tmp_path, monkeypatch):
+    """Without the piece for a newline being found first, ids differ, and the export is refused."""
+    raw = train_sentencepiece(tmp_path / "spm.model").read_bytes()
+    made = to_tokenizer_json(raw)
+    from tokenizers import normalizers
+
+    made.normalizer = normalizers.Sequence([normalizers.Strip(), made.normalizer])
+    monkeypatch.setattr(tokenizers, "to_tokenizer_json", lambda _: made)
+    run = tokenizers.RunTokenizer(
+        KIND, load_tokenizer(KIND, tmp_path / "spm.model"), {"tokenizer.model": raw}
+    )
+    with pytest.raises(ValueError, match="cannot be written as a tokenizer.json with the same ids"):
+        tokenizers.hub_files(run)
+
+
+def save_run(root, model):
+    """A checkpoint as training writes it, with its tokenizer."""
+    tokenizer = load_tokenizer(KIND, model)
+    config = make_config(
+        {
+            "model_family": "llama",
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "seq_length": 32,
+            "vocab_size": tokenizer.info.vocab_size,
+            "micro_batch_size": 1,
+            "lr": 1e-3,
+            "train_iters": 1,
+            "mock_data": True,
+            "tokenizer_type": KIND,
+            "tokenizer_model": str(model),
+        }
+    )
+    decoder = Decoder(config.model)
+    decoder.initialize(3)
+    placements = decoder.placements()
+    records = [
+        SliceRecord(placements[name], 0, value.numel(), {"weights": value.detach().view(-1)})
+        for name, value in decoder.named_parameters()
+    ]
+    state = {"tokenizer": tokenizer.info.fingerprint, "consumed_samples": 7, "losses": {"lm_loss": 4.25}}
+    files = read_tokenizer_files(KIND, {"tokenizer_model": model})
+    snapshot = store.Snapshot(3, records, state=state, configuration=config.to_dict(), files=files)
+    return store.save(root, snapshot)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A checkpoint whose tokenizer, with a template and settings of generation beside it, is where it was no more."""
+    home = tmp_path / "home"
+    home.mkdir()
+    model = train_sentencepiece(home / "spm.model")
+    (home / "chat_template.jinja").write_bytes("{{ messages }} é\r\n".encode())
+    (home / "generation_config.json").write_bytes(b'{"temperature":0.5,   "eos_token_id": 2}')
+    path = save_run(tmp_path / "run", model)
+    home.rename(tmp_path / "elsewhere")
+    return path
+
+
+def test_a_checkpoint_generates_without_the_tokenizers_own_folder(run):
+    text = generate(load_text_model(run), "low", 3, Sampling(temperature=0))
+    assert text.startswith("low")
+
+
+def test_an_export_has_the_tokenizer_the_template_and_a_card(run, tmp_path):
+    pytest.importorskip("transformers")
+    out = finish(write_folder(Source(run), tmp_path / "out"))
+    lines = list(compare(Source(run), Published.open(out)))
+    assert all(line.good is not False for line in lines) and any(
+        "212 of 212 texts" in line.figure for line in lines
+    )
+    elsewhere = tmp_path / "elsewhere"
+    for name, original in (
+        ("tokenizer.model", "spm.model"),
+        ("chat_template.jinja", "chat_template.jinja"),
+        ("generation_config.json", "generation_config.json"),
+    ):
+        assert (out / name).read_bytes() == (elsewhere / original).read_bytes()
+    told = json.loads((out / "tokenizer_config.json").read_text())
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast" and told["eos_token"] == "</s>"
+    card = (out / "README.md").read_text()
+    assert "| tokens | 224 |" in card and "| training loss | 4.2500 |" in card and str(tmp_path) not in card
+    assert "--hidden-size 32" in card
+
+
+def test_another_tokenizer_is_refused(run, tmp_path, capsys):
+    other = train_sentencepiece(tmp_path / "other.model", "unigram")
+    words = ["to-hf", str(run), str(tmp_path / "out"), "--tokenizer", str(other)]
+    assert main(words) == 2
+    assert "is not the tokenizer that" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    right = str(tmp_path / "elsewhere" / "spm.model")
+    assert main([*words[:-1], right, "--no-check"]) == 0
+
+
+def test_the_check_finds_another_tokenizer_in_the_folder(run, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    out = finish(write_folder(Source(run), tmp_path / "out"))
+    other = train_sentencepiece(tmp_path / "other.model", vocab_size=290)
+    to_tokenizer_json(other.read_bytes()).save(str(out / "tokenizer.json"))
+    assert main(["check", str(run), str(out)]) == 1
+    assert "has other ids  DOES NOT HOLD" in capsys.readouterr().out

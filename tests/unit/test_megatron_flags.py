@@ -1,0 +1,230 @@
+"""Megatron's flags: what they mean here, and what is refused."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.config import parse
+from megazero.config.megatron.mapped import TYPED
+from megazero.config.megatron.table import ACCEPT, MAP, REFUSE, rows
+from tests.unit.command_lines import BASE, errors, run, write
+from tools.megatron_page import markdown
+
+ROOT = Path(__file__).parents[2]
+WORDS = {"0": "", "1": "1", "?": "", "*": "", "+": "1"}
+
+
+def test_every_accepted_flag_is_taken_and_said_in_one_note():
+    flags = {
+        row.name: row for row in rows().values() if row.kind == ACCEPT and row.name != "no-position-embedding"
+    }
+    line = " ".join(f"--{n} {next(iter(row.values), WORDS[row.words])}" for n, row in flags.items())
+    config = run(line + " --num-query-groups 2")
+    (note,) = (
+        note for note in config.notes if note.startswith("these flags of Megatron change nothing here")
+    )
+    assert all(f"--{name}" in note for name in flags)
+    assert config.zero.zero_preset == "zero1" and config.values() == run("--num-query-groups 2").values()
+    assert len(flags) > 400
+
+
+def test_every_refused_flag_says_so_with_the_cure():
+    refused = {row.name: row for row in rows().values() if row.kind == REFUSE}
+    found = errors(" ".join(f"--{name}" for name in refused))
+    assert len(found) == len({row.cure for row in refused.values()})  # one line for each cause
+    for name, row in refused.items():
+        assert any(
+            re.search(rf"--{name}\b.*Megatron's flags?, not built here: ", e) and row.cure in e for e in found
+        )
+
+
+def test_every_mapped_flag_is_noted_with_what_it_means():
+    values = {
+        "lr-warmup-tokens": "320 --lr-decay-tokens 3200",
+        "encoder-num-layers": "4",
+        "encoder-seq-length": "32",
+    }
+    values |= {"checkpoint-granularity": "full", "activations-checkpoint-granularity": "full"}
+    values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
+    values |= {
+        "padded-vocab-size": "128",
+        "train-tokens": "6400",
+        "lr-decay-tokens": "3200",
+        "min-scale": "1 --fp16",
+    }
+    for row in (row for row in rows().values() if row.kind == MAP):
+        meanings = row.values or {values.get(row.name, WORDS[row.words]): row.sets}
+        for value, sets in meanings.items():
+            line = f"--{row.name} {'2' if value == TYPED else value} --global-batch-size 16"
+            notes = run(line + " --position-embedding-type rope").notes
+            said = [n for n in notes if n.startswith(("Megatron's names", "--")) and f"--{row.name}" in n]
+            assert bool(said) == bool(sets), (line, notes)
+
+
+@pytest.mark.parametrize(
+    "line, name, value",
+    [
+        ("--checkpoint-activations", "recompute_granularity", "full"),
+        ("--deepspeed-activation-checkpointing --partition-activations", "recompute_granularity", "full"),
+        ("--activations-checkpoint-method uniform", "recompute_granularity", "full"),
+        ("--recompute-activations", "recompute_granularity", "selective"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "recompute_granularity",
+            "full",
+        ),
+        (
+            "--recompute-method uniform --recompute-num-layers 1",
+            "recompute_granularity",
+            "none",
+        ),  # as in Megatron
+        ("--use-rotary-position-embeddings --no-position-embedding", "position_embedding_type", "rope"),
+        ("--position-embedding-type rotary", "position_embedding_type", "rope"),
+        ("--position-embedding-type absolute", "position_embedding_type", "learned_absolute"),
+        ("--normalization rmsnorm", "normalization", "RMSNorm"),
+        ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
+        ("--layernorm_epsilon=1e-6", "norm_epsilon", 1e-6),
+        ("--attention-head-type multiquery", "num_query_groups", 1),
+        ("--attention-head-type multihead", "num_query_groups", 4),
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t",
+            "tokenizer_type",
+            "HuggingFaceTokenizer",
+        ),
+        ("--tokenizer-type TokenizerFromFile --tokenizer-file t", "tokenizer_model", "t"),
+        (
+            "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model t",
+            "tokenizer_type",
+            "SentencePieceTokenizer",
+        ),
+        ("--glu-activation swiglu", "ffn_hidden_size", 256),
+        ("--glu-activation swiglu --ffn-hidden-size 128", "ffn_hidden_size", 128),
+        ("--wandb-project-name p --wandb-entity-name e", "wandb_entity", "e"),
+        ("--data-parallel-sharding-strategy optim_grads_params --use-megatron-fsdp", "zero_preset", "zero3"),
+        (
+            "--rotary-seq-len-interpolation-factor 4 --position-embedding-type rope",
+            "rotary_scaling_factor",
+            4.0,
+        ),
+        ("--split '9,1,0'", "split", "'9,1,0'"),
+    ],
+)
+def test_other_names_and_spellings(line, name, value):
+    assert run(line).get(name) == value
+
+
+@pytest.mark.parametrize(
+    "line, part",
+    [
+        (
+            "--checkpoint-activations --recompute-granularity selective",
+            "but --recompute-granularity selective is given",
+        ),
+        ("--recompute-activations --checkpoint-activations", "leave one of them out"),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type alibi",
+            "--position-embedding-type rope, but",
+        ),
+        (
+            "--layernorm-epsilon 1e-6 --norm-epsilon 1e-5",
+            "is --norm-epsilon 1e-06, but --norm-epsilon 1e-05 is given",
+        ),
+        (
+            "--position-embedding-type learned_absolute --no-position-embedding",
+            "a model without positions is not",
+        ),
+        ("--position-embedding-type none", "none is Megatron's, not built here"),
+        ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is Megatron's flag, not built here"),
+        ("--num-experts 8 --moe-router-topk 2", "--num-experts 8 is Megatron's flag, not built here"),
+        ("--num-experts 1 8", "mixtures of experts are not built"),
+        ("--data-impl cached", "convert the data"),
+        ("--glu-activation geglu", "SwiGLU is built"),
+        ("--weight-decay-incr-style cosine", "use --weight-decay"),
+        ("--main-grads-dtype bf16", "sums of gradients are in fp32"),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),
+        ("--tensorboard-queue-size", "takes one value, got none"),
+        ("--no-bias-gelu-fusion 1", "takes no value, got 1"),
+        ("--layernorm-epsilon x", "--layernorm-epsilon x takes a number"),
+        ("--group-query-attention", "needs --num-query-groups"),
+        ("--train-tokens 0 --global-batch-size 16", "--train-tokens 0 must be at least 1"),
+        ("--lr-warmup-tokens 100 --global-batch-size 16", "--lr-warmup-tokens needs --lr-decay-tokens"),
+        (
+            "--tensorboard-queue 5",
+            "nearest: --tensorboard-queue-size (Megatron's, changes nothing here)",
+        ),  # no prefixes
+    ],
+)
+def test_contradictions_and_values_that_are_not_built(line, part):
+    found = errors(line)
+    assert len(found) == 1 and part in found[0]
+
+
+def in_tokens(line):
+    base = [word for word in BASE if not word.startswith("--train-iters")]
+    return parse([*base, *line.split()])
+
+
+def test_tokens_are_samples_of_the_sequence_length():
+    """At --seq-length 32: 3200 tokens are 100 samples, which batches of 16 reach in iteration 7."""
+    config = in_tokens(
+        "--train-tokens 3200 --global-batch-size 16 --lr-decay-tokens 1600 --lr-warmup-tokens 320"
+    )
+    assert config.training.train_samples == 112
+    assert (config.optimizer.lr_decay_samples, config.optimizer.lr_warmup_samples) == (50, 10)
+    # --train-samples ends earlier or later; without --lr-decay-tokens it is the length of the decay
+    config = in_tokens("--train-tokens 3200 --train-samples 100000 --global-batch-size 16")
+    assert (config.training.train_samples, config.optimizer.lr_decay_samples) == (112, 100000)
+    assert in_tokens("--train-tokens 3200 --train-samples 64").training.train_samples == 64
+    # with iterations the same in samples
+    config = in_tokens("--train-tokens 3200 --train-iters 5 --lr-warmup-iters 2 --global-batch-size 16")
+    assert (config.training.train_samples, config.training.train_iters) == (80, None)
+    assert (config.optimizer.lr_warmup_samples, config.optimizer.lr_decay_samples) == (32, 80)
+    assert in_tokens("--train-samples 64 --lr-decay-tokens").optimizer.lr_decay_samples is None
+
+
+def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
+    from megazero.train.batch_size import BatchSizeRampup
+
+    for tokens in (3200, 3232, 6400, 9599, 12800):
+        line = (
+            f"--train-tokens {tokens} --global-batch-size 16 --rampup-batch-size 4 4 60 --micro-batch-size 2"
+        )
+        samples = in_tokens(line).training.train_samples
+        ramp = BatchSizeRampup(
+            start=4, increment=4, ramp_samples=60, target=16, micro_batch=2, data_parallel=1
+        )
+        consumed, iterations = 0, 0  # the loop of Megatron-DeepSpeed
+        while consumed * 32 < tokens:
+            consumed, iterations = consumed + ramp.batch_size(consumed), iterations + 1
+        assert ramp.iterations_within(samples) == iterations
+
+
+def test_yaml_takes_megatrons_names(tmp_path):
+    path = write(
+        tmp_path,
+        "run.yaml",
+        "checkpoint-activations: true\nlayernorm_epsilon: 1e-6\nfp8-hybrid: false\nmanual-gc: true\n",
+    )
+    config = run(f"--config {path}")
+    assert config.training.recompute_granularity == "full" and config.model.norm_epsilon == 1e-6
+    assert any("manual-gc" in note for note in config.notes)
+
+
+def test_megatron_page_is_current_and_has_every_flag():
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    assert page == markdown(), "run: python tools/megatron_page.py > docs/megatron.md"
+    assert all(f"`--{name}" in page for name in rows())
+
+
+def test_help_does_not_read_the_table():
+    code = (
+        "import sys; sys.argv = ['x']; from megazero.config import parse\n"
+        f"parse({BASE!r})\ntry: parse(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in sys.modules if m.endswith(('megatron.table', 'suggest'))])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert out.stdout.strip().endswith("[]")
