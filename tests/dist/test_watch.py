@@ -100,7 +100,3 @@ def test_a_rank_that_hangs_is_named_and_all_end(tmp_path: Path, kind: str, victi
         assert f"missing: rank {victim} " in words and f"; rank {(victim + 1) % WORLD}" not in words, words
         if kind in ("loop", "fifo"):
             assert f"in iteration {HANGS_AT}: not in a collective but at" in words and "hang" in words
-        said = float(line.split()[0]) - came - LIMIT
-        assert said < 5 + 2 * INTERVAL + ANSWER, (
-            words
-        )  # a busy machine included; docs/slurm.md has the figures
