@@ -48,7 +48,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion no-bias-gelu-fusion
         no-bias-swiglu-fusion no-clone-scatter-output-in-embedding no-gradient-accumulation-fusion
         no-layer-norm-fusion no-masked-softmax-fusion no-optimizer-fusion no-persist-layer-norm
-        no-query-key-layer-scaling no-rope-fusion no-scaled-masked-softmax-fusion onnx-safe=? openai-gelu
+        no-query-key-layer-scaling no-rope-fusion no-scaled-masked-softmax-fusion onnx-safe=?
         optimizer-cuda-graph scaled-masked-softmax-fusion scaled-upper-triang-masked-softmax-fusion=?
         symmetric-ar-type=1 sync-tp-duplicated-parameters te-rng-tracker use-flash-attn
         use-flash-attn-builder use-flash-attn-triton use-flash-attn-v1 use-flash-attn-v2 use-fused-rmsnorm=1
