@@ -154,7 +154,7 @@ def test_a_mistake_of_one_rank_alone_is_said_by_it(tmp_path: Path) -> None:
     write_meta(prefix, NullTokenizer(50).info)
     values = {**LONG, "mock_data": None, "data_path": (str(prefix),), "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(2, {**values, "train_iters": 3}, tmp_path, prepare=blind)
-    assert ranks.statuses() == [ExitStatus.MISTAKE] * 2, ranks.texts()
+    assert ranks.statuses() == [ExitStatus.RANK_LOST, ExitStatus.MISTAKE], ranks.texts()
     ((kind, words),) = errors(ranks.texts()[1])
     assert kind == "ValueError" and "was made with another tokenizer" in words
     ((kind, words),) = errors(ranks.texts()[0])
