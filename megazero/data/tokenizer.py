@@ -184,7 +184,7 @@ class NullTokenizer:
 
 def load_tokenizer(
     kind: str,
-    model: str | Path | None = None,
+    tokenizer_model: str | Path | None = None,
     vocab_size: int | None = None,
     *,
     vocab_file: str | Path | None = None,
@@ -198,7 +198,7 @@ def load_tokenizer(
         raise ValueError(
             f"tokenizer {kind!r} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}"
         )
-    given = {"tokenizer_model": model, "vocab_size": vocab_size}
+    given = {"tokenizer_model": tokenizer_model, "vocab_size": vocab_size}
     given |= {"vocab_file": vocab_file, "merge_file": merge_file}
     parts = {name: given[name] for name in TOKENIZERS[kind]}
     missing = [name.replace("_", " ") for name, part in parts.items() if part in (None, "")]

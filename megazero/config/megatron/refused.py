@@ -81,14 +81,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
         experimental-attention-variant=1 gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute=1
         gdp-num-householder=1 linear-attention-freq=1 linear-attention-type=1 linear-conv-kernel-dim=1
         linear-key-head-dim=1 linear-num-key-heads=1 linear-num-value-heads=1 linear-value-head-dim=1
-        no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu sliding-window=1
+        no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu
         window-attn-skip-freq=1 window-size=+
         """,
     ),
     (
-        "norms of queries and keys are not built; leave it out",
+        "of norms of queries and keys --qk-layernorm and --qk-norm all-heads are built; use one, or leave it out",
         """
-        qk-clip qk-clip-alpha=1 qk-clip-threshold=1 qk-l2-norm qk-layernorm qknorm-impl=1
+        qk-clip qk-clip-alpha=1 qk-clip-threshold=1 qk-l2-norm qknorm-impl=1
         """,
     ),
     (
@@ -222,8 +222,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "data are named by --data-path and its kin; write the words there",
         """
-        aml-data-download-path=1 data-args-path=1 hf-tokenizer-path=1 object-storage-cache-path=1
-        per-dataset-sequences-path=1 per-split-data-args-path=1 phase-transition-iterations=1
+        aml-data-download-path=1 hf-tokenizer-path=1 object-storage-cache-path=1
+        per-dataset-sequences-path=1 phase-transition-iterations=1
         renormalize-blend-weights s3-cache-path=1 train-data=+ val-data-path=1 valid-data=*
         """,
     ),
