@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     for name, (kind, model, vocabulary, merges) in of.items():
         job = Job((str(root / "text.jsonl"),), ("text",), kind, model, None, True, False, vocabulary, merges)
-        found[f"data of {name}"] = str(preprocess(job, root / name, say=lambda _: None)[0])
+        found[f"data of {name}"] = preprocess(job, root / name, say=lambda _: None)[0][0]
     return found
 
 
