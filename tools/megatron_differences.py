@@ -55,16 +55,22 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "releases disagree",
     ),
     (
+        "--openai-gelu",
+        "(its default is off) GELU by tanh where the fused kernel does not compute it so already",
+        "on by default, in the cases in which Megatron's kernel computes it so",
+        "one option for the form that is computed",
+    ),
+    (
         "--swiglu",
         "without --ffn-hidden-size: 8/3 x hidden, rounded down to a multiple of 64",
         "the same; rounded up in families other than gpt",
         "Llama's own code rounds up",
     ),
     (
-        "--disable-bias-linear",
-        "GELU is exact without biases; with them the fused kernel computes the tanh form",
-        "GELU is the tanh form, with a note where linears have no biases",
-        "GPT-2's form; the two differ by at most 5e-4",
+        "--disable-bias-linear, --no-bias-gelu-fusion",
+        "GELU is exact; with biases, the fused kernel computes the tanh form",
+        "the same; `--openai-gelu` and `--no-openai-gelu` say it, and a checkpoint keeps its form",
+        "the two forms differ by at most 5e-4",
     ),
     (
         "--make-vocab-size-divisible-by",

@@ -7,7 +7,7 @@ from typing import Any
 
 from megazero.checkpoint.directory import newest_manifest
 from megazero.config.fields import typed
-from megazero.config.model import complete
+from megazero.config.model import as_trained, complete
 from megazero.config.run import all_options
 
 # Options of the model that decide neither which parameters there are nor what is computed of them. All others are
@@ -36,7 +36,7 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     if manifest is None:
         return values, [], []
     notes, errors = list[str](), list[str]()
-    saved = _architecture(manifest.configuration.get("model", {}))
+    saved = _architecture(as_trained(manifest.configuration.get("model", {})))
     if said.get("tokenizer_type") is not None:
         saved.pop("vocab_size", None)
     for name, value in saved.items():

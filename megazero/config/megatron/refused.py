@@ -112,9 +112,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the MLP is --swiglu, --squared-relu or GELU in its tanh form; other activations are not built",
+        "the MLP is --swiglu, --squared-relu or GELU; other activations are not built",
         """
-        activation-func-clamp-value=1 erf-gelu quick-geglu xielu xiprelu xiprelup
+        activation-func-clamp-value=1 quick-geglu xielu xiprelu xiprelup
         """,
     ),
     (
@@ -197,7 +197,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "control by files is not built; use --kill-switch-path, --exit-signal-handler or "
         "--exit-duration-in-mins",
         """
-        kill-switch-file=1 trigger-path=1
+        trigger-path=1
         """,
     ),
     (
@@ -240,7 +240,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """
         ckpt-step=1 disable-use-tokenizer-model-from-checkpoint-args load-iteration=1
         load-main-params-from-ckpt load-tag=1 no-load-lr-state no-use-tokenizer-model-from-checkpoint-args
-        override-checkpoint-version=1 override-ckpt-iteration=1 use-checkpoint-args
+        override-checkpoint-version=1 override-ckpt-iteration=1
         use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler use-mp-args-from-checkpoint-args
         """,
     ),
