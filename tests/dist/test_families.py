@@ -40,8 +40,8 @@ TRAINING = {
 # Of the weights. With 0.03 to 0.1, one rank of transformers in fp32 is itself 4e-7 to 1.2e-6 from one in fp64, and
 # OLMo 2, whose norms blow small outputs up, 1.5e-6 to 1.3e-5. With biases it is ill-conditioned: values and keys are
 # nearly the same at all positions, so the gradient of a score is a difference of nearly equal numbers. In fp64, 6e-8
-# of these two numbers changes gradients of queries by 4.0e-6 (olmo2 without biases: 1.1e-7). So transformers in fp32 is
-# off by 5.0e-6 with its eager attention and by 9.9e-6 with torch's fused one, which is ours (8.5e-6).
+# of these two numbers changes gradients of queries by 4.0e-6 (olmo2 without biases: 1.1e-7). So transformers in fp32
+# is off by 5.0e-6 with its eager attention and by 9.9e-6 with torch's fused one, which is ours (8.5e-6).
 STD = 0.06
 
 
