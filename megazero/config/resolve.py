@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megazero.config.checkpoint_architecture import take_architecture
 from megazero.config.data_files import read_data_files
 from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
 from megazero.config.layers import Layer
+from megazero.config.loaded_model import take_architecture
 from megazero.config.megatron.mapped import DERIVED, UNFUSED_GELU
 from megazero.config.model import ModelConfig, complete, has_gelu
-from megazero.config.published import take_published
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
@@ -29,9 +28,8 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
         errors += _megatron(said, values, notes)
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
-    for take in (take_published, take_architecture):
-        values, taken, clashes = take(values)
-        notes, errors = [*notes, *taken], [*errors, *clashes]
+    values, taken, clashes = take_architecture(values)
+    notes, errors = [*notes, *taken], [*errors, *clashes]
     notes += [*_unlike_megatron(values, said.facts), *_unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)

@@ -157,6 +157,14 @@ class GPT2BPETokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def to_json(self) -> bytes:
+        """Return a tokenizer.json with these ids, where the end of document is a special token."""
+        import tokenizers
+
+        made = tokenizers.Tokenizer.from_str(self._model.to_str())
+        made.add_special_tokens([self.EOD])
+        return made.to_str().encode()
+
 
 class NullTokenizer:
     """Its text is decimal integers below ``vocab_size``, separated by spaces. The eod is ``vocab_size`` itself."""
