@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +117,13 @@ def perturb(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1)
+
+
+def save(variant: str, folder: Path, **changes: Any) -> Path:
+    """Write a variant with random weights, biases and norms to ``folder``, as transformers does."""
+    torch.manual_seed(1)
+    model = make(variant, **changes)
+    perturb(model)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return folder

@@ -25,7 +25,7 @@ def save_model(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.flo
     made = {
         "llama": lambda: transformers.LlamaConfig(**SIZES, **more, **options),
         "gpt2": lambda: transformers.GPT2Config(
-            vocab_size=51, n_embd=32, n_head=8, n_layer=2, n_positions=64, **options
+            **{"vocab_size": 51, "n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 64, **options}
         ),
     }
     torch.manual_seed(zlib.crc32(kind.encode()))

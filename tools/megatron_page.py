@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megazero.config.megatron.apply import derived_options, spelled
-from megazero.config.megatron.mapped import DERIVED, TYPED, UNBUILT, VALUES, Sets
+from megazero.config.megatron.mapped import (
+    DERIVED,
+    TYPED,
+    UNBUILT,
+    UNFUSED_GELU,
+    UNFUSED_GELU_MEANS,
+    VALUES,
+    Sets,
+)
 from megazero.config.megatron.table import ACCEPT, MAP, REFUSE, Row, rows
 from megazero.config.run import all_options
 
@@ -92,6 +100,8 @@ def _means(sets: Sets) -> str:
     options = {**all_options(), **derived_options()}
     if "glu_activation" in sets:
         return "`--swiglu`, with `--ffn-hidden-size` 4 x hidden where it is not given, as in BLOOM's fork"
+    if UNFUSED_GELU in sets:
+        return UNFUSED_GELU_MEANS
     if not any(name in DERIVED for name in sets):
         typed = (f"{options[n].flag} X" if v == TYPED else spelled(options[n], v) for n, v in sets.items())
         return f"`{' '.join(typed)}`"

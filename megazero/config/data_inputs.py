@@ -104,6 +104,8 @@ def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None
 
     The words are ``PREFIX...`` or ``WEIGHT PREFIX WEIGHT PREFIX...``. Raises ValueError for words that are neither.
     """
+    if not all(word.strip() for word in words):
+        raise ValueError("has an empty word, which names no data; is a variable of the script empty?")
     numbers = [_number(word) for word in words]
     if all(number is None for number in numbers):
         return list(words), None

@@ -128,9 +128,10 @@ def _put_values(layer: Layer, opt: Option, word: str, words: list[str]) -> None:
     if words and (many or len(words) == 1):
         layer.put(opt, words if many else words[0], word)
     else:
-        layer.errors.append(
-            f"{word} takes {'at least one value' if many else 'one value'}, got {' '.join(words) or 'none'}"
-        )
+        got = " ".join(words) or "none"
+        if not words and opt.section == "data":
+            got += "; if a variable of the script stands there, it is empty"
+        layer.errors.append(f"{word} takes {'at least one value' if many else 'one value'}, got {got}")
         layer.failed.add(opt.name)
 
 

@@ -91,7 +91,11 @@ class ModelConfig:
     )
     swiglu: bool = option(None, "SwiGLU in the MLP, else GELU (by family; off with --squared-relu)")
     squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
-    openai_gelu: bool = option(True, "GELU by tanh, else by the error function (by family)")
+    openai_gelu: bool = option(
+        True,
+        "GELU by tanh, else by the error function (by family; off in family gpt without --add-bias-linear, as in "
+        "Megatron)",
+    )
     add_bias_linear: bool = option(
         None, "biases in linear layers (by family)", negative="disable-bias-linear"
     )
@@ -178,6 +182,13 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     done = {**(family.defaults if family else {}), **said}
     if said.get("squared_relu") and "swiglu" not in said:  # one MLP: what is said decides, not the family
         done["swiglu"] = False
+    if (
+        family
+        and family.exact_gelu_without_biases
+        and done.get("add_bias_linear") is False
+        and has_gelu(done)
+    ):
+        done = {"openai_gelu": False, **done}
     hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
     derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
     derived["add_attention_bias"] = done.get("add_bias_linear")
@@ -188,6 +199,17 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     if hidden and heads and heads > 0:
         derived["kv_channels"] = max(1, hidden // heads)
     return {**derived, **done}
+
+
+def has_gelu(done: Mapping[str, Any]) -> bool:
+    """Tell whether the MLP has GELU, of options that families completed."""
+    return not done.get("swiglu") and not done.get("squared_relu")
+
+
+def as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored section with what older releases did: without the option openai_gelu, GELU was by tanh."""
+    family = FAMILIES.get(stored.get("model_family", ""))
+    return {"openai_gelu": True, **stored} if family and family.exact_gelu_without_biases else dict(stored)
 
 
 def make_model(**options: Any) -> ModelConfig:

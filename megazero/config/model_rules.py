@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megazero.config.errors import ConfigError
 from megazero.config.fields import fault, section_options, without_effect
-from megazero.config.model import ModelConfig
+from megazero.config.model import ModelConfig, has_gelu
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.families import FAMILIES
 
@@ -138,8 +138,7 @@ def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False
 def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]]:
     """Yield options, whether they have an effect in this model, and what would give them one."""
     rope = model.position_embedding_type == "rope"
-    gelu = not model.swiglu and not model.squared_relu
-    yield ("openai_gelu",), gelu, "GELU (--no-swiglu, and no --squared-relu)"
+    yield ("openai_gelu",), has_gelu(vars(model)), "GELU (--no-swiglu, and no --squared-relu)"
     alibi = model.position_embedding_type == "alibi"
     yield ("scaled_alibi",), alibi, "--position-embedding-type alibi"
     yield (*_ROTARY, "rotary_scaling_factor", *_LLAMA3), rope, "--position-embedding-type rope"

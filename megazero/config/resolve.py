@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megazero.config.checkpoint_architecture import take_architecture
 from megazero.config.data_files import read_data_files
 from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
 from megazero.config.layers import Layer
-from megazero.config.megatron.mapped import DERIVED
-from megazero.config.model import ModelConfig, complete
-from megazero.config.published import take_published
+from megazero.config.loaded_model import take_architecture
+from megazero.config.megatron.mapped import DERIVED, UNFUSED_GELU
+from megazero.config.model import ModelConfig, complete, has_gelu
 from megazero.config.run import RunConfig, World, all_options, section_types
 from megazero.config.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 
@@ -29,10 +28,9 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
         errors += _megatron(said, values, notes)
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
-    for take in (take_published, take_architecture):
-        values, taken, clashes = take(values)
-        notes, errors = [*notes, *taken], [*errors, *clashes]
-    notes += _unlike_megatron(values, said.facts)
+    values, taken, clashes = take_architecture(values)
+    notes, errors = [*notes, *taken], [*errors, *clashes]
+    notes += [*_unlike_megatron(values, said.facts), *_unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
@@ -71,8 +69,22 @@ def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterato
             f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
             "confirms it"
         )
-    if said.get("add_bias_linear") is False and not said.get("swiglu") and not said.get("squared_relu"):
-        yield "GELU is its tanh form; Megatron computes it exactly where linears have no biases"
+
+
+def _unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
+    """Set the form of GELU that Megatron computes with --no-bias-gelu-fusion, and note it.
+
+    A form that is said, or that a checkpoint has, stays.
+    """
+    if not values.pop(UNFUSED_GELU, None):
+        return
+    if not has_gelu(complete(values)):
+        yield "--no-bias-gelu-fusion changes nothing: the MLP has no GELU"
+    elif values.get("openai_gelu"):
+        yield "--no-bias-gelu-fusion changes nothing: GELU is by tanh, as --openai-gelu or the checkpoint says"
+    else:
+        values["openai_gelu"] = False
+        yield "--no-bias-gelu-fusion: GELU is exact (--no-openai-gelu), as in Megatron without that kernel"
 
 
 def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:

@@ -108,31 +108,38 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _data(config: RunConfig) -> Iterator[str]:
+# Options that name the data of a part.
+_APART = {split: f"{split}_data_path" for split in SPLITS}
+_WEIGHTED = {split: f"{split}_weighted_split_paths" for split in SPLITS}
+
+
+def _source(config: RunConfig) -> Iterator[str]:
     data = config.data
-    apart = {split: f"{split}_data_path" for split in SPLITS}
-    weighted = {split: f"{split}_weighted_split_paths" for split in SPLITS}
     # A file stays where it could not be read, which has been reported.
     forms = (
         ("data_path", "data_args_path"),
         ("mock_data",),
-        (*apart.values(), "per_split_data_args_path"),
-        (*weighted.values(), *(f"{name}_path" for name in weighted.values())),
+        (*_APART.values(), "per_split_data_args_path"),
+        (*_WEIGHTED.values(), *(f"{name}_path" for name in _WEIGHTED.values())),
     )
     given = [[name for name in form if getattr(data, name)] for form in forms]
     if sum(map(bool, given)) != 1:
         also = "; --train-data-path or --train-weighted-split-paths may stand in the place of --data-path"
         yield f"exactly one of --data-path and --mock-data is required{also}"
-    for names, train in ((given[2], apart["train"]), (given[3], weighted["train"])):
+    for names, train in ((given[2], _APART["train"]), (given[3], _WEIGHTED["train"])):
         if names and not any(name.startswith(("train", "per_split")) for name in names):
             yield f"{all_options()[names[0]].flag} needs {all_options()[train].flag}"
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
     if len(data.train_weighted_split_paths) > 1:
         yield "--train-weighted-split-paths takes one value, in one pair of quotes; only evaluations may be several"
     for name, read in (
         ("data_path", parse_data_path),
         ("split", parse_split),
-        *((name, parse_blend) for name in apart.values()),
-        *((name, parse_weighted_splits) for name in weighted.values()),
+        *((name, parse_blend) for name in _APART.values()),
+        *((name, parse_weighted_splits) for name in _WEIGHTED.values()),
     ):
         try:
             read(getattr(data, name))
@@ -215,6 +222,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("rampup_batch_size", "global_batch_size"), _ramp),
     ((), _length),
     (("lr",), _schedule),
+    (("data_path", *_APART.values(), *_WEIGHTED.values()), _source),
     ((), _data),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),

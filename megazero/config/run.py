@@ -12,7 +12,7 @@ from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, convert, section_options, show
-from megazero.config.model import ModelConfig, complete
+from megazero.config.model import ModelConfig, as_trained, complete
 from megazero.config.nearest import did_you_mean
 from megazero.config.optimizers import OptimizerConfig
 from megazero.config.pipeline import (
@@ -235,7 +235,7 @@ class RunConfig:
                 except ValueError as error:
                     errors.append(f"{section}.{key} {error}")
             if section == "model":  # one that was stored before an option existed has its default
-                read = complete(read)
+                read = complete(as_trained(read))
             sections[section] = section_types()[section](**read)
         if errors:
             raise ConfigError(errors)

@@ -13,7 +13,7 @@ from heapq import nlargest
 from megazero.config.elsewhere import HUGGING_FACE, deepspeed_names, torchtitan_names
 from megazero.config.layers import all_switches
 from megazero.config.megatron.apply import derived_options, spelled
-from megazero.config.megatron.mapped import DERIVED, TYPED
+from megazero.config.megatron.mapped import DERIVED, TYPED, UNFUSED_GELU, UNFUSED_GELU_MEANS
 from megazero.config.megatron.table import ACCEPT, REFUSE, rows
 from megazero.config.run import all_options
 
@@ -52,6 +52,8 @@ def _meaning(name: str) -> str:
         return f"Megatron's, not built here: {row.cure}"
     if row.kind == ACCEPT:
         return "Megatron's, changes nothing here"
+    if UNFUSED_GELU in row.sets:
+        return f"Megatron's, here {UNFUSED_GELU_MEANS}"
     options = {**all_options(), **derived_options()}
     sets = row.sets or next(each for each in row.values.values() if each)
     said = [

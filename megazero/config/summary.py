@@ -24,7 +24,8 @@ def model_summary(model: ModelConfig, tp: int) -> str:
         "alibi": "ALiBi",
     }
     biases = "biases" if m.add_bias_linear else "biases of q, k, v only" if m.add_qkv_bias else "no biases"
-    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else "GELU (tanh form)"
+    gelu = f"GELU ({'tanh form' if m.openai_gelu else 'exact'})"
+    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else gelu
     norm = f"{m.normalization} ({m.norm_epsilon:g}{', after the embedding too' if m.embed_layernorm else ''})"
     parts = [
         f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "

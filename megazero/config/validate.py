@@ -46,7 +46,7 @@ def ignored(config: RunConfig) -> list[str]:
 
 def _own(name: str) -> bool:
     """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
-    return name.startswith("zero_") or name == "allow_fresh_start"
+    return name.startswith("zero_") or name in ("allow_fresh_start", "accept_field", "save_hf")
 
 
 def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:

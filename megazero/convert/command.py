@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 is good, 1 a check does not hold, 2 nothing was converted."""
-    options = read_options(sys.argv[1:] if argv is None else argv)
+    try:
+        options = read_options(sys.argv[1:] if argv is None else argv)
+    except SystemExit as ended:  # argparse's --help, or its word on a wrong command line
+        return int(ended.code or 0)
     run = {"to-hf": _to_hf, "from-hf": _from_hf, "check": _check, "flags": _flags}[options.command]
     try:
         return run(options)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +22,12 @@ from megazero.config.architecture import from_hf_config
 from megazero.config.model import ModelConfig
 from megazero.config.sections import DataConfig, PrecisionConfig
 from megazero.convert.folder import Folder
-from megazero.data.tokenizer import load_tokenizer
-from megazero.data.tokenizer_files import find_tokenizer, read_tokenizer_files, tokenizer_options
+from megazero.data.tokenizer_files import (
+    find_tokenizer,
+    load_run_tokenizer,
+    read_tokenizer_files,
+    tokenizer_options,
+)
 from megazero.models.hf_weights import match_names, tied_head
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -73,8 +78,8 @@ class Published:
     @cached_property
     def data(self) -> DataConfig:
         """The data section: which tokenizer the folder has, if it has one that is read here."""
-        kind, model = find_tokenizer(self.folder.path)
-        return DataConfig(tokenizer_type=kind, tokenizer_model=model)
+        found: dict[str, Any] = find_tokenizer(self.folder.path)
+        return DataConfig(**found)
 
 
 def fill(published: Published, records: Sequence[SliceRecord], kinds: Collection[str]) -> None:
@@ -100,12 +105,12 @@ def write_checkpoint(published: Published, root: Path) -> Path:
     Raises CheckpointError if ROOT has that already, or cannot be written; then it is as before.
     """
     data, model = published.data, published.model
-    tokenizer = load_tokenizer(
-        data.tokenizer_type or "NullTokenizer",
-        data.tokenizer_model,
-        None if data.tokenizer_type else (model.vocab_size or 0) - 1,
+    config = RunConfig(
+        model=model,
+        data=data,
+        precision=PrecisionConfig(params_dtype=PRECISIONS[published.folder.dtype]),
     )
-    precision = PrecisionConfig(params_dtype=PRECISIONS[published.folder.dtype])
+    tokenizer = load_run_tokenizer(config, {}, {})
     state = {
         "iteration": 0,
         "consumed_samples": 0,
@@ -117,7 +122,7 @@ def write_checkpoint(published: Published, root: Path) -> Path:
         step=0,
         records=list(_whole(published)),
         state=state,
-        configuration=RunConfig(model=model, data=data, precision=precision).to_dict(),
+        configuration=config.to_dict(),
         files=read_tokenizer_files(data.tokenizer_type, tokenizer_options(data)),
     )
     return store.save(root, snapshot)

@@ -10,6 +10,7 @@ import yaml
 
 from megazero.config.architecture import from_hf_config
 from megazero.config.files import read_json
+from megazero.config.model import ModelConfig
 from megazero.config.published import CONFIG_FILE
 from megazero.convert.card import flag_lines
 from megazero.data.tokenizer_files import find_tokenizer
@@ -26,8 +27,7 @@ def run_options(folder: Path, accept: Collection[str] = ()) -> dict[str, object]
     options["seq_length"] = min(
         model.max_position_embeddings, model.sliding_window or model.max_position_embeddings
     )
-    kind, path = find_tokenizer(file.parent)
-    return {**options, "tokenizer_type": kind, "tokenizer_model": path}
+    return {**options, **find_tokenizer(file.parent)}
 
 
 def flag_text(folder: Path, accept: Collection[str] = ()) -> str:
@@ -39,5 +39,6 @@ def flag_text(folder: Path, accept: Collection[str] = ()) -> str:
 def yaml_text(folder: Path, accept: Collection[str] = ()) -> str:
     """Return the options as a file for --config."""
     options = {name: value for name, value in run_options(folder, accept).items() if value is not None}
-    data = {name: options.pop(name) for name in ("tokenizer_type", "tokenizer_model") if name in options}
+    decided = {field.name for field in dataclasses.fields(ModelConfig)}
+    data = {name: options.pop(name) for name in options.keys() - decided}
     return yaml.safe_dump({"model": options, **({"data": data} if data else {})}, sort_keys=False).rstrip()

@@ -13,7 +13,7 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig
 from megazero.config.data_inputs import TOKENIZERS
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, load_tokenizer
 from megazero.data.tokenizer_files import (
     MODEL_FILES,
     TOKENIZER_FILES,
@@ -26,6 +26,8 @@ from megazero.data.tokenizer_files import (
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 # transformers 4 and 5 both have this class; what 5 writes by itself, "TokenizersBackend", 4 does not know.
 CLASS = "PreTrainedTokenizerFast"
+# The texts of a training spell no special token: a text that does is a text.
+SPELT = {"split_special_tokens": True}
 SAMPLES = (
     "",
     " ",
@@ -100,6 +102,8 @@ def special_tokens(run: RunTokenizer) -> dict[str, str]:
     if run.kind == "SentencePieceTokenizer":
         pieces = read_spec(run.files["tokenizer.model"]).pieces
         return {f"{role}_token": pieces[i].text for role, i in special_ids(run).items()}
+    if isinstance(run.tokenizer, GPT2BPETokenizer):
+        return {"eos_token": run.tokenizer.EOD}
     model = tokenizers.Tokenizer.from_buffer(run.files["tokenizer.json"])
     return {f"{role}_token": model.id_to_token(i) or "" for role, i in special_ids(run).items()}
 
@@ -107,7 +111,8 @@ def special_tokens(run: RunTokenizer) -> dict[str, str]:
 def hub_files(run: RunTokenizer) -> dict[str, bytes]:
     """Return the tokenizer's files of a Hugging Face folder, by name. What was imported stays byte for byte.
 
-    Raises ValueError if a SentencePiece model cannot be written as a tokenizer.json with the same ids.
+    A SentencePiece model, and GPT-2's two files, are written as a tokenizer.json, too. Raises ValueError if the ids
+    of that would not be the same.
     """
     if run.kind == "NullTokenizer":
         return {}
@@ -120,8 +125,10 @@ def hub_files(run: RunTokenizer) -> dict[str, bytes]:
         made = to_tokenizer_json(files["tokenizer.model"])
         _prove(files["tokenizer.model"], made)
         files["tokenizer.json"] = made.to_str(pretty=False).encode()
-        # The texts that it was trained on spelt no special token: a text that does is a text.
-        told |= {**defaults, **special_tokens(run), "split_special_tokens": True}
+        told |= {**defaults, **special_tokens(run), **SPELT}
+    elif isinstance(run.tokenizer, GPT2BPETokenizer):
+        files["tokenizer.json"] = run.tokenizer.to_json()
+        told |= {**defaults, **special_tokens(run), **SPELT, "add_prefix_space": False}
     elif told.get("tokenizer_class") in (None, "TokenizersBackend"):
         told |= {**defaults, **special_tokens(run)}
     else:
@@ -179,12 +186,18 @@ def _prove(raw: bytes, made: Any) -> None:
 def other_ids(run: RunTokenizer, encode: Callable[[str], list[int]]) -> tuple[list[str], list[str], int]:
     """Compare ``encode`` with the training's tokenizer on ``sample_texts``.
 
-    Returns the texts to which it gives other ids, those that were left out (they spell a special token of a unigram
-    model, which a tokenizer.json finds in a text), and how many were compared.
+    Returns the texts to which it gives other ids, those that were left out (they spell a special token, of a unigram
+    model or of a published GPT-2, which is found in a text there), and how many were compared.
     """
     texts, raw = sample_texts(run.tokenizer), run.files.get("tokenizer.model")
     if run.kind != "SentencePieceTokenizer" or raw is None:
-        return [text for text in texts if run.tokenizer.encode(text) != encode(text)], [], len(texts)
+        found_in_texts = (
+            isinstance(run.tokenizer, GPT2BPETokenizer) and len(encode(GPT2BPETokenizer.EOD)) == 1
+        )
+        left_out = [text for text in texts if found_in_texts and GPT2BPETokenizer.EOD in text]
+        compared = [text for text in texts if text not in left_out]
+        wrong = [text for text in compared if run.tokenizer.encode(text) != encode(text)]
+        return wrong, left_out, len(compared)
     spec = read_spec(raw)
     left_out = [text for text in texts if spelt(spec, text)]
     compared = [text for text in texts if not spelt(spec, text)]

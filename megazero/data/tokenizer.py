@@ -157,6 +157,14 @@ class GPT2BPETokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def to_json(self) -> bytes:
+        """Return a tokenizer.json with these ids, where the end of document is a special token."""
+        import tokenizers
+
+        made = tokenizers.Tokenizer.from_str(self._model.to_str())
+        made.add_special_tokens([self.EOD])
+        return made.to_str().encode()
+
 
 class NullTokenizer:
     """Its text is decimal integers below ``vocab_size``, separated by spaces. The eod is ``vocab_size`` itself."""
@@ -184,7 +192,7 @@ class NullTokenizer:
 
 def load_tokenizer(
     kind: str,
-    model: str | Path | None = None,
+    tokenizer_model: str | Path | None = None,
     vocab_size: int | None = None,
     *,
     vocab_file: str | Path | None = None,
@@ -198,7 +206,7 @@ def load_tokenizer(
         raise ValueError(
             f"tokenizer {kind!r} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}"
         )
-    given = {"tokenizer_model": model, "vocab_size": vocab_size}
+    given = {"tokenizer_model": tokenizer_model, "vocab_size": vocab_size}
     given |= {"vocab_file": vocab_file, "merge_file": merge_file}
     parts = {name: given[name] for name in TOKENIZERS[kind]}
     missing = [name.replace("_", " ") for name, part in parts.items() if part in (None, "")]

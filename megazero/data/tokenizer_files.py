@@ -50,15 +50,18 @@ def held_tokenizer(kind: str | None, folder: Path, files: Collection[str]) -> di
     return {option: folder / name for option, name in names.items()} if complete else {}
 
 
-def find_tokenizer(folder: Path) -> tuple[str | None, str | None]:
-    """Return type and model of the tokenizer in a published folder, as ``load_tokenizer`` takes them; or None, None.
+def find_tokenizer(folder: Path) -> dict[str, str]:
+    """Return the options of the tokenizer in a published folder: its type and its files. None if it has none.
 
-    A tokenizer.json comes before a SentencePiece model: it says how the published model was used.
+    A tokenizer.json comes before what it is made from: it says how the published model was used.
     """
     if (folder / "tokenizer.json").is_file():
-        return "HuggingFaceTokenizer", str(folder)
-    model = folder / "tokenizer.model"
-    return ("SentencePieceTokenizer", str(model)) if model.is_file() else (None, None)
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    for kind in ("SentencePieceTokenizer", "GPT2BPETokenizer"):
+        files = {option: folder / name for option, name in MODEL_FILES[kind].items()}
+        if all(file.is_file() for file in files.values()):
+            return {"tokenizer_type": kind, **{option: str(file) for option, file in files.items()}}
+    return {}
 
 
 def load_run_tokenizer(

@@ -67,6 +67,7 @@ class Family:
     ``defaults`` maps an option to its value where nothing else is said. Of ``names``, those count that can express
     the choices first.
     ``rounds_swiglu_down`` is Megatron's rule for the default width of a SwiGLU MLP; Llama's own code rounds up.
+    ``exact_gelu_without_biases`` is Megatron's, too: its fused kernel for biases and GELU has the tanh form.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Family:
     names: tuple[TensorNames, ...]
     hugging_face: HuggingFace
     rounds_swiglu_down: bool = False
+    exact_gelu_without_biases: bool = False
 
     def swiglu_width(self, hidden: int) -> int:
         """Return the default width of a SwiGLU MLP: 8/3 of the residual stream's, rounded to a multiple of 64.

@@ -55,6 +55,7 @@ GPT = Family(
     },
     names=(NAMES,),
     rounds_swiglu_down=True,
+    exact_gelu_without_biases=True,
     hugging_face=HuggingFace(
         "gpt2",
         "GPT2LMHeadModel",

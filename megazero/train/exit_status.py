@@ -1,7 +1,7 @@
 """The exit status of a run, by which a batch script decides whether to start it again.
 
-This needs no torch. The numbers are those of sysexits.h where it has a fitting one. 1 and 2 are what Python and
-argparse use.
+This needs neither torch nor numpy. The numbers are those of sysexits.h where it has a fitting one. 1 and 2 are what
+Python and argparse use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from enum import IntEnum
 from pathlib import Path
 
 from megazero.checkpoint.errors import error_number
-from megazero.data.files import replacing
 
 # LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun 1 for any, srun
 # the signal by which it ended the ranks that were still leaving).
@@ -58,6 +57,9 @@ def record_status(log_dir: str, status: ExitStatus | None) -> None:
 
     On the first rank. A disk that takes no file is passed over in silence: the launcher's status is left.
     """
+    # Not above: megazero.data brings numpy, for which a signal at the very start would have to wait.
+    from megazero.data.files import replacing
+
     try:
         if status is None:
             (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)

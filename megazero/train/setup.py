@@ -11,6 +11,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
-from megazero.train.exit_status import record_status, status_of
+from megazero.train.exit_status import ExitStatus, record_status, status_of
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
@@ -33,6 +34,9 @@ from megazero.train.ranks import arrange_ranks, start_rank
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
+from megazero.train.watch import Watch, connect
+
+LATER = timedelta(seconds=10)
 
 
 def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
@@ -42,6 +46,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     """
     began = time.monotonic()
     trainer: Trainer | None = None
+    watch: Watch | None = None
     if launch.rank == 0:
         record_status(config.logging.log_dir, None)
     with ExitStack() as stack:
@@ -53,9 +58,14 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
                 phase=lambda: trainer.phase if trainer else "the preparation",
             ):
                 trainer = prepare(config, launch, stack, began, signals)
+                watch = _watch(config, launch, trainer)
                 with trainer.outputs.console:
                     status = trainer.run()
-        except (ValueError, NonFiniteLoss, RankFailure, OSError) as error:
+        except RankFailure as error:
+            if watch is not None:
+                watch.ask(f"{error}")  # who is missing, if that can be known; it ends this process
+            _fail(config, launch, error)
+        except (ValueError, NonFiniteLoss, OSError) as error:
             _fail(config, launch, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
@@ -63,9 +73,38 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     if launch.rank == 0:
         record_status(config.logging.log_dir, status)
     if dist.is_initialized():
-        dist.barrier()  # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED
+        dist.barrier()
+        if watch is not None:
+            watch.stop()
+        # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED; rank 0 may hold the store.
+        dist.barrier()
         dist.destroy_process_group()
     return status
+
+
+def _watch(config: RunConfig, launch: Launch, trainer: Trainer) -> Watch | None:
+    """Start to watch for ranks that hang, if there is more than one."""
+    if launch.world_size == 1 or launch.master_addr is None:
+        return None
+
+    def end(line: str | None) -> None:
+        if line is not None:  # on one rank, which need not be the first
+            record_status(config.logging.log_dir, ExitStatus.RANK_LOST)
+            print(f"[rank {launch.rank}] RankFailure: {line}", file=sys.stderr, flush=True)
+        os._exit(ExitStatus.RANK_LOST)
+
+    watch = Watch(
+        connect(launch.master_addr, launch.master_port),
+        launch.rank,
+        launch.world_size,
+        config.training.distributed_timeout_minutes * 60,
+        where=trainer.where,
+        moved=trainer.moved,
+        folder=Path(config.logging.log_dir) / "hang",
+        end=end,
+    )
+    watch.start()
+    return watch
 
 
 def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
@@ -113,7 +152,8 @@ def prepare(
 
     stack: closes what is opened here. began: time.monotonic() at the start of the process. Raises NotStarted.
     """
-    timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
+    # Collectives wait a little longer than the watch, which can say who is missing.
+    timeout = timedelta(minutes=config.training.distributed_timeout_minutes) + LATER
     # First of all the ranks join: from then on the others notice when one of them fails alone (a file that its node
     # does not see).
     device, notes = start_rank(config.training, launch, timeout)

@@ -246,6 +246,19 @@ class Trainer:
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0
 
+    # -- for the watch, which asks from a thread of its own -----------------------------------------
+
+    def where(self) -> dict[str, str]:
+        """Return what this rank does now: the phase, and in a step the action and the units that are in use."""
+        current = self.engine.gatherer.program.current
+        units = [unit.name for unit in self.engine.units if unit.active]
+        action = {} if current is None else {"action": f"{current}"}
+        return {"phase": self.phase, **action, **({"unit": ", ".join(units)} if units else {})}
+
+    def moved(self) -> tuple[str, int]:
+        """Return what changes whenever this rank gets on: the phase, and the bytes that it has sent in it."""
+        return self.phase, sum(list(self.engine.traffic.bytes.values()))
+
     # -- small parts -----------------------------------------------------------------------------
 
     def _batches(self, data_set: Dataset, **position: int) -> Batches:

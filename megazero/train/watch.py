@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -105,9 +106,11 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads. From then on this rank is silent, so stop after the last collective."""
+        """End the threads. From then on this rank is silent, so stop when all ranks have done their work."""
         self._stopped.set()
         self._wanted.set()
+        for thread in self._threads:
+            thread.join(ANSWER)
 
     def ask(self, error: str) -> None:
         """A collective failed on this rank: find out who is missing, and end. Does not return."""
@@ -145,24 +148,24 @@ class Watch:
 
     def _beat(self) -> None:
         self._count += 1
-        stack = self._stack()
+        frame = self._frame()
         beat = {
             "count": self._count,
             "host": self._host,
             "pid": os.getpid(),
             "start": self._started,
             "since": time.monotonic() - self._since,
-            "waiting": bool(self.error) or waits(stack),
+            "waiting": bool(self.error) or waits(frame),
             "where": dict(self.where()),
-            "stack": innermost(stack),
+            "stack": innermost(frame),
         }
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if not self._first and self.store.check(["beat/0"]):
             self._first = list(self._beats([0]).values())
 
-    def _stack(self) -> list[traceback.FrameSummary]:
-        frame = sys._current_frames().get(self._main)
-        return list(traceback.extract_stack(frame)) if isinstance(frame, FrameType) else []
+    def _frame(self) -> FrameType | None:
+        """Return the main thread's innermost frame. It is only looked at: no source is read."""
+        return sys._current_frames().get(self._main)
 
     def _answer(self, first: bool) -> None:
         """Write this rank's stack. The first rank that noticed says who is missing; the others wait for its word."""
@@ -191,7 +194,7 @@ class Watch:
         known = [beat for beat in after.values() if beat not in silent]
         busy = [beat for beat in known if not beat.waiting]
         never = sorted(set(ranks) - after.keys())
-        why = self.error or f"nothing moved for {self.limit_s:g} s"
+        why = self.error or f"nothing moved for {self.limit_s:g} s (--distributed-timeout-minutes)"
         return [*silent, *busy], f"{why}; {missing_ranks(silent, busy, never, known)}. Stacks: {self.folder}"
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
@@ -204,7 +207,7 @@ class Watch:
         }
 
     def _without_store(self, symptom: str) -> str:
-        why = self.error or f"nothing moved for {self.limit_s:g} s"
+        why = self.error or f"nothing moved for {self.limit_s:g} s (--distributed-timeout-minutes)"
         return (
             f"{why}; missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the link "
             f"to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
@@ -212,7 +215,7 @@ class Watch:
         )
 
     def _write_stack(self) -> None:
-        text = "".join(traceback.format_list(self._stack()))
+        text = "".join(traceback.format_stack(self._frame()))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.where())}\n{text}")
@@ -273,18 +276,26 @@ def in_words(where: Where) -> str:
     return ", ".join(value if name == "phase" else f"{name} {value}" for name, value in where.items())
 
 
-def waits(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether a thread with this stack is waiting for other ranks."""
-    return any(part in frame.filename for frame in stack[-INNERMOST:] for part in WAITING)
+def waits(frame: FrameType | None) -> bool:
+    """Whether a thread in this frame is waiting for other ranks."""
+    files = [each.f_code.co_filename for each in islice(_frames(frame), INNERMOST)]
+    return any(part in file for file in files for part in WAITING)
 
 
-def innermost(stack: Sequence[traceback.FrameSummary]) -> str:
+def innermost(frame: FrameType | None) -> str:
     """The innermost frame in words, and the innermost one of megazero if that is another."""
-    ours: Sequence[traceback.FrameSummary] = [
-        frame for frame in stack if f"{os.sep}megazero{os.sep}" in frame.filename
-    ]
-    shown = dict.fromkeys(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in (*stack[-1:], *ours[-1:]))
-    return " in ".join(shown)
+    frames = list(_frames(frame))
+    ours = [each for each in frames if f"{os.sep}megazero{os.sep}" in each.f_code.co_filename]
+    shown = (
+        f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}" for f in (*frames[:1], *ours[:1])
+    )
+    return " in ".join(dict.fromkeys(shown))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def connect(host: str, port: int) -> Store:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.checkpoint import store
-from megazero.config import World, make_config
+from megazero.config import RunConfig, World, make_config, parse
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
 from megazero.train import program, setup, trainer
@@ -97,8 +97,17 @@ class _Recorder:
 
 def train(values: Values) -> Seen:
     """One run in this rank, with ``values`` over TINY."""
+    return _train(lambda world: make_config({**TINY, **values}, world))
+
+
+def train_flags(words: list[str]) -> Seen:
+    """One run in this rank, of a command line."""
+    return _train(lambda world: parse(words, world))
+
+
+def _train(configure: Callable[[World], RunConfig]) -> Seen:
     launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
-    config = make_config({**TINY, **values}, World(launch.world_size, launch.world_size))
+    config = configure(World(launch.world_size, launch.world_size))
     losses: list = []
     evaluations: list = []
     sent: list = []

@@ -87,20 +87,20 @@ def test_a_run_that_is_killed_saves_and_the_next_one_does_not_begin(
     config = make_config({**values, "kill_switch_path": str(path)}, World(1, 1))
     prepare = setup.prepare
 
-    def touch_after_two(*arguments: Any) -> Any:
+    def touch_in_the_second(*arguments: Any) -> Any:
         trainer = prepare(*arguments)
         iterate = trainer._iterate
 
         def watched(batches: Any) -> None:
-            iterate(batches)
-            if trainer.progress.iteration == 2:
+            if trainer.progress.iteration == 1:
                 path.touch()
+            iterate(batches)
 
         trainer._iterate = watched  # type: ignore[method-assign]
         return trainer
 
     with pytest.MonkeyPatch.context() as watching:
-        watching.setattr(setup, "prepare", touch_after_two)
+        watching.setattr(setup, "prepare", touch_in_the_second)
         assert setup.main(config, Launch(0, 1, local_world_size=1)) == ExitStatus.STOPPED
     assert f"stopping after iteration 2: --kill-switch-path {path} is there" in capsys.readouterr().out
     latest = store.latest(tmp_path / "run")

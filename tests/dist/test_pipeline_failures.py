@@ -15,6 +15,7 @@ import torch
 from megazero.config import RunConfig, World, make_config
 from megazero.models import Decoder
 from megazero.train import setup
+from megazero.train.exit_status import ExitStatus
 from tests.dist.runs import Processes, digest
 from tests.dist.test_failing_ranks import LONG, errors, iterations
 
@@ -58,7 +59,8 @@ def test_a_stage_that_is_killed_ends_every_other(tmp_path: Path, schedule: str, 
     os.kill(ranks.ranks[victim].pid, signal.SIGKILL)
     began = time.monotonic()
     codes = ranks.statuses()
-    assert codes == [-signal.SIGKILL if rank == victim else 1 for rank in range(4)], ranks.texts()
+    lost = ExitStatus.RANK_LOST
+    assert codes == [-signal.SIGKILL if rank == victim else lost for rank in range(4)], ranks.texts()
     assert time.monotonic() - began < 60  # noticed at once, not at the time-out
     check_messages(ranks.texts(), victim)
 
@@ -85,7 +87,8 @@ def test_a_stage_that_stalls_is_named_at_the_time_out(tmp_path: Path) -> None:
         ranks.ranks[rank].join(150)
     codes, waited = [each.exitcode for each in ranks.ranks], time.monotonic() - began
     ranks.stop()
-    assert codes == [1, 1, None, 1] and waited > 12, (codes, waited, ranks.texts())
+    lost = ExitStatus.RANK_LOST
+    assert codes == [lost, lost, None, lost] and waited > 12, (codes, waited, ranks.texts())
     words = {}
     for rank in (0, 1, 3):
         ((kind, words[rank]),) = errors(ranks.texts()[rank])
@@ -106,7 +109,8 @@ def test_a_stage_that_is_stopped_ends_the_others_at_the_time_out(tmp_path: Path)
         ranks.ranks[rank].join(150)
     codes, waited = [each.exitcode for each in ranks.ranks], time.monotonic() - began
     ranks.stop()
-    assert codes == [1, None, 1, 1] and waited > 6, (codes, waited, ranks.texts())
+    lost = ExitStatus.RANK_LOST
+    assert codes == [lost, None, lost, lost] and waited > 6, (codes, waited, ranks.texts())
     check_messages(ranks.texts(), 1)
 
 
@@ -127,7 +131,7 @@ def test_a_nan_of_a_middle_stage_stops_every_rank_and_harms_no_checkpoint(tmp_pa
     save = {"save": str(tmp_path / "run"), "save_interval": 2, "save_keep_last": 1}
     values = {**PP4, **save, "global_batch_size": 4, "log_dir": str(tmp_path / "logs")}
     ranks = Processes.start(4, values, tmp_path, prepare=spoil_a_middle_stage)
-    assert ranks.statuses() == [1] * 4, ranks.texts()
+    assert ranks.statuses() == [ExitStatus.NON_FINITE] * 4, ranks.texts()
     for text in ranks.texts():
         ((kind, words),) = errors(text)
         assert kind == "NonFiniteLoss" and "iteration 3: the loss is nan" in words, words
@@ -179,7 +183,7 @@ def test_ranks_with_different_options_are_refused_at_the_start(tmp_path: Path, c
     change, message = DIFFERENT[case]
     began = time.monotonic()
     ranks = Processes.start(4, {**PP4, "log_dir": str(tmp_path / "logs")}, tmp_path, prepare=change)
-    assert ranks.statuses() == [1] * 4, ranks.texts()
+    assert ranks.statuses() == [ExitStatus.MISTAKE] * 4, ranks.texts()
     assert time.monotonic() - began < 90
     (line,) = [line for text in ranks.texts() for line in errors(text)]
     assert line[0] == "ValueError" and line[1].startswith("ranks were started with different options: "), line

@@ -307,7 +307,9 @@ def formula(case: Case, regions, axes) -> dict:
         for j in range(p, o):  # whole OS messages, those that deeper axes brought included
             add("refresh", axes[j][1], (sizes[j] - 1) * message * prod(sizes[j + 1 : o]))
         # Forward and backward; the last unit stays for its backward, the first for the next micro-batch.
-        gathers = m if i == units - 1 else m + 1 if i == 0 else 2 * m
+        # Within the bytes that may be held ahead all stay.
+        often = m if i == units - 1 else m + 1 if i == 0 else 2 * m
+        gathers = 1 if case.options["prefetch_bytes"] else often
         for j in range(p):
             held = (
                 sum(cut(unit, j + 1)) * item if codecs.delta and p < o else message * prod(sizes[j + 1 : o])
@@ -339,9 +341,19 @@ def test_counters_equal_the_formula(world, per_node, tp):
         ("111", zero.Codecs(weights=Q8, gradients_intra=Q8, gradients_inter=Q4)),
     ]
     cases = [
-        Case(letters, per_node, codecs, m, tp, BF16 if i % 2 else torch.float32, COUNTED)
+        Case(
+            letters,
+            per_node,
+            codecs,
+            m,
+            tp,
+            BF16 if i % 2 else torch.float32,
+            COUNTED,
+            {"prefetch_bytes": bound},
+        )
         for i, (letters, codecs) in enumerate(presets)
         for m in ((1, 3) if world == 4 else (2,))
+        for bound in ((0, 1 << 20) if i == 0 else (0,))
     ]
     for case, ranks in by_case(world, several, counted, cases):
         got, regions, axes = ranks[0]

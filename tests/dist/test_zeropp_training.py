@@ -80,9 +80,10 @@ class Formula:
         total = dict.fromkeys(
             ("refresh_inter", "refresh_intra", "gather_intra", "reduce_intra", "reduce_inter"), 0
         )
-        for unit, gathers in zip(
-            self.units(), gathers_per_step(len(self.units()), micro_batches), strict=True
-        ):
+        units = self.units()
+        stay = "zero_prefetch_bytes" in self.values  # the bytes of the whole model
+        often = [1] * len(units) if stay else gathers_per_step(len(units), micro_batches)
+        for unit, gathers in zip(units, often, strict=True):
             for key, sent in count(unit, gathers, micro_batches).items():
                 total[key] += sent
         return {f"{key}_node_bytes": sent for key, sent in total.items() if sent}
@@ -126,7 +127,7 @@ def message(coding: tuple[int, int] | None, part: tuple[int, ...], width: int) -
 
 
 def gathers_per_step(units: int, micro_batches: int) -> list[int]:
-    """Of each unit: a use that follows one of the same unit needs no other gather."""
+    """Of each unit, if nothing is held ahead: a use that follows one of the same unit needs no other gather."""
     uses = [*range(units), *reversed(range(units))] * micro_batches
     runs = [unit for unit, _ in itertools.groupby(uses)]
     return [runs.count(unit) for unit in range(units)]
@@ -134,6 +135,7 @@ def gathers_per_step(units: int, micro_batches: int) -> list[int]:
 
 FORMULAS = {
     "zeropp": Formula(ZEROPP),
+    "all stays": Formula({**ZEROPP, "zero_prefetch_bytes": 1 << 20}),
     "fp32": Formula({**ZEROPP, "params_dtype": "fp32"}),
     "bits": Formula(
         {**ZEROPP, "zero_weight_bits": 4, "zero_gradient_bits": 2, "zero_gradient_bits_intra_node": 8},
@@ -157,7 +159,8 @@ FORMULAS = {
 def test_bytes_equal_the_formula(tmp_path: Path, micro_batches: int) -> None:
     """Of every iteration but the first, which has yet to see the order of use (and starts with R everywhere)."""
     length = {"train_iters": 4, "global_batch_size": RANKS * micro_batches}
-    jobs = [{**f.values, **length, "log_dir": str(tmp_path / name)} for name, f in FORMULAS.items()]
+    length["zero_prefetch_bytes"] = 0
+    jobs = [{**length, **f.values, "log_dir": str(tmp_path / name)} for name, f in FORMULAS.items()]
     for (name, formula), seen in zip(FORMULAS.items(), runs(jobs), strict=True):
         assert all(each.losses == seen[0].losses for each in seen), name
         expected = formula.expected(micro_batches)

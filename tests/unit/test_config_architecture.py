@@ -115,3 +115,22 @@ def test_a_tokenizer_decides_the_vocabulary(tmp_path):
     named = "--tokenizer-type SentencePieceTokenizer --tokenizer-model x.model"
     assert run(f"--load {tmp_path} {named}").model.vocab_size is None
     assert run(f"--load {tmp_path}").model.vocab_size == 51
+
+
+def test_the_form_of_gelu_is_that_of_the_checkpoint_older_ones_included(tmp_path):
+    without = f"{MODEL} --disable-bias-linear"
+    for name, text, drop, flags, tanh in (
+        ("exact", without, (), "", False),
+        ("old", without, ("openai_gelu",), "", True),
+        ("old", without, (), "--use-checkpoint-args", True),
+        ("old", without, (), "--no-bias-gelu-fusion", True),
+        ("unfused", f"{MODEL} --no-bias-gelu-fusion", (), "", False),
+        ("unfused", f"{MODEL} --no-bias-gelu-fusion", (), "--no-bias-gelu-fusion", False),
+    ):
+        if not (tmp_path / name).exists():
+            save(tmp_path / name, run(text), drop=drop)
+        assert run(f"--load {tmp_path / name} {flags}").model.openai_gelu is tanh, (name, flags)
+    stored = run(without).to_dict()
+    assert not RunConfig.from_dict(stored).model.openai_gelu
+    del stored["model"]["openai_gelu"]
+    assert RunConfig.from_dict(stored).model.openai_gelu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import read_tokenizer_files
 from megazero.models import Decoder
 from megazero.train.generate import Sampling, generate, load_text_model
-from tests.hugging_face import train_sentencepiece
+from tests.hugging_face import save_model, train_sentencepiece
+from tests.unit.test_gpt2_tokenizer import TRICKY, train
 
 torch.set_num_threads(1)
 KIND = "SentencePieceTokenizer"
@@ -79,9 +81,9 @@ def test_the_proof_sees_a_wrong_conversion(tmp_path, monkeypatch):
         tokenizers.hub_files(run)
 
 
-def save_run(root, model):
-    """A checkpoint as training writes it, with its tokenizer."""
-    tokenizer = load_tokenizer(KIND, model)
+def save_run(root, kind=KIND, **files):
+    """A checkpoint as training writes it, with its tokenizer, whose files are given by option."""
+    tokenizer = load_tokenizer(kind, **files)
     config = make_config(
         {
             "model_family": "llama",
@@ -94,8 +96,8 @@ def save_run(root, model):
             "lr": 1e-3,
             "train_iters": 1,
             "mock_data": True,
-            "tokenizer_type": KIND,
-            "tokenizer_model": str(model),
+            "tokenizer_type": kind,
+            **{option: str(file) for option, file in files.items()},
         }
     )
     decoder = Decoder(config.model)
@@ -106,8 +108,8 @@ def save_run(root, model):
         for name, value in decoder.named_parameters()
     ]
     state = {"tokenizer": tokenizer.info.fingerprint, "consumed_samples": 7, "losses": {"lm_loss": 4.25}}
-    files = read_tokenizer_files(KIND, {"tokenizer_model": model})
-    snapshot = store.Snapshot(3, records, state=state, configuration=config.to_dict(), files=files)
+    held = read_tokenizer_files(kind, files)
+    snapshot = store.Snapshot(3, records, state=state, configuration=config.to_dict(), files=held)
     return store.save(root, snapshot)
 
 
@@ -119,7 +121,7 @@ def run(tmp_path):
     model = train_sentencepiece(home / "spm.model")
     (home / "chat_template.jinja").write_bytes("{{ messages }} é\r\n".encode())
     (home / "generation_config.json").write_bytes(b'{"temperature":0.5,   "eos_token_id": 2}')
-    path = save_run(tmp_path / "run", model)
+    path = save_run(tmp_path / "run", tokenizer_model=model)
     home.rename(tmp_path / "elsewhere")
     return path
 
@@ -166,3 +168,46 @@ def test_the_check_finds_another_tokenizer_in_the_folder(run, tmp_path, capsys):
     to_tokenizer_json(other.read_bytes()).save(str(out / "tokenizer.json"))
     assert main(["check", str(run), str(out)]) == 1
     assert "has other ids  DOES NOT HOLD" in capsys.readouterr().out
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """GPT-2's two files."""
+    (tmp_path / "home").mkdir()
+    return train(tmp_path / "home", TRICKY, 400)
+
+
+def test_gpt2s_two_files_travel_and_become_a_tokenizer_json(gpt2, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer("GPT2BPETokenizer", vocab_file=gpt2[0], merge_file=gpt2[1])
+    path = save_run(tmp_path / "run", "GPT2BPETokenizer", vocab_file=gpt2[0], merge_file=gpt2[1])
+    (tmp_path / "home").rename(tmp_path / "elsewhere")
+    assert generate(load_text_model(path), "def f(", 3, Sampling(temperature=0)).startswith("def f(")
+    assert main(["to-hf", str(path), str(tmp_path / "out")]) == 0
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "elsewhere" / name).read_bytes()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.eos_token, theirs.eos_token_id) == ("<|endoftext|>", tokenizer.info.eod)
+    for text in [*TRICKY, *texts()]:  # one that spells the end of a document is a text, as in training
+        assert theirs.encode(text) == tokenizer.encode(text), text
+        assert theirs.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == tokenizer.info.eod
+
+
+def test_a_published_gpt2_with_two_files_is_imported(gpt2, tmp_path, capsys):
+    """Its folder has no tokenizer.json; in its texts the end of a document is found, in ours it is spelt."""
+    size = load_tokenizer("GPT2BPETokenizer", vocab_file=gpt2[0], merge_file=gpt2[1]).info.vocab_size
+    hf = save_model(tmp_path / "hf", "gpt2", vocab_size=size)
+    for file in gpt2:
+        file.rename(hf / file.name)
+    (hf / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "model_max_length": 64}')
+    assert main(["from-hf", str(hf), str(tmp_path / "ck")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"(\d{3}) of \1 texts the same ids.*; \d+ that spell special tokens left out", printed)
+    assert main(["flags", str(hf)]) == 0
+    assert f"--vocab-file {hf / 'vocab.json'}" in capsys.readouterr().out
+    hf.rename(tmp_path / "elsewhere")
+    assert generate(load_text_model(tmp_path / "ck"), "a", 3, Sampling(temperature=0)).startswith("a")
+    assert main(["to-hf", str(tmp_path / "ck"), str(tmp_path / "out")]) == 0
+    assert "212 of 212 texts the same ids" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 64

@@ -96,6 +96,23 @@ def test_mistakes(tmp_path: Path) -> None:
     assert parse_weighted_split("a b: 1 0:1 x:y")[1].prefixes == ("x:y",)
 
 
+def test_words_that_a_script_lost_are_one_mistake() -> None:
+    """A variable that is empty leaves a flag without its words. No data set can be meant by it."""
+    for words in (
+        ["--data-path"],
+        ["--train-data-path"],
+        ["--train-data-path", "a", "--valid-data-path"],
+        ["--train-weighted-split-paths"],
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(argv(*words))
+        (error,) = caught.value.errors
+        assert error.startswith(f"{words[-1]} takes at least one value, got none") and "empty" in error
+    for words in (["--data-path", ""], ["--train-weighted-split-paths", "T: 1 0:1 "]):
+        with pytest.raises(ConfigError):
+            parse(argv(*words))
+
+
 def test_each_evaluation_has_its_name(tmp_path: Path) -> None:
     """Groups are evaluated apart, as each alone; test data after the last iteration; a finished run not again."""
     one, two = (write_data(tmp_path / name, seed=i) for i, name in enumerate("ab"))

@@ -214,6 +214,9 @@ def test_a_run_its_resume_and_its_text(files: tuple[Path, Path], tmp_path: Path)
         run({**base, **of("other"), **data_of("other"), **same_size, "load": base["save"]})
     assert generate(load_text_model(base["save"]), "def f(", 5).startswith("def f(")
     (tmp_path / "own").rename(tmp_path / "moved")
+    assert generate(load_text_model(base["save"]), "def f(", 5).startswith(
+        "def f("
+    )  # the checkpoint has its own
     with pytest.raises(ValueError, match="cannot read tokenizer"):
-        load_text_model(base["save"])
+        load_text_model(base["save"], **of("own"))
     assert generate(load_text_model(base["save"], **of("moved")), "def f(", 5).startswith("def f(")

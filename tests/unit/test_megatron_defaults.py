@@ -135,7 +135,7 @@ def test_defaults_are_those_of_the_installed_megatron_core() -> None:
 
 def test_every_difference_is_of_a_flag_and_says_all() -> None:
     assert len({row[0] for row in DIFFERENCES}) == len(DIFFERENCES)
-    assert all(flag.startswith("--") and theirs and ours and why for flag, theirs, ours, why in DIFFERENCES)
+    assert all(flag.startswith("--") and all(said) for flag, *said in DIFFERENCES)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,30 @@ def test_what_megatron_would_compute_otherwise_is_noted() -> None:
     groups = parse(f"{LEAST} --num-query-groups 2".split()).notes
     assert any("--num-query-groups 2" in note and "--group-query-attention" in note for note in groups)
     assert not parse(f"{LEAST} --group-query-attention --num-query-groups 2".split()).notes[1:]
-    gelu = parse(f"{LEAST} --disable-bias-linear".split()).notes
-    assert any("GELU" in note for note in gelu)
-    for more in ("--swiglu", "--squared-relu"):
-        assert not any(
-            "GELU" in note for note in parse(f"{LEAST} --disable-bias-linear {more}".split()).notes
-        )
     assert not parse(f"{LEAST} --model-family llama --num-query-groups 2".split()).notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "tanh", "noted"),
+    [
+        ("", True, ""),
+        ("--bias-gelu-fusion", True, "kernels and fusions"),
+        ("--disable-bias-linear", False, ""),
+        ("--disable-bias-linear --openai-gelu", True, ""),
+        ("--no-bias-gelu-fusion", False, "GELU is exact"),
+        ("--no-bias-gelu-fusion --openai-gelu", True, "changes nothing: GELU is by tanh"),
+        ("--no-bias-gelu-fusion --disable-bias-linear", False, "GELU is exact"),
+        ("--erf-gelu", False, "--erf-gelu is --no-openai-gelu"),
+        ("--no-bias-gelu-fusion --swiglu", True, "the MLP has no GELU"),
+        ("--disable-bias-linear --squared-relu", True, ""),
+        ("--disable-bias-linear --swiglu", True, ""),
+        ("--model-family bloom --no-bias-gelu-fusion", False, "GELU is exact"),
+        ("--model-family bloom --disable-bias-linear", True, ""),
+    ],
+)
+def test_gelu_has_the_form_that_megatrons_kernels_compute(flags: str, tanh: bool, noted: str) -> None:
+    config = parse(f"{LEAST} {flags}".split())
+    assert config.model.openai_gelu is tanh
+    assert any(noted in note for note in config.notes) or not noted
+    shown = f"GELU ({'tanh form' if tanh else 'exact'})"
+    assert (shown in config.describe()[0]) == ("GELU" in config.describe()[0])

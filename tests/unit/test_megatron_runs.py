@@ -259,6 +259,9 @@ class Megatron:
             "squared_relu": "squared-relu" in said,
             "add_bias_linear": "disable-bias-linear" not in said,
             "untie_embeddings_and_output_weights": "untie-embeddings-and-output-weights" in said,
+            # bias_gelu in one kernel is its tanh form; without biases, or without that kernel, it is exact
+            "openai_gelu": not {"disable-bias-linear", "no-bias-gelu-fusion"} & set(said)
+            or bool({"openai-gelu", "swiglu", "squared-relu"} & set(said)),
             "embed_layernorm": "embed-layernorm" in said,
             "attention_dropout": self.number("attention-dropout", 0.1),
             "hidden_dropout": self.number("hidden-dropout", 0.1),

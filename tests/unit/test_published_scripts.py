@@ -117,7 +117,7 @@ EXPECTED = {  # command line, what is refused (nothing: accepted), options it mu
     ),
     "Apertus": (
         LLAMA3 + "--goldfish-loss --goldfish-k 50 --goldfish-h 50 --qk-layernorm --xielu --trigger-path t",
-        ("other objectives", "norms of queries", "other activations", "control by files"),
+        ("other objectives", "other activations", "control by files"),
         {},
     ),
     "BLOOM": (

@@ -45,10 +45,10 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         disable-clone-scatter-output-in-embedding disable-jit-fuser disable-mem-efficient-ln ds-fused-adam
         enable-cuda-graph enable-zbh1-exact-semantics external-cuda-graph flash-attention-version=1
         fused-residual-rmsnorm layernorm-tp-auto-sync mlp-chunks-for-training=1
-        no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion no-bias-gelu-fusion
+        no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion
         no-bias-swiglu-fusion no-clone-scatter-output-in-embedding no-gradient-accumulation-fusion
         no-layer-norm-fusion no-masked-softmax-fusion no-optimizer-fusion no-persist-layer-norm
-        no-query-key-layer-scaling no-rope-fusion no-scaled-masked-softmax-fusion onnx-safe=? openai-gelu
+        no-query-key-layer-scaling no-rope-fusion no-scaled-masked-softmax-fusion onnx-safe=?
         optimizer-cuda-graph scaled-masked-softmax-fusion scaled-upper-triang-masked-softmax-fusion=?
         symmetric-ar-type=1 sync-tp-duplicated-parameters te-rng-tracker use-flash-attn
         use-flash-attn-builder use-flash-attn-triton use-flash-attn-v1 use-flash-attn-v2 use-fused-rmsnorm=1
@@ -152,6 +152,12 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "follows from --num-query-groups",
         """
         group-query-attention
+        """,
+    ),
+    (
+        "a run that continues a checkpoint always has its architecture; flags that say another one are an error",
+        """
+        use-checkpoint-args
         """,
     ),
     (

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from megazero.config.megatron.apply import spelled
-from megazero.config.megatron.mapped import DERIVED
+from megazero.config.megatron.mapped import DERIVED, UNFUSED_GELU
 from megazero.config.run import all_options
 
 
 def complete_derived(values: dict[str, Any], notes: list[str]) -> list[str]:
     """Replace the derived values by options. ``values`` has what was said, by name. Returns error lines."""
-    derived = {name: values.pop(name, None) for name in DERIVED}
+    derived = {name: values.pop(name, None) for name in DERIVED if name != UNFUSED_GELU}
     if derived.pop("glu_activation") and not values.get("ffn_hidden_size") and values.get("hidden_size"):
         values["ffn_hidden_size"] = 4 * values["hidden_size"]
         notes.append(f"--glu-activation swiglu: --ffn-hidden-size {values['ffn_hidden_size']}, 4 x hidden")

@@ -8,11 +8,14 @@ from typing import Any
 
 Sets = Mapping[str, Any]
 TYPED = "(its value)"  # stands for what follows the flag
+UNFUSED_GELU = "no_bias_gelu_fusion"  # decided with the architecture, which a checkpoint may say
+UNFUSED_GELU_MEANS = "--no-openai-gelu, where the MLP has GELU and --openai-gelu is not given"
 DERIVED = (
     "train_tokens",
     "lr_decay_tokens",
     "lr_warmup_tokens",
     "glu_activation",
+    UNFUSED_GELU,
 )  # of derived.py; no options
 
 # Names whose value is another option's, as it is. "=?": without a value, which is a variable of a script that is
@@ -25,6 +28,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "encoder-seq-length": "seq_length",
         "inter-layer-model-parallel-size": "pipeline_model_parallel_size",
         "intra-layer-model-parallel-size": "tensor_model_parallel_size",
+        "kill-switch-file": "kill_switch_path",
         "layernorm-epsilon": "norm_epsilon",
         "lr-decay-tokens=?": "lr_decay_tokens",
         "lr-warmup-tokens": "lr_warmup_tokens",
@@ -56,8 +60,10 @@ SWITCHES: Mapping[str, Sets] = MappingProxyType(
         "disable-load-optim": {"load_optim": False},
         "disable-load-rng": {"load_rng": False},
         "enable-zbh1-pipeline": {"pipeline_schedule": "zb-h1"},
+        "erf-gelu": {"openai_gelu": False},
         "exit-signal-handler-for-training": {"exit_signal_handler": True},
         "multi-query-attention": {"num_query_groups": 1},
+        "no-bias-gelu-fusion": {UNFUSED_GELU: 1},
         "no-cross-document-attention": {"reset_attention_mask": True},
         "recompute-activations": {"recompute_granularity": "selective"},
         "use-rotary-position-embeddings": {"position_embedding_type": "rope"},

@@ -81,14 +81,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
         experimental-attention-variant=1 gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute=1
         gdp-num-householder=1 linear-attention-freq=1 linear-attention-type=1 linear-conv-kernel-dim=1
         linear-key-head-dim=1 linear-num-key-heads=1 linear-num-value-heads=1 linear-value-head-dim=1
-        no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu sliding-window=1
+        no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu
         window-attn-skip-freq=1 window-size=+
         """,
     ),
     (
-        "norms of queries and keys are not built; leave it out",
+        "of norms of queries and keys --qk-layernorm and --qk-norm all-heads are built; use one, or leave it out",
         """
-        qk-clip qk-clip-alpha=1 qk-clip-threshold=1 qk-l2-norm qk-layernorm qknorm-impl=1
+        qk-clip qk-clip-alpha=1 qk-clip-threshold=1 qk-l2-norm qknorm-impl=1
         """,
     ),
     (
@@ -112,9 +112,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the MLP is --swiglu, --squared-relu or GELU in its tanh form; other activations are not built",
+        "the MLP is --swiglu, --squared-relu or GELU; other activations are not built",
         """
-        activation-func-clamp-value=1 erf-gelu quick-geglu xielu xiprelu xiprelup
+        activation-func-clamp-value=1 quick-geglu xielu xiprelu xiprelup
         """,
     ),
     (
@@ -197,7 +197,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "control by files is not built; use --kill-switch-path, --exit-signal-handler or "
         "--exit-duration-in-mins",
         """
-        kill-switch-file=1 trigger-path=1
+        trigger-path=1
         """,
     ),
     (
@@ -222,8 +222,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "data are named by --data-path and its kin; write the words there",
         """
-        aml-data-download-path=1 data-args-path=1 hf-tokenizer-path=1 object-storage-cache-path=1
-        per-dataset-sequences-path=1 per-split-data-args-path=1 phase-transition-iterations=1
+        aml-data-download-path=1 hf-tokenizer-path=1 object-storage-cache-path=1
+        per-dataset-sequences-path=1 phase-transition-iterations=1
         renormalize-blend-weights s3-cache-path=1 train-data=+ val-data-path=1 valid-data=*
         """,
     ),
@@ -240,7 +240,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """
         ckpt-step=1 disable-use-tokenizer-model-from-checkpoint-args load-iteration=1
         load-main-params-from-ckpt load-tag=1 no-load-lr-state no-use-tokenizer-model-from-checkpoint-args
-        override-checkpoint-version=1 override-ckpt-iteration=1 use-checkpoint-args
+        override-checkpoint-version=1 override-ckpt-iteration=1
         use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler use-mp-args-from-checkpoint-args
         """,
     ),

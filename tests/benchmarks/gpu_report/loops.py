@@ -105,7 +105,12 @@ def ours(
 
 def pipelined(size: Size, device: torch.device, mesh: Mesh, policy: zero.Policy) -> tuple[Step, zero.Engine]:
     """A step of this rank's stage of the same decoder, by 1F1B, with two micro-batches."""
-    values = {"num_layers": size.layers, "hidden_size": size.hidden, "num_attention_heads": size.heads}
+    values = {
+        "model_family": "llama",
+        "num_layers": size.layers,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+    }
     values |= {"ffn_hidden_size": size.ffn, "vocab_size": size.vocabulary, "seq_length": size.sequence}
     values |= {"micro_batch_size": size.batch, "pipeline_model_parallel_size": mesh.pp.size, "lr": 1e-4}
     values |= {"train_iters": 10, "mock_data": True, "params_dtype": "bf16"}

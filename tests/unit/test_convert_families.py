@@ -1,0 +1,77 @@
+"""Every family's models come in from transformers and go out to it: the same bits, the same logits, the same text.
+
+Always: variants whose tensors lie differently in files. All of them (a minute):
+
+    pytest tests/unit/test_convert_families.py -m slow
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.convert.export import finish, write_folder
+from megazero.convert.folder import Folder
+from megazero.convert.importing import Published, write_checkpoint
+from megazero.convert.source import Source
+from megazero.train.generate import Sampling, load_text_model, sample_tokens
+from tests.family_models import VARIANTS, save, transformers
+
+# Fused rows of two kinds, columns with transposed tensors, two norms of a block, a tied head.
+CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases")
+PROMPT, COUNT = [5, 3, 7, 7, 90], 12
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def round_trip(variant: str, root: Path) -> tuple[Path, Path, Path]:
+    """Return the folder that transformers saved, the checkpoint and the export."""
+    theirs = save(variant, root / "hf")
+    path = write_checkpoint(Published.open(theirs), root / "ck")
+    return theirs, path, finish(write_folder(Source(path), root / "out"))
+
+
+def same_bits(before: Folder, after: Folder) -> bool:
+    return before.shapes == after.shapes and all(
+        torch.equal(before.tensor(name).view(torch.int32), after.tensor(name).view(torch.int32))
+        for name in before.entries
+    )
+
+
+@torch.no_grad()
+def proven(variant: str, root: Path) -> None:
+    theirs, path, out = round_trip(variant, root)
+    assert same_bits(Folder.open(theirs), Folder.open(out))
+    ours, tokens = load_text_model(path), torch.arange(48).reshape(2, 24) * 7 % 101
+    wanted = ours.decoder.full_logits(tokens).double()
+    said = list(sample_tokens(ours, PROMPT, COUNT, Sampling(temperature=0)))
+    for folder in (theirs, out):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        logits = model(tokens, use_cache=False).logits.double()
+        assert (logits - wanted).norm() < 5e-6 * wanted.norm()
+        told = model.generate(
+            torch.tensor([PROMPT]),
+            max_new_tokens=COUNT,
+            do_sample=False,
+            eos_token_id=ours.tokenizer.info.eod,
+            pad_token_id=0,
+        )[0, len(PROMPT) :].tolist()
+        assert [token for token in told if token != ours.tokenizer.info.eod] == said
+    assert len(said) > 2
+
+
+@pytest.mark.parametrize("variant", CORE)
+def test_a_variant_comes_in_and_goes_out_as_it_was(variant: str, tmp_path: Path) -> None:
+    proven(variant, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in CORE])
+def test_every_variant_comes_in_and_goes_out_as_it_was(variant: str, tmp_path: Path) -> None:
+    proven(variant, tmp_path)
