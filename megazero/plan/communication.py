@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from megazero.config import RunConfig
 from megazero.config.wire import Coding
 from megazero.mesh.grid import INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, gathers
@@ -277,6 +278,15 @@ def tensor_parallel(
             total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
             total += unit * stage.head * (1 + wire) + layers * norms[1]
     return Counter({("tp", INTRA): total} if tp > 1 else {})
+
+
+def repeated(config: RunConfig, activation: Activation) -> tuple[int, tuple[int, int]]:
+    """Return ``again`` and ``norms`` of a configuration's layers, as ``tensor_parallel`` takes them."""
+    model, granularity = config.model, config.training.recompute_granularity
+    after = model.hidden_dropout > 0 or model.transformer_block_type == "output-norm"
+    again = recomputed(granularity, activation.sequence_parallel, after)
+    split = model.qk_norm == "all-heads"
+    return again, split_norms(granularity, activation, max(activation.width, 4)) if split else (0, 0)
 
 
 def split_norms(granularity: str, activation: Activation, wide: int) -> tuple[int, int]:

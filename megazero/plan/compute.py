@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megazero.config import RunConfig
 from megazero.mesh.grid import INTRA
 from megazero.plan.cluster import Cluster, MeasuredLayer
-from megazero.plan.communication import Activation, recomputed, tensor_parallel
+from megazero.plan.communication import Activation, repeated, tensor_parallel
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS, Module
 from megazero.pp.partition import StageSpec
@@ -130,16 +130,14 @@ class Compute:
         """Return the seconds of a module's collectives over tensor-parallel ranks, forward and backward."""
         if self.tp == 1:
             return 0.0, 0.0
-        again = recomputed(
-            self.config.training.recompute_granularity, self.sharded, self.config.model.hidden_dropout > 0
-        )
+        again, norms = repeated(self.config, self.activation)
         only = StageSpec(0, 0, range(1 if kind == LAYER else 0), kind == EMBEDDING, kind == HEAD)
         share = (self.tp - 1) * self.activation.whole // self.tp
         each = share if self.sharded else 2 * share
         operation = "gather" if self.sharded else "sum"
         one = self.collectives.seconds(operation, self.tp, 1, each)
         forward, backward = (
-            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, max(self.width, 4))[
+            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, max(self.width, 4), norms)[
                 "tp", INTRA
             ]
             for k in (Kind.FORWARD, Kind.BACKWARD)

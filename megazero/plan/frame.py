@@ -212,17 +212,13 @@ class Frame:
         """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
         schedule = make_schedule(self.schedule_name, self.pp, self.virtual, self.micro_batches)
         grid = self.grid((1, 1, 1))
-        again = communication.recomputed(
-            self.config.training.recompute_granularity,
-            self.activation.sequence_parallel,
-            self.config.model.hidden_dropout > 0,
-        )
+        again, norms = communication.repeated(self.config, self.activation)
         out = []
         for rank, own in enumerate(self.of_rank):
             world_rank = grid.rank_of(rank, 0, 0)
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             wide = max(self.compute.width, 4)
-            total += communication.tensor_parallel(own, schedule[rank], self.activation, again, wide)
+            total += communication.tensor_parallel(own, schedule[rank], self.activation, again, wide, norms)
             out.append(total)
         return out
 

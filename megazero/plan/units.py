@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from megazero.config.model import ModelConfig
-from megazero.config.parameters import ParameterRole, head_copies, parameter_roles
+from megazero.config.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
 from megazero.config.wire import Wire
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
@@ -23,11 +23,15 @@ WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter on one rank. replicated: other tensor-parallel ranks hold it, too. copies: how many in a row do."""
+    """A parameter on one rank.
+
+    replicated: other tensor-parallel ranks hold it, too. partial: its gradient is summed over them even where each
+    has all positions.
+    """
 
     numel: int
     replicated: bool
-    copies: int
+    partial: bool
     tied: bool = False
 
 
@@ -128,11 +132,12 @@ def module_parameters(model: ModelConfig, tp: int) -> Mapping[str, tuple[Paramet
 def _local(model: ModelConfig, role: ParameterRole, tp: int) -> Parameter:
     tied = role.name == "embedding.tokens.weight" and not model.untie_embeddings_and_output_weights
     if role.name in ("embedding.tokens.weight", "head.weight"):
-        return Parameter(model.padded_vocab_size(tp) // tp * model.hidden_size, False, 1, tied)
+        return Parameter(model.padded_vocab_size(tp) // tp * model.hidden_size, False, False, tied)
     copies = head_copies(model, role.name, tp)
     replicated = tp > 1 and (role.split is None or copies > 1)
     share = 1 if role.split is None else tp / copies
-    return Parameter(int(prod(role.shape) / share), replicated, copies)
+    partial = replicated and (copies > 1 or of_own_heads(model, role.name))
+    return Parameter(int(prod(role.shape) / share), replicated, partial)
 
 
 def rank_units(
@@ -228,5 +233,5 @@ def _shape(
         used = sum(-(-p.numel // block) * block for p in parameters)
         return -(-used // (block * data_ranks)) * block * data_ranks
 
-    summed = sum(p.numel for p in group if p.replicated and (sequence_parallel or p.copies > 1))
+    summed = sum(p.numel for p in group if p.partial or p.replicated and sequence_parallel)
     return UnitShape(region(coded), region(exact), quantises, summed // os, tied)

@@ -92,6 +92,7 @@ def layout(values: dict[str, object], on: Cluster) -> Layout:
         ({"tensor_model_parallel_size": 2, "num_query_groups": 2, "zero_preset": "hpz"}, 2),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "model_family": "bloom"}, 4),
         ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2),
+        ({"zero_preset": "zero3", "zero_gradients_lifetime": "step", "zero_prefetch_bytes": 10**6}, 2),
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", "zero_shard": (1, 4, 4)}, 2),
     ],
 )
@@ -104,6 +105,20 @@ def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: i
         assert {f"{kind}_{link}_bytes": sent for (kind, link), sent in total.items() if sent} == want
 
 
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gpt_neox", "falcon"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bytes_of_other_layers(family: str, sequence_parallel: bool) -> None:
+    """A data-parallel rank sums what it holds of the gradients that tensor-parallel ranks share; here the mean."""
+    values = {"model_family": family, "tensor_model_parallel_size": 2, "recompute_granularity": "full"}
+    plan = layout({**values, "sequence_parallel": sequence_parallel}, cluster())
+    expected = ExpectedBytes(plan.config, plan.frame.world, False, plan.wire.block)
+    (total,) = plan.bytes_by_stage
+    each = [expected.bytes_of(plan.grid.rank_of(0, dp, 0), 1, False) for dp in range(4)]
+    for (kind, link), sent in total.items():
+        mean = sum(want.get(f"{kind}_{link}_bytes", 0) for want in each) / len(each)
+        assert sent == pytest.approx(mean, rel=1e-3 if kind == "tp" else 0), (kind, link)
+
+
 @pytest.mark.parametrize(
     ("shard", "bytes_per_parameter"),
     [((1, 1, 1), 18), ((1, 1, 8), 2 + 4 + 12 / 8), ((4, 8, 8), 2 / 4 + 16 / 8), ((8, 8, 8), 18 / 8)],
@@ -112,6 +127,16 @@ def test_model_states_are_those_of_the_shards(shard: tuple[int, ...], bytes_per_
     plan = layout({"zero_shard": shard}, cluster())
     parameters = plan.units(0).elements
     assert plan.memory.model_states == pytest.approx(bytes_per_parameter * parameters, rel=1e-6)
+
+
+def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
+    each, once = (
+        layout({"zero_preset": "zero3", **more}, cluster())
+        for more in ({}, {"zero_gradients_lifetime": "step"})
+    )
+    assert once.memory.gradients == each.shards.g * each.memory.gradients
+    assert once.bytes_across_nodes < each.bytes_across_nodes
+    assert simulate(once).bill["reduce"] < simulate(each).bill["reduce"]
 
 
 def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
