@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 Segment = tuple[str, int]  # kind, as in zero/program.py, and part
@@ -58,12 +59,13 @@ def gather_turns(copies: Copies, program: Sequence[Segment], sizes: Sequence[flo
     ahead. With ``keep_gathered`` it stays as long as its part comes again. In a backward it is in use until its last
     module there has run.
     """
-    rule = _Rule(copies, sizes)
+    uses = tuple(tuple(map(tuple, modules)) for modules in copies.uses)
+    rule = _rule(uses, copies.keep_gathered, copies.prefetch_bytes, tuple(sizes))
     last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
     begun = tuple(rule.coming(rule.visits(program[: rule.reach(program, 0)])[: rule.window], Held()))
     yield Turn((), begun)
     held = Held(ahead=frozenset(begun))
-    known: dict[object, tuple[Sequence[Turn], Held]] = {}
+    known = rule.known
     for i, segment in enumerate(program):
         following = tuple(program[i + 1 : rule.reach(program, i + 1)])
         returning = frozenset(part for part, end in last.items() if end > i)
@@ -74,11 +76,23 @@ def gather_turns(copies: Copies, program: Sequence[Segment], sizes: Sequence[flo
         yield from turns
 
 
+@lru_cache(maxsize=64)
+def _rule(
+    uses: tuple[tuple[tuple[int, ...], ...], ...],
+    keep_gathered: bool,
+    prefetch_bytes: int,
+    sizes: tuple[float, ...],
+) -> _Rule:
+    """Return the rule for these copies. Ranks and layouts that are alike share what was found."""
+    return _Rule(Copies(uses, keep_gathered, prefetch_bytes), sizes)
+
+
 class _Rule:
     """Which gathers begin at a use, and what stays after it."""
 
     def __init__(self, copies: Copies, sizes: Sequence[float]) -> None:
         self.copies, self.sizes = copies, sizes
+        self.known: dict[object, tuple[Sequence[Turn], Held]] = {}  # what happened in a segment
         self.window = 2 * len(sizes)  # uses that are looked at
         self.part_of: dict[int, int] = {}  # the first part that uses the unit
         for part, modules in enumerate(copies.uses):
