@@ -173,6 +173,9 @@ def test_flags_that_are_another_model_are_errors_at_once(folders):
     assert "--hidden-size 64 is not the model" in text and "--num-layers 3 is not the model" in text
     config = make_config({**RUN, "load": f"hf:{folders['llama']}", "load_optim": False})
     assert any("--no-load-optim has no effect" in note for note in config.notes), config.notes
+    longer = make_config({**RUN, "load": f"hf:{folders['llama']}", "rotary_base": 5e5})  # as with --finetune
+    assert longer.model.rotary_base == 5e5
+    assert any("--rotary-base 500000 replaces --rotary-base 10000" in note for note in longer.notes)
     with pytest.raises(ConfigError, match="nowhere.config.json' is missing"):
         make_config({**RUN, "load": "hf:/nowhere"})
     with pytest.raises(ConfigError, match="--save-hf out has no effect without --save"):
