@@ -26,6 +26,9 @@ COMMANDS = {
         "prove a configuration: run it shrunk on local ranks against one rank, and write a certificate",
         "megazero.verify.command",
     ),
+    "plan": Command(
+        "find the fastest layout of a model on a cluster, before it is booked", "megazero.plan.command"
+    ),
     "convert": Command("checkpoints to Hugging Face folders and back, checked", "megazero.convert.command"),
 }
 

@@ -98,6 +98,11 @@ def parameter_count(config: ModelConfig, vocabulary: int | None = None) -> int:
     return sum(math.prod(role.shape) for role in parameter_roles(config))
 
 
+def of_own_heads(c: ModelConfig, name: str) -> bool:
+    """Tell whether ranks hold the same of a parameter that each applies to its own heads alone."""
+    return c.qk_norm == "head" and (".q_norm." in name or ".k_norm." in name)
+
+
 def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
     """Return how many tensor-parallel ranks in a row hold the same rows of a parameter that is cut.
 

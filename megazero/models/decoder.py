@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from megazero.checkpoint.placement import Placement
 from megazero.config.model import ModelConfig
 from megazero.config.model_rules import check_model
-from megazero.config.parameters import head_copies
+from megazero.config.parameters import head_copies, of_own_heads
 from megazero.config.sections import RECOMPUTE
 from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
-from megazero.models.placements import decoder_placements, of_own_heads, replicated_names
+from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
 from megazero.tp import (

@@ -18,11 +18,6 @@ def replicated_names(c: ModelConfig, tp_size: int) -> set[str]:
     return {r.name for r in parameter_roles(c) if r.split is None or head_copies(c, r.name, tp_size) > 1}
 
 
-def of_own_heads(c: ModelConfig, name: str) -> bool:
-    """Tell whether ranks hold the same of a parameter that each applies to its own heads alone."""
-    return c.qk_norm == "head" and (".q_norm." in name or ".k_norm." in name)
-
-
 def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map the names of a checkpoint's tensors to their shapes, as stored, in the order of ``named_parameters``.
 

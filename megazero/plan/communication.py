@@ -8,17 +8,20 @@ Level l is the slice that is left after axes 1..l. ``formats`` give the bits and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from megazero.config import RunConfig
 from megazero.config.wire import Coding
 from megazero.mesh.grid import INTRA, AxisSpec, Grid
+from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Schedule, sends
 
 Bytes = Counter[tuple[str, str]]  # (hop kind, link) -> bytes
 ALIGNED = 16  # bytes that parts of a quantised message are filled up to
+GATHER, EXCHANGE = "gather", "exchange"  # all-gather, all-to-all
 SCALARS = 6 * 8  # squared norm, order hash, two sums of squares for weights and for gradients; fp64
 
 
@@ -37,6 +40,10 @@ class UnitShape:
     partial: int = 0
     tied: bool = False
 
+    @property
+    def elements(self) -> int:
+        return self.coded + self.exact
+
 
 @dataclass(frozen=True)
 class Formats:
@@ -50,21 +57,6 @@ class Formats:
     weights: Coding | None = None
     gradients: Mapping[str, Coding | None] | None = None  # by link
     delta: bool = False
-
-
-@dataclass(frozen=True)
-class Copies:
-    """How long copies live.
-
-    ``uses`` gives, for each part, the units that its modules need, in order of the forward. prefetch_bytes: how many
-    bytes of parameters may be here ahead of use, beyond those of the next module. whole_gradients: gradients are
-    accumulated whole, and reduced once per step.
-    """
-
-    uses: Sequence[Sequence[Sequence[int]]]
-    keep_gathered: bool = False
-    prefetch_bytes: int = 0
-    whole_gradients: bool = False
 
 
 def message(coding: Coding | None, coded: int, exact: int, width: int, exact_width: int) -> int:
@@ -95,12 +87,12 @@ def model_state(
 
     ends_link: the link to the other end, if this rank holds one end of tied embeddings.
     """
-    axes, levels = grid.data_axes, _levels(grid.data_axes, copies.whole_gradients)
+    axes, levels = grid.data_axes, _levels(grid.data_axes)
     out: Bytes = Counter()
-    gathered = gathers(copies, program, [(unit.coded + unit.exact) * formats.width for unit in units])
+    gathered = gathers(copies, program, [unit.elements * formats.width for unit in units])
     for index, unit in enumerate(units):
-        out += _weights(unit, axes, levels, formats, gathered[index])
-        out += _gradients(unit, axes, levels, formats, micro_batches)
+        out += _weights(unit, axes, formats, gathered[index])
+        out += _gradients(unit, axes, formats, micro_batches, copies.whole_gradients)
         if unit.tied and ends_link is not None:
             coding = _coding(unit, formats, ends_link)
             parts = prod(a.size for a in axes[: levels[2]])
@@ -114,7 +106,7 @@ def model_state(
     return +out
 
 
-def _levels(axes: Sequence[AxisSpec], whole_gradients: bool) -> tuple[int, int, int, int]:
+def _levels(axes: Sequence[AxisSpec], whole_gradients: bool = False) -> tuple[int, int, int, int]:
     """Return how many axes cut parameters, accumulated gradients, optimizer states, and how many there are."""
     roles = [axis.role for axis in axes]
     p = roles.count("p")
@@ -126,33 +118,57 @@ def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
     return (formats.gradients or {}).get(link) if unit.quantised else None
 
 
-def _weights(
-    unit: UnitShape, axes: Sequence[AxisSpec], levels: tuple[int, ...], formats: Formats, gathered: int
-) -> Bytes:
-    out: Bytes = Counter()
-    p, _, os, _ = levels
+@dataclass(frozen=True)
+class Hop:
+    """One collective over ``axis``, in which a rank sends ``sent`` bytes.
+
+    operation: GATHER or EXCHANGE. every: a reduction takes the hop with every micro-batch, not with the last alone.
+    """
+
+    operation: str
+    axis: AxisSpec
+    sent: int
+    every: bool = False
+
+
+def weight_hops(
+    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats
+) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    """Return the hops of a refresh and of a gather, each in the order in which they are taken (outermost first)."""
+    p, _, os, _ = _levels(axes)
     coding, width = (formats.weights if unit.quantised else None), formats.width
     parts = prod(a.size for a in axes[:os])
     own = message(coding, unit.coded // parts, unit.exact // parts, width, width)
-    for level in range(p + 1, os + 1):  # what an OS slice became, of all that lie in the level's slice
-        held = prod(a.size for a in axes[level:os])
-        out["refresh", axes[level - 1].link] += (axes[level - 1].size - 1) * held * own
+    refresh = _gather_hops(axes, os, p, os, own)
+    inner = os
     if formats.delta and unit.quantised and p < os:
         parts = prod(a.size for a in axes[:p])
         own, inner = (unit.coded + unit.exact) // parts * width, p
-    else:
-        inner = os
-    for level in range(1, p + 1):
-        held = prod(a.size for a in axes[level:inner])
-        out["gather", axes[level - 1].link] += gathered * (axes[level - 1].size - 1) * held * own
-    return out
+    return refresh, _gather_hops(axes, p, 0, inner, own)
 
 
-def _gradients(
-    unit: UnitShape, axes: Sequence[AxisSpec], levels: tuple[int, ...], formats: Formats, micro_batches: int
-) -> Bytes:
-    out: Bytes = Counter()
-    _, g, os, every = levels
+def _gather_hops(axes: Sequence[AxisSpec], deepest: int, outer: int, inner: int, own: int) -> tuple[Hop, ...]:
+    """Return the hops from level ``deepest`` to ``outer``. A slice of level ``inner`` has ``own`` bytes."""
+    return tuple(
+        Hop(
+            GATHER,
+            axes[level - 1],
+            (axes[level - 1].size - 1) * prod(a.size for a in axes[level:inner]) * own,
+        )
+        for level in range(deepest, outer, -1)
+    )
+
+
+def gradient_hops(
+    unit: UnitShape,
+    axes: Sequence[AxisSpec],
+    formats: Formats,
+    micro_batches: int,
+    whole_gradients: bool = False,
+) -> tuple[Hop, ...]:
+    """Return the hops of the last micro-batch's reduction in their order. The others take those of ``every``."""
+    _, g, os, every = _levels(axes, whole_gradients)
+    descent, back = [], []
     for level in range(1, every + 1):
         axis = axes[level - 1]
         coding = _coding(unit, formats, axis.link)
@@ -160,77 +176,30 @@ def _gradients(
         parts = prod(a.size for a in axes[:level])
         width = formats.width if raw else formats.sums
         row = message(coding, unit.coded // parts, unit.exact // parts, width, formats.sums)
-        times = micro_batches if level <= g else 1
-        out["reduce", axis.link] += times * (axis.size - 1) * row
+        descent.append(Hop(EXCHANGE, axis, (axis.size - 1) * row, level <= g))
         if level > os:  # replicas: the owner's share goes back
-            back = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
-            out["reduce", axis.link] += (axis.size - 1) * back
+            share = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
+            back.append(Hop(GATHER, axis, (axis.size - 1) * share))
+    return (*descent, *reversed(back))
+
+
+def _weights(unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, gathered: int) -> Bytes:
+    out: Bytes = Counter()
+    refresh, gather = weight_hops(unit, axes, formats)
+    for hop in refresh:
+        out["refresh", hop.axis.link] += hop.sent
+    for hop in gather:
+        out["gather", hop.axis.link] += gathered * hop.sent
     return out
 
 
-def gathers(copies: Copies, program: Sequence[tuple[str, int]], sizes: Sequence[int]) -> Counter[int]:
-    """Return how often each unit, of ``sizes`` bytes, is gathered over P in a step: less often than it is used where
-    it is still there.
-
-    After a use a unit stays if what comes next needs it: the next module, or one within the bytes that may be held
-    ahead. With ``keep_gathered`` it stays as long as its part comes again. In a backward it is in use until its last
-    module there has run.
-    """
-    visits = [(i, list(visit)) for i, segment in enumerate(program) for visit in _visits(copies, *segment)]
-    out: Counter[int] = Counter()
-    in_use: set[int] = set()  # or kept
-    ahead: set[int] = set()
-    for at, (segment, units) in enumerate([(0, []), *visits]):  # the step's begin looks ahead, too
-        kind, part = program[segment]
-        later = visits[at : at + 2 * len(sizes)]
-        out.update(unit for unit in units if unit not in in_use | ahead)
-        in_use.update(units)
-        ahead.difference_update(units)
-        coming = _coming([units for _, units in later], copies, sizes, in_use, ahead)
-        out.update(coming - in_use - ahead)
-        ahead |= coming - in_use
-        # A backward of the input alone ends a module's use when the module before it has begun.
-        lasts = kind == "I" and at < len(visits) and visits[at][0] == segment
-        again = {u for i, needed in visits[at - lasts :] if i == segment and kind != "F" for u in needed}
-        returns = any(other == part and k != "W" for k, other in program[segment + 1 :])
-        if not (copies.keep_gathered and returns):
-            ended = in_use - again
-            in_use -= ended
-            ahead |= ended & coming
+def _gradients(
+    unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats, micro_batches: int, whole: bool
+) -> Bytes:
+    out: Bytes = Counter()
+    for hop in gradient_hops(unit, axes, formats, micro_batches, whole):
+        out["reduce", hop.axis.link] += hop.sent * (micro_batches if hop.every else 1)
     return out
-
-
-def _coming(
-    later: Iterable[Sequence[int]], copies: Copies, sizes: Sequence[int], in_use: set[int], ahead: set[int]
-) -> set[int]:
-    """Return the units that are to be here for later modules: all of the next one, and more within the bytes.
-
-    The next module is the first that needs more than what is in use. What is ahead already counts first.
-    """
-    coming: set[int] = set()
-    budget, reached = copies.prefetch_bytes - sum(sizes[u] for u in ahead), False
-    for units in later:
-        if not reached:
-            coming.update(units)
-            reached = not in_use.issuperset(units)
-            budget += sum(sizes[u] for u in ahead.intersection(units)) if reached else 0
-            continue
-        for unit in units:
-            if unit in coming:
-                continue
-            free = unit in ahead or copies.keep_gathered and unit in in_use
-            budget -= 0 if free else sizes[unit]
-            if budget < 0:
-                return coming
-            coming.add(unit)
-    return coming
-
-
-def _visits(copies: Copies, kind: str, part: int) -> Iterator[Sequence[int]]:
-    if kind == "W":
-        return iter(())
-    modules = copies.uses[part]
-    return iter(modules if kind == "F" else list(reversed(modules)))
 
 
 # -- activations ---------------------------------------------------------------------------------------
@@ -309,6 +278,15 @@ def tensor_parallel(
             total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
             total += unit * stage.head * (1 + wire) + layers * norms[1]
     return Counter({("tp", INTRA): total} if tp > 1 else {})
+
+
+def repeated(config: RunConfig, activation: Activation) -> tuple[int, tuple[int, int]]:
+    """Return ``again`` and ``norms`` of a configuration's layers, as ``tensor_parallel`` takes them."""
+    model, granularity = config.model, config.training.recompute_granularity
+    after = model.hidden_dropout > 0 or model.transformer_block_type == "output-norm"
+    again = recomputed(granularity, activation.sequence_parallel, after)
+    split = model.qk_norm == "all-heads"
+    return again, split_norms(granularity, activation, max(activation.width, 4)) if split else (0, 0)
 
 
 def split_norms(granularity: str, activation: Activation, wide: int) -> tuple[int, int]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.config.flops import training_flops
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
-from megazero.models.flops import training_flops
 from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing

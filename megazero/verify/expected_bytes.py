@@ -15,7 +15,8 @@ from megazero.config import RunConfig, World
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.models import Decoder
 from megazero.plan import communication
-from megazero.plan.communication import Activation, Bytes, Copies, Formats, UnitShape
+from megazero.plan.communication import Activation, Bytes, Formats, UnitShape
+from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
 from megazero.train.batch_size import BatchSizeRampup
@@ -62,17 +63,12 @@ class ExpectedBytes:
         program = [(str(a.kind.value), a.stage // grid.pp) for a in schedule[pp]]
         units, copies = self._units(decoder, rank)
         formats, activation = self._formats(exact_gradients), self._activation()
-        model = config.model
         line = grid.axis("pp").ranks(rank)
         ends = grid.link(line[0], line[-1]) if decoder.tied_ends() else None
         total: Bytes = communication.model_state(units, grid, formats, copies, program, micro_batches, ends)
         total += communication.pipeline(schedule, grid, rank, activation)
-        granularity, wide = config.training.recompute_granularity, max(activation.width, 4)
-        after = model.hidden_dropout > 0 or model.transformer_block_type == "output-norm"
-        again = communication.recomputed(granularity, activation.sequence_parallel, after)
-        norms = (0, 0)
-        if model.qk_norm == "all-heads":
-            norms = communication.split_norms(granularity, activation, wide)
+        again, norms = communication.repeated(config, activation)
+        wide = max(activation.width, 4)
         total += communication.tensor_parallel(decoder.stages, schedule[pp], activation, again, wide, norms)
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megazero.config import World, make_config
-from megazero.plan import communication
-from megazero.plan.communication import Copies
+from megazero.plan.gathers import Copies, gathers
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from megazero.train.ranks import make_mesh
 from tests.dist.pool import by_case
@@ -66,7 +65,7 @@ def gathered_in_step(values, mesh):
         engine.step()
     uses = [[units_of(engine, module) for module in part] for part in decoder.parts()]
     copies = Copies(uses, engine.policy.keep_gathered, engine.policy.prefetch_bytes)
-    expected = communication.gathers(copies, program, [u.full.nbytes for u in engine.units])
+    expected = gathers(copies, program, [u.full.nbytes for u in engine.units])
     return launched, expected, uses
 
 

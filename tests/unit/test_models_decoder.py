@@ -8,11 +8,11 @@ import itertools
 import pytest
 import torch
 
+from megazero.config.flops import training_flops
 from megazero.config.parameters import parameter_count
 from megazero.families import FAMILIES
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.attention_kernels import math_note
-from megazero.models.flops import training_flops
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm

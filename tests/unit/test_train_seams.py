@@ -15,13 +15,13 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
+from megazero.config.flops import training_flops
 from megazero.config.optimizers import DECAY_STYLES, WSD_STYLES
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
 from megazero.data.tokenizer import NullTokenizer
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
-from megazero.models.flops import training_flops
 from megazero.train import setup
 from megazero.train.guards import NonFiniteLoss
 from megazero.train.metrics import read_metrics

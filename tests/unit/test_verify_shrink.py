@@ -15,7 +15,8 @@ from megazero.config import ConfigError
 from megazero.config.wire import Coding
 from megazero.mesh.grid import data_cuts, make_grid
 from megazero.plan import communication
-from megazero.plan.communication import Activation, Copies, Formats, UnitShape
+from megazero.plan.communication import Activation, Formats, UnitShape
+from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import partition
 from megazero.pp.schedules import make_schedule
 from megazero.verify.options import VerifyConfig, read_request
@@ -212,13 +213,13 @@ def test_messages() -> None:
 def test_what_stays_gathered_is_not_gathered_again() -> None:
     copies, sizes = Copies([[[0], [1], [2]]]), [1, 1, 1]
     once, twice = [("F", 0), ("B", 0)], [("F", 0), ("B", 0)] * 2
-    assert communication.gathers(copies, once, sizes) == {0: 2, 1: 2, 2: 1}
-    assert communication.gathers(copies, twice, sizes) == {0: 3, 1: 4, 2: 2}
-    assert communication.gathers(replace(copies, keep_gathered=True), twice, sizes) == {0: 1, 1: 1, 2: 1}
+    assert gathers(copies, once, sizes) == {0: 2, 1: 2, 2: 1}
+    assert gathers(copies, twice, sizes) == {0: 3, 1: 4, 2: 2}
+    assert gathers(replace(copies, keep_gathered=True), twice, sizes) == {0: 1, 1: 1, 2: 1}
     tied = Copies([[[0], [1], [2, 0]]])  # the head needs the embedding, to the end of the backward
-    assert communication.gathers(tied, once, sizes) == {0: 2, 1: 2, 2: 1}
+    assert gathers(tied, once, sizes) == {0: 2, 1: 2, 2: 1}
     split = [("F", 0), ("F", 0), ("I", 0), ("W", 0), ("I", 0), ("W", 0)]
-    assert communication.gathers(copies, split, sizes) == {0: 4, 1: 4, 2: 3}
+    assert gathers(copies, split, sizes) == {0: 4, 1: 4, 2: 3}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_what_comes_again_within_the_bytes_stays(prefetch_bytes: int, expected: 
     """F 0 1 2 3, B 3 2 1 0, twice. Of 1 and 2 none stays while the others turn, the one beside them, or both."""
     copies = Copies([[[0], [1], [2], [3]]], prefetch_bytes=prefetch_bytes)
     program = [("F", 0), ("B", 0)] * 2
-    assert communication.gathers(copies, program, [1] * 4) == expected
+    assert gathers(copies, program, [1] * 4) == expected
 
 
 def test_zeropp_crosses_nodes_once_per_step() -> None:

@@ -1,0 +1,77 @@
+"""The command ``megazero plan``: it prints what it finds and returns its exit status. It needs no torch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.config import ConfigError, World, make_config
+from megazero.plan.chart import draw
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
+from megazero.plan.options import Request, help_text, read_request, with_stand_ins
+from megazero.plan.report import details, explain, headline, layout_flags, table, write_json
+from megazero.plan.search import CHOICES, Found, Search
+from megazero.plan.seconds import Collectives
+from megazero.plan.shortage import advice
+from megazero.plan.simulate import simulate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 if a layout fits, 1 if none does, 2 if the command line or a file is wrong."""
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        return 0
+    try:
+        request = read_request(argv)
+        return _plan(request)
+    except ConfigError as error:
+        print(f"{error}\n--help lists the flags of plan", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _plan(request: Request) -> int:
+    values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
+    cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
+    search = Search(values, cluster, options.loss_policy)
+    best = search.best()
+    if not best:
+        print("\n".join(advice(values, cluster, search)), file=sys.stderr)
+        return 1
+    first = best[0]
+    print(headline(first.layout.config, cluster))
+    print("\n".join(table(best)))
+    print(
+        "\n".join(
+            ["", "The first:", *details(first), "flags:", shlex.join(layout_flags(first.layout.config))]
+        )
+    )
+    if request.explain is not None:
+        print("\n".join(["", *_explained(request, best[0])]))
+    folder = Path(options.plan_output)
+    write_json(folder / "plan.json", cluster, options.loss_policy, request.values, best)
+    print(f"\n{folder / 'plan.json'}: all of it")
+    try:
+        print(f"{draw(best, folder / 'plan.png', headline(first.layout.config, cluster))}: the chart")
+    except ValueError as error:
+        print(error)
+    return 0
+
+
+def _explained(request: Request, best: Found) -> list[str]:
+    """Return what is to say of the layout that the flags after --explain mean."""
+    assert request.explain is not None
+    cluster = request.cluster
+    world = World(cluster.world_size, cluster.ranks_per_node)
+    kept = {name: value for name, value in with_stand_ins(request.values).items() if name not in CHOICES}
+    try:
+        config = make_config({"micro_batch_size": 1, **kept, **request.explain}, world)
+        layout = Layout(Frame(config, world, cluster, Collectives(cluster)), config.zero)
+    except ValueError as error:
+        return ["the layout is not legal:", *(f"  {line}" for line in getattr(error, "errors", [str(error)]))]
+    return explain(layout, simulate(layout) if layout.fits else None, best)

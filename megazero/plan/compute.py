@@ -1,0 +1,160 @@
+"""This module turns a micro-batch's operations into seconds, module by module, by a compute profile.
+
+Where a layer was measured, times follow the measured rate at that number of operations. Else matrices run at a share
+of the device's peak, but not faster than their weights are read, and all else takes the time of the bytes it moves.
+Multiply-adds are those of config/flops.py; here they are counted as the kernels do them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.config import RunConfig
+from megazero.mesh.grid import INTRA
+from megazero.plan.cluster import Cluster, MeasuredLayer
+from megazero.plan.communication import Activation, repeated, tensor_parallel
+from megazero.plan.seconds import Collectives
+from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS, Module
+from megazero.pp.partition import StageSpec
+from megazero.pp.schedules import Action, Kind
+
+ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
+UPDATE_BYTES = (
+    40  # per element of an optimizer slice: gradient, master and two moments read, three written; the norm
+)
+CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file says nothing of codecs
+
+
+@dataclass(frozen=True)
+class ModuleTimes:
+    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    recompute: float = 0.0
+    tp_forward: float = 0.0
+    tp_backward: float = 0.0
+
+    def of(self, kind: Kind) -> float:
+        """Return all that an action of this kind takes for the module."""
+        inputs = self.backward_input + self.recompute + self.tp_backward
+        return {
+            Kind.FORWARD: self.forward + self.tp_forward,
+            Kind.BACKWARD: inputs + self.backward_weight,
+            Kind.INPUT: inputs,
+            Kind.WEIGHT: self.backward_weight,
+        }[kind]
+
+
+class Compute:
+    """The seconds of a run's modules on one rank of a cluster."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, collectives: Collectives) -> None:
+        """Raises ValueError if the cluster's devices do not compute in the run's dtype."""
+        self.config, self.cluster, self.collectives = config, cluster, collectives
+        device, dtype = cluster.device, config.precision.params_dtype
+        self.width = WIDTHS[dtype]
+        self.matrix_rate = device.peak(dtype) * device.matmul_efficiency
+        self.memory_rate = device.memory_gbytes_per_s * 1e9
+        self.codec_rate = (device.codec_gbytes_per_s or device.memory_gbytes_per_s * CODEC_SHARE) * 1e9
+        parallel, model, size = config.parallel, config.model, config.batch.micro_batch_size
+        assert size and model.seq_length
+        self.tp = parallel.tensor_model_parallel_size
+        self.sharded = parallel.sequence_parallel and self.tp > 1
+        self.tokens = size * model.seq_length
+        self.activation = Activation(
+            model.seq_length, size, model.hidden_size, self.width, self.tp, self.sharded
+        )
+        makers = {EMBEDDING: self._embedding, LAYER: self._layer, HEAD: self._head}
+        self.times = {kind: make() for kind, make in makers.items()}
+
+    def of_modules(self, modules: Sequence[Module], kind: Kind) -> float:
+        return sum(self.times[module.kind].of(kind) for module in modules)
+
+    def update(self, elements: float) -> float:
+        """Return the seconds of the norm and the optimizer's update of this many elements."""
+        return elements * UPDATE_BYTES / self.memory_rate
+
+    def moved(self, size: float) -> float:
+        """Return the seconds in which a codec, or a sum, reads and writes this many bytes."""
+        return size / self.codec_rate
+
+    def _layer(self) -> ModuleTimes:
+        model, tp, tokens = self.config.model, self.tp, self.tokens
+        q, kv, h, ffn = (
+            model.query_projection_size,
+            model.kv_projection_size,
+            model.hidden_size,
+            model.ffn_hidden_size,
+        )
+        whole_mask = model.position_embedding_type == "alibi" or self.config.data.reset_attention_mask
+        matrices = 2 * tokens * model.layer_matrix_numel / tp
+        attention = (4 if whole_mask else 2) * tokens * model.seq_length * q / tp
+        streams = h / (tp if self.sharded else 1)
+        moved = 10 * streams + (4 * (q + kv) + (5 if model.swiglu else 2) * ffn) / tp
+        weights = model.layer_matrix_numel / tp
+        return self._module(LAYER, matrices, attention, moved * tokens * self.width, weights)
+
+    def _head(self) -> ModuleTimes:
+        model, tp, tokens = self.config.model, self.tp, self.tokens
+        rows = model.padded_vocab_size(tp) / tp
+        moved = tokens * (3 * rows * self.width + 2 * model.hidden_size * self.width)
+        return self._module(HEAD, 2 * tokens * model.hidden_size * rows, 0.0, moved, rows * model.hidden_size)
+
+    def _embedding(self) -> ModuleTimes:
+        return self._module(
+            EMBEDDING, 0.0, 0.0, 3 * self.tokens * self.config.model.hidden_size * self.width, 0.0
+        )
+
+    def _module(
+        self, kind: str, matrices: float, attention: float, moved: float, weights: float
+    ) -> ModuleTimes:
+        """Return the times of a module: operations of matrices and of attention, bytes moved, elements of weights."""
+        rows = self.cluster.layers
+        read = weights * self.width / self.memory_rate
+        product = max(matrices / self.matrix_rate, read)
+        core, rest = attention / self.matrix_rate, moved / self.memory_rate
+        forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
+        if rows and kind != EMBEDDING:
+            operations = matrices + attention
+            forward, backward = (operations / rate for rate in _measured_rates(rows, operations))
+            product, core = forward * matrices / operations, forward * attention / operations
+        again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
+        into, out = self._tensor_parallel(kind)
+        return ModuleTimes(forward, backward - product, product, again if kind == LAYER else 0.0, into, out)
+
+    def _tensor_parallel(self, kind: str) -> tuple[float, float]:
+        """Return the seconds of a module's collectives over tensor-parallel ranks, forward and backward."""
+        if self.tp == 1:
+            return 0.0, 0.0
+        again, norms = repeated(self.config, self.activation)
+        only = StageSpec(0, 0, range(1 if kind == LAYER else 0), kind == EMBEDDING, kind == HEAD)
+        share = (self.tp - 1) * self.activation.whole // self.tp
+        each = share if self.sharded else 2 * share
+        operation = "gather" if self.sharded else "sum"
+        one = self.collectives.seconds(operation, self.tp, 1, each)
+        forward, backward = (
+            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, max(self.width, 4), norms)[
+                "tp", INTRA
+            ]
+            for k in (Kind.FORWARD, Kind.BACKWARD)
+        )
+        return forward / each * one, backward / each * one
+
+
+def _measured_rates(rows: Sequence[MeasuredLayer], operations: float) -> tuple[float, float]:
+    """Return the rates, in forward operations per second, of a forward and of a backward of so many operations."""
+    points = sorted(
+        (r.forward_flops, r.forward_flops / r.forward_seconds, r.forward_flops / r.backward_seconds)
+        for r in rows
+    )
+    at = bisect_left(points, (operations, 0.0, 0.0))
+    if at in (0, len(points)):
+        _, forward, backward = points[min(at, len(points) - 1)]
+        return forward, backward
+    low, high = points[at - 1], points[at]
+    share = (operations - low[0]) / (high[0] - low[0])
+    return low[1] + share * (high[1] - low[1]), low[2] + share * (high[2] - low[2])

@@ -1,0 +1,162 @@
+"""This module says when each unit is gathered over P in a step: the rule of zero/gather.py, from sizes alone.
+
+What happens in a segment of the program (a forward or backward of one part) follows from what is held when it begins
+and from the segments after it. Both soon repeat, so that a long step costs little more than a short one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Segment = tuple[str, int]  # kind, as in zero/program.py, and part
+Units = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How long copies live.
+
+    ``uses`` gives, for each part, the units that its modules need, in order of the forward. prefetch_bytes: how many
+    bytes of parameters may be here ahead of use, beyond those of the next module. whole_gradients: gradients are
+    accumulated whole, and reduced once per step.
+    """
+
+    uses: Sequence[Sequence[Sequence[int]]]
+    keep_gathered: bool = False
+    prefetch_bytes: int = 0
+    whole_gradients: bool = False
+
+
+class Turn(NamedTuple):
+    """A use of a module: the units that it needs, and those whose gathers begin then, its own before those ahead."""
+
+    units: Sequence[int]
+    begun: Sequence[int]
+
+
+class Held(NamedTuple):
+    """What is gathered. in_use: or kept between uses. ahead: gathered or on the way for a later module."""
+
+    in_use: Units = frozenset()
+    ahead: Units = frozenset()
+
+
+def gathers(copies: Copies, program: Sequence[Segment], sizes: Sequence[int]) -> Counter[int]:
+    """Return how often each unit, of ``sizes`` bytes, is gathered over P in a step: less often than it is used where
+    it is still there.
+    """
+    return Counter(unit for turn in gather_turns(copies, program, sizes) for unit in turn.begun)
+
+
+def gather_turns(copies: Copies, program: Sequence[Segment], sizes: Sequence[float]) -> Iterator[Turn]:
+    """Yield the step's begin, which needs nothing and looks ahead, and then every use of a module.
+
+    After a use a unit stays if what comes next needs it: the next module, or one within the bytes that may be held
+    ahead. With ``keep_gathered`` it stays as long as its part comes again. In a backward it is in use until its last
+    module there has run.
+    """
+    rule = _Rule(copies, sizes)
+    last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
+    begun = tuple(rule.coming(rule.visits(program[: rule.reach(program, 0)])[: rule.window], Held()))
+    yield Turn((), begun)
+    held = Held(ahead=frozenset(begun))
+    known: dict[object, tuple[Sequence[Turn], Held]] = {}
+    for i, segment in enumerate(program):
+        following = tuple(program[i + 1 : rule.reach(program, i + 1)])
+        returning = frozenset(part for part, end in last.items() if end > i)
+        key = segment, following, returning, held
+        if key not in known:
+            known[key] = rule.run(segment, following, returning, held)
+        turns, held = known[key]
+        yield from turns
+
+
+class _Rule:
+    """Which gathers begin at a use, and what stays after it."""
+
+    def __init__(self, copies: Copies, sizes: Sequence[float]) -> None:
+        self.copies, self.sizes = copies, sizes
+        self.window = 2 * len(sizes)  # uses that are looked at
+        self.part_of: dict[int, int] = {}  # the first part that uses the unit
+        for part, modules in enumerate(copies.uses):
+            for units in modules:
+                for unit in units:
+                    self.part_of.setdefault(unit, part)
+
+    def visits(self, segments: Iterable[Segment]) -> list[Sequence[int]]:
+        """Return the units that each module of these segments needs, in the order of use."""
+        out: list[Sequence[int]] = []
+        for kind, part in segments:
+            modules = self.copies.uses[part]
+            out += [] if kind == "W" else modules if kind == "F" else reversed(modules)
+        return out
+
+    def reach(self, program: Sequence[Segment], start: int) -> int:
+        """Return the end of the segments from ``start`` that have as many uses as are looked at."""
+        left = self.window
+        while left > 0 and start < len(program):
+            kind, part = program[start]
+            left -= 0 if kind == "W" else len(self.copies.uses[part])
+            start += 1
+        return start
+
+    def run(
+        self, segment: Segment, following: Sequence[Segment], returning: Units, held: Held
+    ) -> tuple[Sequence[Turn], Held]:
+        """Return the turns of a segment, and what is held after it. returning: the parts that come again."""
+        own, turns = self.visits([segment]), []
+        every = own + self.visits(following)
+        again = self._again(segment[0], own)
+        for at, units in enumerate(own):
+            missing = [u for u in units if u not in held.in_use and u not in held.ahead]
+            held = Held(held.in_use.union(units), held.ahead.difference(units))
+            coming = self.coming(every[at + 1 : at + 1 + self.window], held)
+            more = [u for u in coming if u not in held.in_use and u not in held.ahead]
+            turns.append(Turn(units, (*missing, *more)))
+            stay = {u for u in held.in_use if u in again[at] or self._kept(u, returning)}
+            ahead = held.ahead.union(more, (u for u in held.in_use if u not in stay and u in coming))
+            held = Held(frozenset(stay), ahead)
+        return turns, held
+
+    def _kept(self, unit: int, returning: Units) -> bool:
+        return self.copies.keep_gathered and self.part_of[unit] in returning
+
+    @staticmethod
+    def _again(kind: str, visits: Sequence[Sequence[int]]) -> list[set[int]]:
+        """Return, for each use in a segment, the units that are in use after it.
+
+        They are those of later modules of the same backward. A backward of the input alone ends a module's use when
+        the module before it has begun.
+        """
+        out: list[set[int]] = []
+        later: set[int] = set()
+        for units in reversed(visits):
+            out.append(later.union(units) if kind == "I" and out else later)
+            later = later.union(units) if kind != "F" else later
+        return out[::-1]
+
+    def coming(self, later: Iterable[Sequence[int]], held: Held) -> dict[int, None]:
+        """Return the units that are to be here for later modules: all of the next one, and more within the bytes.
+
+        The next module is the first that needs more than what is in use. What is ahead already counts first.
+        """
+        coming: dict[int, None] = {}
+        budget, reached = self.copies.prefetch_bytes - sum(self.sizes[u] for u in held.ahead), False
+        for units in later:
+            if not reached:
+                coming.update(dict.fromkeys(units))
+                reached = not held.in_use.issuperset(units)
+                budget += sum(self.sizes[u] for u in held.ahead.intersection(units)) if reached else 0
+                continue
+            for unit in units:
+                if unit in coming:
+                    continue
+                free = unit in held.ahead or self.copies.keep_gathered and unit in held.in_use
+                budget -= 0 if free else self.sizes[unit]
+                if budget < 0:
+                    return coming
+                coming[unit] = None
+        return coming

@@ -1,0 +1,133 @@
+"""The flags that ``megazero plan`` has beside those of training. This needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megazero.config import ConfigError, make_config
+from megazero.config.deepspeed import read_deepspeed
+from megazero.config.fields import option, section_options
+from megazero.config.files import read_yaml
+from megazero.config.flags import options_help, read_flags, read_section
+from megazero.config.layers import merge
+from megazero.plan.cluster import Cluster, known_clusters, load_cluster
+from megazero.plan.policies import LOSS_POLICIES
+
+USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
+
+Takes the flags of training (python -m megazero.config --help lists them): the model and --global-batch-size. Flags of
+the layout that are given stay; all others are chosen. Prints the ten fastest layouts that fit with their memory, time
+and flags, and writes plan.json and, with matplotlib, plan.png. --explain comes last: the flags after it are a layout,
+of which it says why it is slower than the best, or does not fit. Exit status 0: a layout fits; 1: none does; 2: the
+command line or the cluster file is wrong.
+
+Clusters that come with it: {", ".join(known_clusters())}.
+"""
+EXPLAIN = "--explain"
+# What stands in for options that a plan does not depend on.
+STAND_INS = {"lr": 1e-4, "train_iters": 1, "mock_data": True}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The plan itself."""
+
+    cluster: str | None = option(
+        None, "cluster file, or the name of one that comes with the planner", required=True
+    )
+    nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1)
+    loss_policy: str = option(
+        "exact",
+        "what messages may round: nothing; what ZeRO++ rounds, as measured in docs/loss.md; or more than that",
+        choices=tuple(LOSS_POLICIES),
+    )
+    plan_output: str = option("plan", "folder of plan.json and plan.png")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for. values: the training's options by name. explain: those of a layout, or None."""
+
+    values: dict[str, Any]
+    cluster: Cluster
+    options: PlanConfig
+    explain: dict[str, Any] | None
+
+
+def help_text() -> str:
+    """Return what ``megazero plan --help`` prints."""
+    return "\n".join([USAGE, *options_help(section_options("plan", PlanConfig))])
+
+
+def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options that flags and the files that they name say, by name, and the faults."""
+    flags = read_flags(argv)
+    readers = {"deepspeed-config": read_deepspeed, "config": read_yaml}
+    said = merge(
+        [*(read(flags.files[key]) for key, read in readers.items() if key in flags.files), flags.layer]
+    )
+    return dict(said.values), list(said.errors)
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    """Read the command line after ``plan``. Raises ConfigError with every fault at once."""
+    words, layout = list(argv), None
+    if EXPLAIN in words:
+        at = words.index(EXPLAIN)
+        words, layout = words[:at], words[at + 1 :]
+    options, rest, errors = read_section(PlanConfig, words)
+    values, faults = read_values(rest)
+    errors += faults
+    explain = None
+    if layout is not None:
+        explain, faults = read_values(layout)
+        errors += faults
+        if not explain and not faults:
+            errors.append(f"{EXPLAIN} takes the flags of a layout after it, such as --zero-preset zero3")
+    cluster = None
+    try:
+        if options.cluster is not None:
+            cluster = load_cluster(options.cluster)
+            cluster = replace(cluster, nodes=options.nodes or cluster.nodes)
+    except ConfigError as error:
+        errors += error.errors
+    if cluster is not None:
+        given = values.get("ranks_per_node")
+        if given not in (None, cluster.ranks_per_node):
+            errors.append(
+                f"--ranks-per-node {given} is not the cluster's {cluster.ranks_per_node}; leave it out"
+            )
+        values["ranks_per_node"] = cluster.ranks_per_node
+    errors += _model_errors(values)
+    if errors or cluster is None:
+        raise ConfigError(list(dict.fromkeys(errors)))
+    return Request(values, cluster, options, explain)
+
+
+def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with what a configuration needs and a plan does not depend on."""
+    done = dict(values)
+    if not done.get("data_path"):
+        done.setdefault("mock_data", True)
+    if done.get("train_samples") is None:
+        done.setdefault("train_iters", STAND_INS["train_iters"])
+    done.setdefault("lr", STAND_INS["lr"])
+    return done
+
+
+def _model_errors(values: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the training's flags on any world, and what a plan needs beside them."""
+    errors = []
+    if values.get("vocab_size") is None:
+        errors.append("--vocab-size is required: a plan reads no tokenizer")
+    if values.get("global_batch_size") is None:
+        errors.append(
+            "--global-batch-size is required: the planner chooses the micro-batches that it is cut into"
+        )
+    try:
+        make_config({"micro_batch_size": 1, **with_stand_ins(values)})
+    except ConfigError as error:
+        errors += error.errors
+    return errors

@@ -1,0 +1,192 @@
+"""This module says what the planner found: tables, flags, plan.json and what --explain prints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megazero.config import RunConfig
+from megazero.config.fields import show
+from megazero.config.flops import training_flops
+from megazero.config.parameters import parameter_count
+from megazero.config.run import all_options
+from megazero.plan.cluster import Cluster
+from megazero.plan.layout import Layout
+from megazero.plan.memory import GIB
+from megazero.plan.search import PARALLEL, STAGES, ZERO, Found
+from megazero.plan.simulate import BILL, Timing
+
+WORDS = {
+    "compute": "forward and backward",
+    "recompute": "recompute",
+    "tensor": "tensor-parallel messages",
+    "pipeline": "waits for other stages",
+    "gather": "waits for weights",
+    "reduce": "waits for gradients",
+    "update": "norm and update",
+}
+FORMATS = (
+    "zero_params_lifetime",
+    "zero_quantized_weights",
+    "zero_weight_bits",
+    "zero_quantized_weights_delta",
+    "zero_quantized_gradients",
+    "zero_gradient_bits",
+    "zero_gradient_bits_intra_node",
+    "zero_gradient_rounding",
+)
+CHOSEN = (*PARALLEL, *STAGES, "recompute_granularity", "micro_batch_size", *ZERO, *FORMATS)
+
+
+def layout_flags(config: RunConfig) -> list[str]:
+    """Return the flags of a layout: what the planner chooses, where it is not the default."""
+    words: list[str] = []
+    for name in CHOSEN:
+        opt, value = all_options()[name], config.get(name)
+        if (
+            value is None
+            or value == opt.default
+            or name == "pipeline_schedule"
+            and value in ("1f1b", "interleaved")
+        ):
+            continue
+        if opt.kind == "bool":
+            words.append(opt.flag if value else f"--{opt.negative_key}")
+        else:
+            words += [opt.flag, show(value)]
+    return words
+
+
+def model_flops_utilisation(layout: Layout, seconds: float) -> float:
+    """Return MFU: the model's operations, recompute left out, by what the devices could have done in the time."""
+    config, cluster = layout.config, layout.frame.cluster
+    batch, length = config.batch.global_batch_size, config.model.seq_length
+    assert batch and length
+    flops = batch * training_flops(config.model, [length], layout.frame.tp)
+    return flops / seconds / cluster.world_size / cluster.device.peak(config.precision.params_dtype)
+
+
+def tokens_per_second(layout: Layout, seconds: float) -> float:
+    config = layout.config
+    assert config.batch.global_batch_size and config.model.seq_length
+    return config.batch.global_batch_size * config.model.seq_length / seconds
+
+
+def describe(layout: Layout) -> str:
+    """Return a layout in a few words."""
+    frame, shards = layout.frame, layout.shards
+    words = [f"TP {frame.tp}", f"PP {frame.pp}", f"DP {frame.d}"]
+    if frame.pp > 1:
+        several = f" x {frame.virtual}" if frame.virtual > 1 else ""
+        words.append(f"{frame.schedule_name}{several}")
+        words += ["tp-pp-dp"] * layout.config.parallel.use_tp_pp_dp_mapping
+    words.append(f"P,G,OS {','.join(map(str, shards.factors))}")
+    words += ["gathered"] * shards.keep_gathered
+    words.append(f"micro-batch {layout.config.batch.micro_batch_size}")
+    recompute = layout.config.training.recompute_granularity
+    words += [f"recompute {recompute}"] * (recompute != "none")
+    return ", ".join(words)
+
+
+def table(best: Sequence[Found]) -> list[str]:
+    """Return a line per layout, the best first."""
+    lines = [" #   step s    MFU  GiB/rank  GB/node  layout; messages"]
+    for number, found in enumerate(best, 1):
+        layout, seconds = found.layout, found.timing.seconds
+        lines.append(
+            f"{number:2}  {seconds:7.3f}  {model_flops_utilisation(layout, seconds):5.1%}  "
+            f"{layout.memory.total / GIB:8.1f}  {layout.bytes_across_nodes / 1e9:7.1f}  {describe(layout)}; "
+            f"{found.formats}"
+        )
+    return lines
+
+
+def details(found: Found) -> list[str]:
+    """Return the bill and the memory of one layout."""
+    layout, timing = found.layout, found.timing
+    bill = ", ".join(f"{WORDS[name]} {timing.bill[name]:.3f}" for name in BILL if timing.bill[name] >= 0.0005)
+    memory = ", ".join(
+        f"{name} {size / GIB:.2f}" for name, size in layout.memory.items().items() if size >= GIB / 200
+    )
+    return [
+        f"seconds of a step: {timing.seconds:.3f} = {bill}",
+        f"GiB of a rank: {layout.memory.total / GIB:.2f} of {layout.room / GIB:.2f} = {memory}",
+        f"{tokens_per_second(layout, timing.seconds):,.0f} tokens per second",
+    ]
+
+
+def as_dict(layout: Layout, timing: Timing, formats: str) -> dict[str, Any]:
+    """Return one layout as plain JSON values. Times are in seconds, sizes in bytes."""
+    return {
+        "flags": layout_flags(layout.config),
+        "formats": formats,
+        "seconds": timing.seconds,
+        "bill": timing.bill,
+        "memory": layout.memory.items(),
+        "memory_total": layout.memory.total,
+        "memory_room": layout.room,
+        "bytes_across_nodes": layout.bytes_across_nodes,
+        "model_flops_utilisation": model_flops_utilisation(layout, timing.seconds),
+        "tokens_per_second": tokens_per_second(layout, timing.seconds),
+    }
+
+
+def write_json(
+    path: Path, cluster: Cluster, policy: str, values: Mapping[str, Any], best: Sequence[Found]
+) -> None:
+    """Write plan.json, which is replaced as a whole."""
+    content = {
+        "version": 1,
+        "cluster": cluster.name,
+        "nodes": cluster.nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "loss_policy": policy,
+        "given": {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
+        "layouts": [as_dict(found.layout, found.timing, found.formats) for found in best],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def headline(config: RunConfig, cluster: Cluster) -> str:
+    """Return the question in one line."""
+    return (
+        f"{parameter_count(config.model) / 1e9:.3g} billion parameters, batch {config.batch.global_batch_size} of "
+        f"{config.model.seq_length} tokens, {config.precision.params_dtype}, on {cluster.nodes} nodes of "
+        f"{cluster.ranks_per_node}: {cluster.name}"
+    )
+
+
+def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[str]:
+    """Say why a layout does not fit (``timing`` is None), or what it loses to the best one, item by item."""
+    lines = [f"{describe(layout)}:"]
+    if timing is None:
+        over = layout.memory.total - layout.room
+        lines.append(
+            f"does not fit: {layout.memory.total / GIB:.2f} GiB on the fullest rank, {over / GIB:.2f} too much"
+        )
+        items = sorted(layout.memory.items().items(), key=lambda item: -item[1])
+        lines += [f"  {name:<12} {size / GIB:8.2f} GiB" for name, size in items if size]
+        return lines
+    lines.append(
+        f"{timing.seconds:.3f} s a step, {layout.memory.total / GIB:.2f} GiB, "
+        f"{layout.bytes_across_nodes / 1e9:.1f} GB across each node's link"
+    )
+    if best is None:
+        return lines
+    lines.append(
+        f"the best, {describe(best.layout)}: {best.timing.seconds:.3f} s, {best.layout.memory.total / GIB:.2f} GiB, "
+        f"{best.layout.bytes_across_nodes / 1e9:.1f} GB; {timing.seconds / best.timing.seconds:.2f} times as fast"
+    )
+    differences = {name: timing.bill[name] - best.timing.bill[name] for name in BILL}
+    for name, more in sorted(differences.items(), key=lambda item: -abs(item[1])):
+        if abs(more) >= 0.0005:
+            lines.append(
+                f"  {WORDS[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
+            )
+    return lines

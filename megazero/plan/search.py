@@ -1,0 +1,347 @@
+"""This module finds the fastest layouts that fit: it asks every legal one, less those that a bound rules out.
+
+What is legal the configuration's own rules say: every frame is a configuration that validates, every layout one whose
+shards and wire resolve. Each has a bound: a time that it cannot be below. The one with the least bound is looked at
+next, until ten results lie below all that is left.
+
+Not asked, since nothing can be gained: schedule gpipe (the time of 1f1b at more memory), tensor parallelism without
+sequence parallelism where that is legal (the same bytes at more memory), P copies that are resident for no need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple
+
+from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config.sections import ZeroConfig
+from megazero.mesh.grid import INTER, INTRA
+from megazero.plan.cluster import Cluster
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Chain, Layout
+from megazero.plan.memory import MOMENTS
+from megazero.plan.policies import LOSS_POLICIES, Formats
+from megazero.plan.seconds import Collectives
+from megazero.plan.simulate import Timing, simulate
+from megazero.plan.units import WIDTHS
+from megazero.pp.partition import StageSpec
+
+BEST = 10
+# The options that the planner chooses where they are not given.
+PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "use_tp_pp_dp_mapping",
+    "sequence_parallel",
+)
+STAGES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_schedule",
+)
+ZERO = ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size")
+LIFETIME = "zero_params_lifetime"
+CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size")
+LARGEST_MICRO_BATCH = 64
+MOST_STAGES_PER_RANK = 8
+MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with its time."""
+
+    layout: Layout
+    timing: Timing
+    formats: str = ""
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Order by time; layouts whose times agree to four digits order by memory."""
+        return float(f"{self.timing.seconds:.4g}"), self.layout.memory.total
+
+
+class Family(NamedTuple):
+    """The layouts of a frame that have one choice of shards. None: as they are given."""
+
+    frame: Frame
+    shard: tuple[int, int, int] | None
+
+
+@dataclass
+class Counts:
+    """How many frames and layouts were legal, how many of them fitted, and how many were put on the clock."""
+
+    frames: int = 0
+    layouts: int = 0
+    fitting: int = 0
+    simulated: int = 0
+
+
+class Search:
+    """A search over the layouts of one model on one cluster.
+
+    values: the run's options by name, which stay as they are. ``loss_policy`` is one of LOSS_POLICIES.
+    """
+
+    def __init__(self, values: Mapping[str, Any], cluster: Cluster, loss_policy: str) -> None:
+        self.values, self.cluster, self.policy = dict(values), cluster, LOSS_POLICIES[loss_policy]
+        self.world = World(cluster.world_size, cluster.ranks_per_node)
+        self.collectives = Collectives(cluster)
+        self.counts = Counts()
+        self.errors: dict[str, int] = {}  # what the rules refused, and how often
+        self._partitions: dict[tuple[int, int, str], tuple[StageSpec, ...]] = {}
+
+    # -- frames ----------------------------------------------------------------------------------
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield every legal frame."""
+        for choice in self._choices():
+            try:
+                config = make_config({**self.values, **choice}, self.world)
+                frame = Frame(config, self.world, self.cluster, self.collectives, self._stages_of(config))
+            except ConfigError as error:
+                for line in error.errors:
+                    self.errors[line] = self.errors.get(line, 0) + 1
+                continue
+            self.counts.frames += 1
+            yield frame
+
+    def _stages_of(self, config: RunConfig) -> tuple[StageSpec, ...]:
+        parallel = config.parallel
+        key = (
+            parallel.pipeline_model_parallel_size,
+            config.virtual_stages,
+            config.training.recompute_granularity,
+        )
+        if key not in self._partitions:
+            self._partitions[key] = config.stages()
+        return self._partitions[key]
+
+    def _free(self, name: str, choices: Iterator[Any] | list[Any]) -> list[Any]:
+        """Return the choices of an option, or the value that was given for it."""
+        return [self.values[name]] if name in self.values else list(choices)
+
+    def _choices(self) -> Iterator[dict[str, Any]]:
+        """Yield the options of every frame that sizes allow."""
+        tensor, pipeline, mapping, sequence = PARALLEL
+        for tp in self._free(tensor, _divisors(self.cluster.ranks_per_node)):
+            for pp in self._free(pipeline, self._pipeline_sizes(tp)):
+                for order in self._free(
+                    mapping, [False, True] if pp > 1 and tp * pp < self.cluster.world_size else [False]
+                ):
+                    for stages in self._stages(pp):
+                        for recompute in self._free("recompute_granularity", ["none", "selective", "full"]):
+                            for size in self._free("micro_batch_size", self._micro_batches(tp * pp)):
+                                yield {
+                                    tensor: tp,
+                                    pipeline: pp,
+                                    mapping: order,
+                                    sequence: self.values.get(sequence, self._sequence_parallel(tp)),
+                                    **stages,
+                                    "recompute_granularity": recompute,
+                                    "micro_batch_size": size,
+                                    # a layout's own choice replaces it
+                                    **({} if self._shards_given else {"zero_shard": (1, 1, 1)}),
+                                }
+
+    def _sequence_parallel(self, tp: int) -> bool:
+        return tp > 1 and int(self.values.get("seq_length") or 1) % tp == 0
+
+    def _pipeline_sizes(self, tp: int) -> list[int]:
+        layers, ranks = int(self.values.get("num_layers") or 1), self.cluster.world_size // tp
+        return [k for k in _divisors(ranks) if k <= layers]
+
+    def _stages(self, pp: int) -> Iterator[dict[str, Any]]:
+        given = {name: self.values[name] for name in STAGES if self.values.get(name) is not None}
+        if given or pp == 1:
+            yield given
+            return
+        yield {"pipeline_schedule": "1f1b"}
+        yield {"pipeline_schedule": "zb-h1"}
+        layers = int(self.values.get("num_layers") or 1)
+        for virtual in range(2, min(layers // pp, MOST_STAGES_PER_RANK) + 1):
+            yield {"num_virtual_stages_per_pipeline_rank": virtual}
+
+    def _micro_batches(self, ranks: int) -> list[int]:
+        batch, d = self.values.get("global_batch_size"), self.cluster.world_size // ranks
+        if not batch or batch % d:
+            return [1] if not batch else []
+        return [size for size in _divisors(batch // d) if size <= LARGEST_MICRO_BATCH]
+
+    # -- layouts ---------------------------------------------------------------------------------
+
+    def families(self, frame: Frame) -> Iterator[tuple[Family, float]]:
+        """Yield the shards of a frame whose model state could fit, each with a time that no formats go below.
+
+        Fewer bits are never slower on the link between nodes, so the formats with the fewest give that time.
+        """
+        given = self._shards_given
+        for shard in [None] if given else self._shards(frame):
+            family = Family(frame, shard)
+            if shard is None:
+                yield family, 0.0
+                continue
+            once = (
+                shard[0] > 1 and self.values.get(LIFETIME) is None
+            )  # gathered layouts are of the family, too
+            for layout, _ in self.layouts(family, fewest_bits=True):
+                yield family, least_seconds(layout, (INTER,), once)
+
+    def layouts(self, family: Family, fewest_bits: bool = False) -> Iterator[tuple[Layout, str]]:
+        """Yield every legal layout of a family, with the name of its formats; or only one, of the fewest bits."""
+        for zero, name in self._zero_choices(family, fewest_bits):
+            try:
+                layout = Layout(family.frame, zero)
+            except ValueError as error:
+                self.errors[str(error)] = self.errors.get(str(error), 0) + 1
+                continue
+            self.counts.layouts += not fewest_bits
+            yield layout, name
+            if fewest_bits:
+                return
+
+    @property
+    def _shards_given(self) -> bool:
+        return any(self.values.get(name) is not None for name in ZERO)
+
+    @property
+    def _formats_free(self) -> bool:
+        """Tell whether messages are to be chosen: neither a flag nor preset zeropp says what they are."""
+        quantised = any("quantized" in name for name in self.values)
+        return not quantised and self.values.get("zero_preset") != "zeropp"
+
+    def _zero_choices(self, family: Family, fewest_bits: bool) -> Iterator[tuple[ZeroConfig, str]]:
+        frame, shard = family
+        plain = {
+            n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO and v is not None
+        }
+        base = (
+            {name: getattr(frame.config.zero, name) for name in ZERO}
+            if shard is None
+            else {"zero_shard": shard}
+        )
+        factors = shard or frame.config.shards(frame.world).factors
+        formats = self.policy if self._formats_free else (Formats("as given", ""),)
+        lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
+        if LIFETIME not in plain and factors[0] > 1 and not fewest_bits:
+            lives.append("gathered")
+        for chosen in reversed(formats) if fewest_bits else formats:
+            if _has_effect(chosen, factors, frame):
+                for life in lives:
+                    yield ZeroConfig(**{**plain, **base, **chosen.values, LIFETIME: life}), chosen.name
+
+    def _shards(self, frame: Frame) -> Iterator[tuple[int, int, int]]:
+        """Yield the (P, G, OS) whose model state could fit; the rules of the configuration judge them."""
+        model_bytes = frame.least_parameters
+        width = WIDTHS[frame.config.precision.params_dtype]
+        sums = max(width, 4)
+        moments = 1 + MOMENTS[frame.config.optimizer.optimizer]
+        room = self.cluster.device.room - frame.least_activations
+        legal = [k for k in _divisors(frame.d) if frame.h % k == 0 or k % frame.h == 0]
+        for os in legal:
+            for g in (k for k in legal if os % k == 0):
+                for p in (k for k in legal if g % k == 0):
+                    copy = 0.0 if width == sums else 0.5 * width / p
+                    if model_bytes * (copy + sums / g + sums * moments / os) <= room:
+                        yield p, g, os
+
+    # -- search ----------------------------------------------------------------------------------
+
+    def best(self, number: int = BEST) -> list[Found]:
+        """Return the fastest layouts that fit, the best first. There may be fewer than ``number``.
+
+        Frames, families, layouts and results stand in one queue by the least time that they can come to, and the
+        first is taken: a frame turns into its families, a family into its layouts, a layout into a result. So nothing
+        is computed whose bound is above the last result's time.
+        """
+        order = count()
+        queue: list[tuple[float, float, int, Frame | Family | Layout | Found, str]] = []
+
+        def put(bound: float, tie: float, item: Frame | Family | Layout | Found, name: str = "") -> None:
+            heappush(queue, (bound, tie, next(order), item, name))
+
+        for frame in self.frames():
+            put(frame.least_seconds, 0.0, frame)
+        refined: set[int] = set()
+        best: list[Found] = []
+        while queue and len(best) < number:
+            bound, _, _, item, name = heappop(queue)
+            if isinstance(item, Found):
+                best.append(item)
+            elif isinstance(item, Layout):
+                self.counts.simulated += 1
+                found = Found(item, simulate(item), name)
+                put(found.timing.seconds, item.memory.total, found)
+            elif isinstance(item, Family):
+                for layout, formats in self.layouts(item):
+                    if layout.fits:
+                        self.counts.fitting += 1
+                        put(max(bound, least_seconds(layout)), layout.memory.total, layout, formats)
+            elif item.least_activations > self.cluster.device.room:
+                continue
+            elif id(item) not in refined:
+                refined.add(id(item))
+                put(item.compute_only[0], 0.0, item)
+            else:
+                for family, least in self.families(item):
+                    put(max(bound, least), 0.0, family)
+        return sorted(best, key=lambda f: f.key)
+
+
+def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER), once: bool = False) -> float:
+    """Return a time that the layout's step is not below, as far as these links tell.
+
+    The first forward cannot end before the weights that it needs are refreshed, nor the step before the last
+    micro-batch's gradients of the first stage are summed. Neither has more than that forward or backward to hide
+    behind. And a link carries one thing at a time. once: for layouts, too, that gather a unit once in a step.
+    """
+    frame = layout.frame
+    makespan, first_rank = frame.compute_only
+    work = [(layout.work_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
+    refresh = max(sum(n * _on(one.refresh, link) for one, n in work) for link in links)
+    reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)
+    forward, backward = frame.first_stage_seconds
+    behind = first_rank + max(0.0, refresh - forward) + max(0.0, reduce - backward)
+    return max(makespan, behind, *(_link_seconds(layout, link, once) for link in links))
+
+
+def _on(chain: Chain, link: str) -> float:
+    return sum(seconds for at, seconds in chain if at == link)
+
+
+def _link_seconds(layout: Layout, link: str, once: bool) -> float:
+    """Return the seconds in which the weights and gradients of the first rank take a link, or somewhat less.
+
+    Weights are gathered once in a step, and again for each further forward and backward, less what may stay from one
+    to the next: the modules in use and around it, and the bytes that may be held ahead.
+    """
+    frame, units, total, gather, dearest = layout.frame, layout.units(0), 0.0, 0.0, 0.0
+    again = frame.micro_batches
+    for unit, number in units.counts:
+        one = layout.work_of(unit)
+        total += number * (_on(one.refresh, link) + (again - 1) * _on(one.every, link) + _on(one.last, link))
+        if one.gather:
+            gather += number * _on(one.gather, link)
+            dearest = max(dearest, _on(one.gather, link) / one.ahead_bytes)
+    if once or layout.shards.keep_gathered:
+        return total + gather
+    module = max(n for n, _ in units.modules) * layout.formats.width
+    stays = dearest * (layout.states.prefetch_bytes + MODULES_HELD * module)
+    further = 2 * again * gather - gather - (2 * again * frame.virtual - 1) * stays
+    return total + gather + max(0.0, further)
+
+
+def _has_effect(formats: Formats, shard: tuple[int, int, int], frame: Frame) -> bool:
+    """Tell whether the formats change what crosses nodes, so that they are not another name for others."""
+    p, g, os = shard
+    weights = os > frame.h and (not formats.delta or p < os)
+    gradients = frame.d > frame.h and (not formats.once or g <= frame.h)
+    return (weights or not formats.weights) and (gradients or not formats.gradients)
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]

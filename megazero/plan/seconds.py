@@ -1,0 +1,85 @@
+"""This module says how long a collective takes on a cluster: from a measured table, or from its links.
+
+Bytes are those that one rank sends, as in communication.py. All ranks of a node take part at the same time, each in
+its own group, so they share the node's link to the others. A measured table was measured so, too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from typing import Any
+
+from megazero.mesh.grid import INTER, INTRA, AxisSpec
+from megazero.plan.cluster import Cluster
+
+Mesh = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
+
+
+class Collectives:
+    """The seconds of collectives on one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.known: dict[Any, Any] = {}  # what callers computed for this cluster, by all that it depends on
+        table: defaultdict[Mesh, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for row in cluster.collectives:
+            table[row.operation, row.ranks, row.nodes][row.bytes].append(row.seconds)
+        self._table = {
+            mesh: sorted((size, sorted(times)[len(times) // 2]) for size, times in points.items())
+            for mesh, points in table.items()
+        }
+
+    def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> float:
+        """Return the seconds of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
+        return self.seconds(operation, axis.size, axis.size if axis.link == INTER else 1, sent)
+
+    def seconds(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
+        """Return the seconds in which every rank of a group sends ``sent`` bytes."""
+        if ranks < 2 or sent <= 0:
+            return 0.0
+        mesh = (operation, ranks, nodes)
+        if mesh in self._table:
+            return _interpolated(self._table[mesh], sent)
+        by_links = self.by_links(ranks, nodes, sent)
+        near = self._nearest(mesh)
+        if near is None:
+            return by_links
+        return by_links * _interpolated(self._table[near], sent) / self.by_links(near[1], near[2], sent)
+
+    def _nearest(self, mesh: Mesh) -> Mesh | None:
+        """Return the measured mesh of the same operation and kind of link whose number of ranks is nearest."""
+        operation, ranks, nodes = mesh
+        like = [m for m in self._table if m[0] == operation and (m[2] > 1) == (nodes > 1)]
+        return min(like, key=lambda m: (abs(m[1] - ranks), m[1]), default=None)
+
+    def by_links(self, ranks: int, nodes: int, sent: float) -> float:
+        """Return the seconds from rates and latencies: a ring, or pairs in turn, take a step for each other rank."""
+        link = INTER if nodes > 1 else INTRA
+        return (ranks - 1) * self.latency(link) + sent / self.rate(link)
+
+    def latency(self, link: str) -> float:
+        inside, across = self.cluster.intra_node, self.cluster.inter_node
+        return (inside.latency_us if link == INTRA else across.latency_us) / 1e6
+
+    def rate(self, link: str) -> float:
+        """Return the bytes per second of one rank while all ranks of its node send as much."""
+        across = self.cluster.inter_node
+        if link == INTRA:
+            return self.cluster.intra_node.gbytes_per_s * 1e9
+        share = across.gbits_per_s / self.cluster.ranks_per_node
+        most = across.rank_gbits_per_s
+        return (share if most is None else min(share, most)) * across.efficiency * 1e9 / 8
+
+
+def _interpolated(points: list[tuple[int, float]], sent: float) -> float:
+    """Return the seconds at ``sent`` bytes: between two sizes linearly, below the smallest as that, above the largest
+    at its rate."""
+    at = bisect_left(points, (sent, 0.0))
+    if at == 0:
+        return points[0][1]
+    low, before = points[at - 1]
+    if at == len(points):
+        return before * sent / low
+    high, after = points[at]
+    return before + (after - before) * (sent - low) / (high - low)

@@ -1,0 +1,244 @@
+"""This module runs a step of a layout on a clock: the schedule's actions, and the engine's gathers and reductions.
+
+The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there.
+A module waits for the gathers of its units; gathers begin where gathers.py says that zero/gather.py starts them.
+Reductions follow a backward as zero/reduce.py submits them, and a backward waits where more are under way than the
+policy allows. Each direction is a lane that has two chains under way at most; hops of both lanes share the links, one
+at a time. What is hidden behind compute is what this clock hides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from megazero.mesh.grid import INTER
+from megazero.plan.gathers import Turn, gather_turns
+from megazero.plan.layout import LOCAL, Chain, Layout, Work
+from megazero.pp.schedules import Action, Kind
+
+STREAMS = 2  # of a lane: chains that are under way at once
+SCALAR_ROUNDS = 2  # of the exchange of norms and hashes, in latencies of the slowest link
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a system runs a step. The defaults are this engine's.
+
+    ahead: gathers run ahead of use. behind: reductions run behind the backward; else it waits for each.
+    early_refresh: all refreshes come before the first forward, and hide behind nothing.
+    """
+
+    ahead: bool = True
+    behind: bool = True
+    early_refresh: bool = False
+
+
+ENGINE = Execution()
+BILL = ("compute", "recompute", "tensor", "pipeline", "gather", "reduce", "update")
+
+
+@dataclass
+class Timing:
+    """The seconds of a step, and what they were spent on, as means over the pipeline's ranks.
+
+    pipeline: waits for other stages, messages included. gather, reduce: waits for weights and for gradients, which no
+    compute hid. update: norm, optimizer and the exchange of scalars.
+    """
+
+    seconds: float
+    bill: dict[str, float]
+
+
+@dataclass
+class _Lane:
+    """One direction's chains. ``free``: when each stream is free again."""
+
+    free: deque[float] = field(default_factory=lambda: deque([0.0] * STREAMS))
+
+    def run(self, chain: Chain, start: float, links: dict[str, float]) -> float:
+        """Run a chain not before ``start`` and return when it ends."""
+        at = max(start, self.free.popleft())
+        for link, seconds in chain:
+            if link != LOCAL:
+                at = max(at, links.get(link, 0.0))
+                links[link] = at + seconds
+            at += seconds
+        self.free.append(at)
+        return at
+
+
+class _Rank:
+    """The clock of one pipeline rank. All ranks of a stage do the same at the same time."""
+
+    def __init__(self, layout: Layout, rank: int, execution: Execution, micro_batches: int) -> None:
+        self.layout, self.rank, self.execution = layout, rank, execution
+        self.frame = layout.frame
+        self.now = 0.0
+        self.links: dict[str, float] = {}
+        self.gathers, self.reductions = _Lane(), _Lane()
+        self.pending: deque[float] = deque()
+        self.bill = dict.fromkeys(BILL, 0.0)
+        self.units = layout.units(rank)
+        self.work: list[Work] = [layout.work_of(unit) for unit in self.units.shapes]
+        self.spent: dict[tuple[int, Kind], tuple[float, float, float]] = {}
+        self.left = [micro_batches] * len(self.units.parts)  # backwards to come, by part
+        self.staged = layout.states.g > 1
+        self.moving = any(w.gather for w in self.work)
+        self.seen: set[int] = set()  # parts that had their first forward
+        self.here: dict[int, float] = {}  # when the latest gather of a unit ends
+        self.turns = self._turns(layout.program(rank, micro_batches))
+        if execution.early_refresh:
+            self._refresh_all()
+        self._take_turn()  # as begin_step does: refreshes move while a stage waits for its first forward
+
+    def _turns(self, program: list[tuple[str, int]]) -> Iterator[Turn]:
+        """Return the step's begin and every use of a module, with the gathers that begin then."""
+        if not self.moving:  # no unit is gathered again: the first forward of every part is all there is
+            program = list(dict.fromkeys(segment for segment in program if segment[0] == "F"))
+        copies = self.layout.copies(self.rank)
+        sizes = [work.ahead_bytes for work in self.work]
+        if self.execution.ahead:
+            return gather_turns(copies, program, sizes)
+        return _at_use(gather_turns(replace(copies, prefetch_bytes=0), program, sizes))
+
+    def _refresh_all(self) -> None:
+        for work in self.work:
+            self.now = self.gathers.run(work.refresh, self.now, self.links)
+        self.bill["gather"] += self.now
+
+    def wait_until(self, time: float, item: str) -> None:
+        if time > self.now:
+            self.bill[item] += time - self.now
+            self.now = time
+
+    def run(self, action: Action) -> None:
+        """Run one action, module by module where something moves for its units."""
+        part = action.stage // self.frame.pp
+        modules = self.units.parts[part]
+        backward = action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+        reduces = False
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            self.left[part] -= 1
+            reduces = self.staged or not self.left[part]
+        visits = self.moving and action.kind != Kind.WEIGHT or part not in self.seen
+        self.seen.add(part)
+        if not visits and not reduces:
+            self._spend(self._whole(part, action.kind))
+            return
+        for module in reversed(modules) if backward else modules:
+            if visits:
+                self._take_turn()
+            self._spend(self._one(module.kind, action.kind))
+            if reduces:
+                self._reduce(module.units, part)
+
+    def _whole(self, part: int, kind: Kind) -> tuple[float, float, float]:
+        """Return what all modules of a part spend on compute, recompute and tensor parallelism in an action."""
+        if (part, kind) not in self.spent:
+            each = [self._one(module.kind, kind) for module in self.units.parts[part]]
+            compute, again, tensor = (sum(column) for column in zip(*each, strict=True))
+            self.spent[part, kind] = compute, again, tensor
+        return self.spent[part, kind]
+
+    def _one(self, module: str, kind: Kind) -> tuple[float, float, float]:
+        times = self.frame.compute.times[module]
+        if kind == Kind.WEIGHT:
+            return times.backward_weight, 0.0, 0.0
+        if kind == Kind.FORWARD:
+            return times.forward, 0.0, times.tp_forward
+        weights = times.backward_weight if kind == Kind.BACKWARD else 0.0
+        return times.backward_input + weights, times.recompute, times.tp_backward
+
+    def _spend(self, spent: tuple[float, float, float]) -> None:
+        compute, again, tensor = spent
+        self.bill["compute"] += compute
+        self.bill["recompute"] += again
+        self.bill["tensor"] += tensor
+        self.now += compute + again + tensor
+
+    def _take_turn(self) -> None:
+        """Start what the engine starts at this use of a module, and wait for what the use needs."""
+        turn = next(self.turns)
+        for unit in turn.begun:
+            work = self.work[unit]
+            refresh = () if unit in self.here or self.execution.early_refresh else work.refresh
+            chain = refresh + work.gather
+            self.here[unit] = self.gathers.run(chain, self.now, self.links) if chain else 0.0
+        self.wait_until(max((self.here[unit] for unit in turn.units), default=0.0), "gather")
+
+    def _reduce(self, units: tuple[int, ...], part: int) -> None:
+        for unit in reversed(units):
+            chain = self.work[unit].every if self.left[part] else self.work[unit].last
+            if not chain:
+                continue
+            self.pending.append(self.reductions.run(chain, self.now, self.links))
+            allowed = self.layout.states.pending_reductions if self.staged else len(self.pending)
+            while len(self.pending) > (allowed if self.execution.behind else 0):
+                self.wait_until(self.pending.popleft(), "reduce")
+
+    def finish(self) -> None:
+        self.wait_until(max(self.pending, default=0.0), "reduce")
+
+
+def _at_use(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """Yield the same gathers, but none before the use that it is for."""
+    due: set[int] = set()
+    for units, begun in turns:
+        due.update(begun)
+        yield Turn(units, [unit for unit in units if unit in due])
+        due.difference_update(units)
+
+
+def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
+    """Return the time of one step in the middle of a run."""
+    frame = layout.frame
+    runs = [_run(layout, execution, micro_batches) for micro_batches in frame.sampled]
+    seconds = frame.extrapolated([run.seconds for run in runs])
+    return Timing(seconds, {name: frame.extrapolated([run.bill[name] for run in runs]) for name in BILL})
+
+
+def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
+    frame = layout.frame
+    ranks = [_Rank(layout, rank, execution, micro_batches) for rank in range(frame.pp)]
+    done: dict[Action, float] = {}
+    message = frame.message_seconds
+    for rank, action, event, needed in frame.steps_of(micro_batches)[1]:
+        clock = ranks[rank]
+        ready = [done[other] + (message if away else 0.0) for other, away in needed]
+        if ready:
+            clock.wait_until(max(ready), "pipeline")
+        clock.run(action)
+        done[event] = clock.now
+    for clock in ranks:
+        clock.finish()
+    update = _update_seconds(layout)
+    end = max(clock.now for clock in ranks)
+    for clock in ranks:
+        clock.wait_until(end, "pipeline")
+        clock.bill["update"] += update
+    bill = {name: sum(clock.bill[name] for clock in ranks) / len(ranks) for name in BILL}
+    return Timing(end + update, bill)
+
+
+def _update_seconds(layout: Layout) -> float:
+    """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings."""
+    frame, collectives = layout.frame, layout.frame.collectives
+    largest = max(layout.units(rank).elements for rank in frame.distinct_ranks)
+    across = frame.world.world_size > layout.grid.ranks_per_node
+    nodes = frame.world.world_size // layout.grid.ranks_per_node
+    scalars = (
+        SCALAR_ROUNDS
+        * collectives.latency("inter_node" if across else "intra_node")
+        * max(nodes, 1).bit_length()
+    )
+    return frame.compute.update(largest / layout.shards.os) + scalars + sum(_tied(layout))
+
+
+def _tied(layout: Layout) -> Iterator[float]:
+    nodes = 2 if layout.grid.axis("pp").link == INTER else 1
+    for unit in layout.units(0).shapes:
+        if unit.tied:
+            sent = unit.elements / layout.shards.os * layout.formats.sums
+            yield layout.frame.collectives.seconds("message", 2, nodes, sent)

@@ -1,0 +1,237 @@
+"""This module says which units a rank holds, with their sizes, from the configuration alone.
+
+It lays units out as zero/layout.py does: parameters begin on blocks, regions are whole blocks of every rank's slice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+from megazero.config.model import ModelConfig
+from megazero.config.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
+from megazero.config.wire import Wire
+from megazero.plan.communication import UnitShape
+from megazero.pp.partition import StageSpec
+
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter on one rank.
+
+    replicated: other tensor-parallel ranks hold it, too. partial: its gradient is summed over them even where each
+    has all positions.
+    """
+
+    numel: int
+    replicated: bool
+    partial: bool
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Module:
+    """What one module of a stage needs: its kind, and the numbers of its units among those of the rank."""
+
+    kind: str
+    units: tuple[int, ...]
+
+
+class RankUnits:
+    """The units of one rank in the order of use, and the modules of each of its parts (virtual stages).
+
+    counts: how many units there are of each shape. elements: of all of them.
+    """
+
+    def __init__(self, stages: Sequence[StageSpec], made: Mapping[str, ModuleUnits]) -> None:
+        self._stages, self._made = stages, made
+        self.counts = self._counts(stages)
+        self.elements = sum(shape.elements * number for shape, number in self.counts)
+
+    @property
+    def modules(self) -> tuple[tuple[int, int], ...]:
+        """Return, for each kind of module that is here, its elements and how many there are."""
+        return tuple(
+            (sum(shape.elements for shape in self._made[kind].shapes), number)
+            for kind, number in _modules(self._stages).items()
+            if number
+        )
+
+    @property
+    def most_in_module(self) -> int:
+        """Return the most units that one module has."""
+        return max(len(self._made[kind].shapes) for kind, n in _modules(self._stages).items() if n)
+
+    def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
+        out: Counter[UnitShape] = Counter()
+        for kind, modules in _modules(stages).items():
+            for shape in self._made[kind].shapes if modules else ():
+                out[shape] += modules
+        return tuple(out.items())
+
+    def counts_of(self, part: int) -> tuple[tuple[UnitShape, int], ...]:
+        """Return how many units of each shape a part is the first to use."""
+        return self._counts([self._stages[part]])
+
+    @cached_property
+    def _laid_out(self) -> tuple[tuple[UnitShape, ...], tuple[tuple[Module, ...], ...]]:
+        shapes: list[UnitShape] = []
+        parts: list[tuple[Module, ...]] = []
+        for stage in self._stages:
+            modules: list[Module] = []
+            for kind in [EMBEDDING] * stage.embedding + [LAYER] * len(stage.layers) + [HEAD] * stage.head:
+                own = list(range(len(shapes), len(shapes) + len(self._made[kind].shapes)))
+                shapes += self._made[kind].shapes
+                table = self._made[EMBEDDING].table
+                if kind == HEAD and table is not None:
+                    own.insert(0, table)  # the embedding is the first module of the rank
+                modules.append(Module(kind, tuple(own)))
+            parts.append(tuple(modules))
+        return tuple(shapes), tuple(parts)
+
+    @property
+    def shapes(self) -> tuple[UnitShape, ...]:
+        return self._laid_out[0]
+
+    @property
+    def parts(self) -> tuple[tuple[Module, ...], ...]:
+        return self._laid_out[1]
+
+
+def _modules(stages: Sequence[StageSpec]) -> dict[str, int]:
+    return {
+        EMBEDDING: sum(s.embedding for s in stages),
+        LAYER: sum(len(s.layers) for s in stages),
+        HEAD: sum(s.head for s in stages),
+    }
+
+
+@lru_cache(maxsize=64)
+def module_parameters(model: ModelConfig, tp: int) -> Mapping[str, tuple[Parameter, ...]]:
+    """Return the parameters of the embedding, of a layer and of the head on a rank with the largest share."""
+    by_module: defaultdict[str, list[Parameter]] = defaultdict(list)
+    for role in parameter_roles(model):
+        kind, _, rest = role.name.partition(".")
+        if kind == "layers":
+            if not rest.startswith("0."):
+                continue
+            kind = LAYER
+        by_module[kind].append(_local(model, role, tp))
+    if not model.untie_embeddings_and_output_weights:
+        table = next(p for p in by_module[EMBEDDING] if p.tied)
+        by_module[HEAD].append(table)
+    return {kind: tuple(parameters) for kind, parameters in by_module.items()}
+
+
+def _local(model: ModelConfig, role: ParameterRole, tp: int) -> Parameter:
+    tied = role.name == "embedding.tokens.weight" and not model.untie_embeddings_and_output_weights
+    if role.name in ("embedding.tokens.weight", "head.weight"):
+        return Parameter(model.padded_vocab_size(tp) // tp * model.hidden_size, False, False, tied)
+    copies = head_copies(model, role.name, tp)
+    replicated = tp > 1 and (role.split is None or copies > 1)
+    share = 1 if role.split is None else tp / copies
+    partial = replicated and (copies > 1 or of_own_heads(model, role.name))
+    return Parameter(int(prod(role.shape) / share), replicated, partial)
+
+
+def rank_units(
+    model: ModelConfig,
+    stages: Sequence[StageSpec],
+    tp: int,
+    sequence_parallel: bool,
+    wire: Wire,
+    chunk_numel: int,
+    data_ranks: int,
+    os: int,
+) -> RankUnits:
+    """Return the units of the rank that holds ``stages``.
+
+    data_ranks: d, whose slices are whole blocks. os: how many ranks share the optimizer states.
+    """
+    whole = any(s.embedding for s in stages) and any(s.head for s in stages)
+    made = {
+        kind: _module_units(model, kind, tp, sequence_parallel, wire, chunk_numel, data_ranks, os, whole)
+        for kind in (EMBEDDING, LAYER, HEAD)
+    }
+    return RankUnits(stages, made)
+
+
+@dataclass(frozen=True)
+class ModuleUnits:
+    """The units of one module. table: the number of the unit whose weight is the head's, too, on this rank."""
+
+    shapes: tuple[UnitShape, ...]
+    table: int | None = None
+
+
+@lru_cache(maxsize=4096)
+def _module_units(
+    model: ModelConfig,
+    kind: str,
+    tp: int,
+    sequence_parallel: bool,
+    wire: Wire,
+    chunk_numel: int,
+    data_ranks: int,
+    os: int,
+    whole: bool,
+) -> ModuleUnits:
+    """whole: the rank holds the embedding and the head."""
+    parameters = module_parameters(model, tp)[kind]
+    if kind == HEAD and whole:
+        parameters = tuple(p for p in parameters if not p.tied)
+    groups = _chunks(parameters, chunk_numel, apart=not whole)
+    shapes = tuple(
+        _shape(group, wire, tp, sequence_parallel, data_ranks, os, not whole and group[0].tied)
+        for group in groups
+    )
+    shared = [
+        i for i, group in enumerate(groups) if whole and kind == EMBEDDING and any(p.tied for p in group)
+    ]
+    return ModuleUnits(shapes, *shared)
+
+
+def _chunks(parameters: Sequence[Parameter], limit: int, apart: bool) -> tuple[tuple[Parameter, ...], ...]:
+    """Cut a module's parameters into units. ``apart``: a tied one, which the other end holds, has its own."""
+    out: list[list[Parameter]] = []
+    room = 0
+    for p in parameters:
+        if p.tied and apart:
+            continue
+        if not out or p.numel > room:
+            out.append([])
+            room = limit
+        out[-1].append(p)
+        room -= p.numel
+    first = [[p] for p in parameters if p.tied and apart]
+    return tuple(tuple(group) for group in [*first, *out])
+
+
+def _shape(
+    group: tuple[Parameter, ...],
+    wire: Wire,
+    tp: int,
+    sequence_parallel: bool,
+    data_ranks: int,
+    os: int,
+    tied: bool,
+) -> UnitShape:
+    block = wire.block
+    quantises = bool(wire.codings)
+    exact = [p for p in group if p.numel <= wire.exact_numel or quantises and p.replicated]
+    coded = [p for p in group if p not in exact]
+    if not coded:
+        coded, exact, quantises = list(group), [], False
+
+    def region(parameters: Sequence[Parameter]) -> int:
+        used = sum(-(-p.numel // block) * block for p in parameters)
+        return -(-used // (block * data_ranks)) * block * data_ranks
+
+    summed = sum(p.numel for p in group if p.partial or p.replicated and sequence_parallel)
+    return UnitShape(region(coded), region(exact), quantises, summed // os, tied)

@@ -1,0 +1,362 @@
+"""The planner: its units and bytes are those of the engine, its bounds hold, its search finds the best."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megazero.config import ConfigError, World, make_config, parse
+from megazero.plan.cluster import (
+    Cluster,
+    Device,
+    InterNode,
+    IntraNode,
+    MeasuredCollective,
+    known_clusters,
+    load_cluster,
+    parse_cluster,
+)
+from megazero.plan.command import main
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
+from megazero.plan.report import layout_flags
+from megazero.plan.search import Search, least_seconds
+from megazero.plan.seconds import Collectives
+from megazero.plan.simulate import Execution, simulate
+from megazero.verify.expected_bytes import ExpectedBytes
+
+MODEL = {
+    "model_family": "llama",
+    "num_layers": 6,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "seq_length": 64,
+    "vocab_size": 1000,
+    "params_dtype": "bf16",
+    "global_batch_size": 32,
+    "micro_batch_size": 1,
+    "lr": 1e-3,
+    "train_iters": 5,
+    "mock_data": True,
+}
+WORDS = [
+    "--model-family",
+    "llama",
+    "--num-layers",
+    "6",
+    "--hidden-size",
+    "256",
+    "--num-attention-heads",
+    "8",
+    "--seq-length",
+    "64",
+    "--vocab-size",
+    "1000",
+    "--bf16",
+    "--global-batch-size",
+    "32",
+]
+
+
+ALONE = [
+    "--tensor-model-parallel-size",
+    "1",
+    "--pipeline-model-parallel-size",
+    "1",
+    "--micro-batch-size",
+    "1",
+]
+
+
+def cluster(nodes: int = 2, ranks: int = 4, gbits: float = 1.0, gib: float = 16.0) -> Cluster:
+    device = Device("card", gib, 100.0, 0.5, bf16_tflops=1.0, reserved_gib=0.0)
+    return Cluster("lab", nodes, ranks, device, IntraNode(10.0), InterNode(gbits))
+
+
+def layout(values: dict[str, object], on: Cluster) -> Layout:
+    world = World(on.world_size, on.ranks_per_node)
+    config = make_config({**MODEL, **values, "ranks_per_node": on.ranks_per_node}, world)
+    return Layout(Frame(config, world, on, Collectives(on)), config.zero)
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes"),
+    [
+        ({"zero_preset": "zeropp"}, 2),
+        ({"zero_preset": "zero3", "model_family": "gpt"}, 2),
+        ({"zero_preset": "zero3", "zero_params_lifetime": "gathered"}, 2),
+        ({"tensor_model_parallel_size": 2, "num_query_groups": 2, "zero_preset": "hpz"}, 2),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "model_family": "bloom"}, 4),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2),
+        ({"zero_preset": "zero3", "zero_gradients_lifetime": "step", "zero_prefetch_bytes": 10**6}, 2),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", "zero_shard": (1, 4, 4)}, 2),
+    ],
+)
+def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: int) -> None:
+    plan = layout(values, cluster(nodes))
+    expected = ExpectedBytes(plan.config, plan.frame.world, False, plan.wire.block)
+    for stage, total in enumerate(plan.bytes_by_stage):
+        rank = plan.grid.rank_of(stage, 0, 0)
+        want = expected.bytes_of(rank, 1, False)
+        assert {f"{kind}_{link}_bytes": sent for (kind, link), sent in total.items() if sent} == want
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gpt_neox", "falcon"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bytes_of_other_layers(family: str, sequence_parallel: bool) -> None:
+    """A data-parallel rank sums what it holds of the gradients that tensor-parallel ranks share; here the mean."""
+    values = {"model_family": family, "tensor_model_parallel_size": 2, "recompute_granularity": "full"}
+    plan = layout({**values, "sequence_parallel": sequence_parallel}, cluster())
+    expected = ExpectedBytes(plan.config, plan.frame.world, False, plan.wire.block)
+    (total,) = plan.bytes_by_stage
+    each = [expected.bytes_of(plan.grid.rank_of(0, dp, 0), 1, False) for dp in range(4)]
+    for (kind, link), sent in total.items():
+        mean = sum(want.get(f"{kind}_{link}_bytes", 0) for want in each) / len(each)
+        assert sent == pytest.approx(mean, rel=1e-3 if kind == "tp" else 0), (kind, link)
+
+
+@pytest.mark.parametrize(
+    ("shard", "bytes_per_parameter"),
+    [((1, 1, 1), 18), ((1, 1, 8), 2 + 4 + 12 / 8), ((4, 8, 8), 2 / 4 + 16 / 8), ((8, 8, 8), 18 / 8)],
+)
+def test_model_states_are_those_of_the_shards(shard: tuple[int, ...], bytes_per_parameter: float) -> None:
+    plan = layout({"zero_shard": shard}, cluster())
+    parameters = plan.units(0).elements
+    assert plan.memory.model_states == pytest.approx(bytes_per_parameter * parameters, rel=1e-6)
+
+
+def test_whole_gradients_are_whole_and_cross_nodes_once() -> None:
+    each, once = (
+        layout({"zero_preset": "zero3", **more}, cluster())
+        for more in ({}, {"zero_gradients_lifetime": "step"})
+    )
+    assert once.memory.gradients == each.shards.g * each.memory.gradients
+    assert once.bytes_across_nodes < each.bytes_across_nodes
+    assert simulate(once).bill["reduce"] < simulate(each).bill["reduce"]
+
+
+def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
+    sizes = {r: layout({"recompute_granularity": r}, cluster()).memory for r in ("none", "selective", "full")}
+    kept = [sizes[r].activations for r in ("none", "selective", "full")]
+    assert kept[0] > kept[1] > kept[2]
+    first, last = (
+        layout({"pipeline_model_parallel_size": 4, "pipeline_schedule": s}, cluster())
+        for s in ("1f1b", "gpipe")
+    )
+    assert last.memory.activations > first.memory.activations
+    assert first.frame.activation_memory[0]["activations"] > first.frame.activation_memory[3]["activations"]
+
+
+def test_without_links_a_step_is_its_compute() -> None:
+    fast = replace(cluster(), intra_node=IntraNode(1e9, 0.0), inter_node=InterNode(1e10, None, 0.0))
+    fast = replace(fast, device=replace(fast.device, codec_gbytes_per_s=1e9))
+    plan = layout({"zero_preset": "zero3"}, fast)
+    timing = simulate(plan)
+    update = timing.bill["update"]
+    assert timing.seconds - update == pytest.approx(plan.frame.compute_only[0], rel=1e-3)
+    assert timing.bill["compute"] == pytest.approx(plan.frame.compute_only[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "values", [{"zero_preset": "zero3"}, {"pipeline_model_parallel_size": 2, "zero_preset": "zero1"}]
+)
+def test_the_bill_is_the_step_and_hiding_helps(values: dict[str, object]) -> None:
+    plan = layout(values, cluster())
+    timing = simulate(plan)
+    assert sum(timing.bill.values()) == pytest.approx(timing.seconds)
+    for worse in (Execution(ahead=False), Execution(behind=False), Execution(early_refresh=True)):
+        assert simulate(plan, worse).seconds >= timing.seconds - 1e-12
+    assert simulate(plan, Execution(False, False, True)).seconds > timing.seconds
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero_preset": "zero3", "global_batch_size": 512},
+        {"pipeline_model_parallel_size": 4, "zero_preset": "zero1", "global_batch_size": 200},
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 3,
+            "global_batch_size": 400,
+        },
+    ],
+)
+def test_long_steps_follow_from_their_period(
+    values: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = layout(values, cluster())
+    assert len(plan.frame.sampled) == 2
+    short = simulate(plan).seconds
+    monkeypatch.setattr("megazero.plan.frame.SAMPLED", 10**6)
+    assert simulate(layout(values, cluster())).seconds == pytest.approx(short, rel=0.01)
+
+
+@pytest.mark.parametrize("ahead", [0, 256 << 20])
+def test_search_finds_what_asking_everything_finds(ahead: int) -> None:
+    """Also with room for more than the whole model ahead, where units stay gathered by themselves."""
+    on = cluster(2, 2, 0.2)
+    values = {**MODEL, "num_layers": 4, "global_batch_size": 8, "ranks_per_node": 2}
+    values["zero_prefetch_bytes"] = ahead
+    del values["micro_batch_size"]
+    search = Search(values, on, "zeropp")
+    best = search.best(5)
+    everything = []
+    for frame in Search(values, on, "zeropp").frames():
+        for family, least in search.families(frame):
+            for plan, _ in search.layouts(family):
+                seconds = simulate(plan).seconds
+                assert max(least, least_seconds(plan)) <= seconds * (1 + 1e-9)
+                everything += [seconds] * plan.fits
+    assert [f.timing.seconds for f in sorted(best, key=lambda f: f.timing.seconds)] == sorted(everything)[:5]
+    assert search.counts.simulated < len(everything)
+
+
+def test_what_is_given_stays_and_flags_are_legal() -> None:
+    on = cluster()
+    values = {**MODEL, "pipeline_model_parallel_size": 2, "ranks_per_node": 4}
+    for found in Search(values, on, "aggressive").best():
+        flags = layout_flags(found.layout.config)
+        config = parse(
+            [*WORDS, *flags, "--ranks-per-node", "4", "--lr", "1e-3", "--train-iters", "5", "--mock-data"],
+            World(8, 4),
+        )
+        assert config.parallel.pipeline_model_parallel_size == 2
+        assert config.shards(World(8, 4)) == found.layout.shards
+        assert config.wire(World(8, 4)) == found.layout.wire
+        assert config.pipeline_schedule == found.layout.frame.schedule_name
+
+
+@pytest.mark.parametrize("given", [{"zero_stage": 3}, {"zero_preset": "zeropp"}, {"zero_preset": "zero3"}])
+def test_given_sharding_stays(given: dict[str, object]) -> None:
+    values = {
+        **MODEL,
+        **given,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "ranks_per_node": 4,
+    }
+    best = Search(values, cluster(), "zeropp").best()
+    wanted = (4, 4, 8) if given == {"zero_preset": "zeropp"} else (8, 8, 8)
+    assert best and all(found.layout.shards.factors == wanted for found in best)
+    for found in best:
+        flags = [
+            *layout_flags(found.layout.config),
+            "--ranks-per-node",
+            "4",
+            "--lr",
+            "1e-3",
+            "--train-iters",
+            "5",
+        ]
+        assert parse([*WORDS, *flags, "--mock-data"], World(8, 4)).wire(World(8, 4)) == found.layout.wire
+
+
+def test_measured_collectives_stand_above_links() -> None:
+    rows = [MeasuredCollective("gather", 2, 2, size, time) for size, time in ((1000, 1.0), (3000, 2.0))]
+    known = Collectives(replace(cluster(), collectives=tuple(rows)))
+    assert known.seconds("gather", 2, 2, 2000) == pytest.approx(1.5)
+    assert known.seconds("gather", 2, 2, 10) == 1.0
+    assert known.seconds("gather", 2, 2, 6000) == pytest.approx(4.0)
+    wider = known.seconds("gather", 4, 4, 3000) / known.seconds("gather", 2, 2, 3000)
+    assert wider == pytest.approx(known.by_links(4, 4, 3000) / known.by_links(2, 2, 3000))
+    assert known.seconds("sum", 2, 2, 2000) == known.by_links(2, 2, 2000)
+
+
+def test_clusters_of_the_package_are_legal() -> None:
+    assert len(known_clusters()) >= 7
+    for name in known_clusters():
+        assert load_cluster(name).world_size > 0
+
+
+def test_every_fault_of_a_cluster_file_is_reported_at_once() -> None:
+    text = """
+name: lab
+nodes: 0
+ranks_per_node: 4
+colour: red
+device: {name: card, memory_gib: -3, memory_gbytes_per_s: 100, matmul_efficiency: 1.5, memroy: 2}
+intra_node: {latency_us: x}
+collectives: [{operation: gathr, ranks: 2, nodes: 1, bytes: 10}]
+"""
+    with pytest.raises(ConfigError) as error:
+        parse_cluster(text, "lab.yaml")
+    found = "\n".join(error.value.errors)
+    for part in (
+        "nodes 0 must be at least 1",
+        "colour does not exist",
+        "memory_gib -3 must be above 0",
+        "matmul_efficiency 1.5 must be at most 1",
+        "memroy does not exist",
+        "intra_node: latency_us takes a number",
+        "intra_node: gbytes_per_s is required",
+        "inter_node: gbits_per_s is required",
+        "gathr is not one of",
+        "seconds is required",
+    ):
+        assert part in found, (part, found)
+
+
+def write_cluster(path: Path, gib: float) -> str:
+    text = f"""
+name: lab
+nodes: 2
+ranks_per_node: 4
+device:
+  {{name: card, memory_gib: {gib}, reserved_gib: 0, memory_gbytes_per_s: 100, matmul_efficiency: 0.5, bf16_tflops: 1}}
+intra_node: {{gbytes_per_s: 10}}
+inter_node: {{gbits_per_s: 1}}
+"""
+    path.write_text(text)
+    return str(path)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_cluster(tmp_path / "lab.yaml", 1)
+    words = [
+        *WORDS,
+        "--cluster",
+        file,
+        "--plan-output",
+        str(tmp_path / "out"),
+        "--tensor-model-parallel-size",
+        "1",
+    ]
+    assert main([*words, "--explain", "--zero-preset", "zero3"]) == 0
+    out = capsys.readouterr().out
+    assert "times as fast" in out
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert shlex.join(plan["layouts"][0]["flags"]) in out
+    assert main([*words, "--explain", "--zero-preset", "hpzz"]) == 0
+    assert "not legal" in capsys.readouterr().out
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_cluster(tmp_path / "lab.yaml", 0.06)
+    words = [*WORDS, *ALONE, "--cluster", file, "--plan-output", str(tmp_path / "out")]
+    assert main([*words, "--zero-preset", "ddp"]) == 1
+    said = capsys.readouterr().err
+    assert "no layout fits" in said and "without --zero-preset ddp: TP 1, PP 1, DP 8, P,G,OS 8,8,8" in said
+    assert main(words) == 0, "what was advised fits"
+    file = write_cluster(tmp_path / "lab.yaml", 0.031)
+    assert main([*words, "--recompute-granularity", "full"]) == 1
+    assert "2 more nodes, 4 in all" in capsys.readouterr().err
+
+
+def test_faults_of_a_command_line_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--num-layerz", "3", "--cluster", "dgx2", "--loss-policy", "some"]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "num-layers",
+        "--cluster dgx2",
+        "--loss-policy some",
+        "--global-batch-size is required",
+        "--vocab-size",
+    ):
+        assert part in said
+    words = [word for word in WORDS if word != "--bf16"]
+    assert main([*words, "--bf16", "--cluster", "dgx2-v100-1ib"]) == 2
+    assert "nearest: --fp16" in capsys.readouterr().err
