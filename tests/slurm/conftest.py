@@ -1,4 +1,4 @@
-"""The fixture ``slurm``: a real cluster of two nodes. Where there is none, the test is skipped and says what to install."""
+"""The fixture ``slurm``: a real cluster of two nodes. Without one the test is skipped and says what to install."""
 
 from collections.abc import Iterator
 from pathlib import Path
