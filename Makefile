@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: quickstart test test-unit test-dist test-netlab test-slow bench gpu-report lint clean
+.PHONY: quickstart test test-unit test-dist test-netlab test-slow slurm-test bench gpu-report lint clean
 .NOTPARALLEL:
 
 $(TORCH_STAMP):
@@ -67,6 +67,10 @@ test-netlab: $(VENV)/.test
 # The full parity products and other long runs: some three hours on 2 cores.
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# A real SLURM on this machine (some minutes, as root). Without slurm-wlm and munge it says what to install.
+slurm-test: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow -rs tests/slurm $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/benchmarks/step_time.py

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -93,13 +94,14 @@ def every(cases: list[dict[str, Any]]) -> list[list[int]]:
     return [waits(values) for values in cases]
 
 
-def test_the_host_waits_once_a_step() -> None:
-    for found in run_ranks(4, every, list(CASES.values())):
+def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
+    logs = {"log_dir": str(tmp_path)}
+    for found in run_ranks(4, every, [{**values, **logs} for values in CASES.values()]):
         assert dict(zip(CASES, found, strict=True)) == {name: [1] * (STEPS - STEADY) for name in CASES}
 
 
-def test_another_wait_is_found() -> None:
+def test_another_wait_is_found(tmp_path: Path) -> None:
     """The test above can fail."""
     assert TINY["train_iters"] > STEADY
     with pytest.raises(RankError, match="calls __bool__: the host waits"):
-        run_ranks(1, waits, {"zero_preset": "ddp", "ranks_per_node": 1}, True)
+        run_ranks(1, waits, {"zero_preset": "ddp", "ranks_per_node": 1, "log_dir": str(tmp_path)}, True)

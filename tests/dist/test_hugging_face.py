@@ -20,7 +20,7 @@ from megazero.train import setup
 from megazero.zero.records import held_bytes
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, refusals
-from tests.family_models import VARIANTS, save
+from tests.family_models import save
 from tests.hugging_face import save_model, weights_digest
 
 # What a folder decides is not said; the order of samples and the length of the run are the run's own.
@@ -30,6 +30,7 @@ RUN = {
 RUN |= {"train_iters": 2, "eval_iters": 1, "device": "cpu", "make_vocab_size_divisible_by": 2}
 ZERO3 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "zero_preset": "zero3"}
 SMALL = {"zero_exact_numel": 64, "zero_block_size": 8}  # else nothing of so small a model is quantised
+FUSED = "falcon-40b"
 LAYOUTS = {
     "one rank": ("llama", 1, {}),
     "TP 2 x DP 2, zero3": ("llama", 4, ZERO3),
@@ -41,8 +42,8 @@ LAYOUTS = {
     ),
     "one rank, tied": ("gpt2", 1, {}),
     "PP 2 x DP 2, tied": ("gpt2", 4, {"pipeline_model_parallel_size": 2, "zero_preset": "zero2"}),
-    "one rank, fused rows": ("falcon-40b", 1, {}),
-    "TP 2 x DP 2, fused rows": ("falcon-40b", 4, ZERO3),
+    "one rank, fused rows": (FUSED, 1, {}),
+    "TP 2 x DP 2, fused rows": (FUSED, 4, ZERO3),
 }
 KINDS = tuple(dict.fromkeys(kind for kind, _, _ in LAYOUTS.values()))
 
@@ -76,9 +77,8 @@ def train(values):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("published")
-    return {
-        kind: save(kind, root / kind) if kind in VARIANTS else save_model(root / kind, kind) for kind in KINDS
-    }
+    made = {kind: save_model(root / kind, kind) for kind in ("llama", "gpt2")}
+    return {**made, FUSED: save(FUSED, root / FUSED)}
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +173,9 @@ def test_flags_that_are_another_model_are_errors_at_once(folders):
     assert "--hidden-size 64 is not the model" in text and "--num-layers 3 is not the model" in text
     config = make_config({**RUN, "load": f"hf:{folders['llama']}", "load_optim": False})
     assert any("--no-load-optim has no effect" in note for note in config.notes), config.notes
+    longer = make_config({**RUN, "load": f"hf:{folders['llama']}", "rotary_base": 5e5})  # as with --finetune
+    assert longer.model.rotary_base == 5e5
+    assert any("--rotary-base 500000 replaces --rotary-base 10000" in note for note in longer.notes)
     with pytest.raises(ConfigError, match="nowhere.config.json' is missing"):
         make_config({**RUN, "load": "hf:/nowhere"})
     with pytest.raises(ConfigError, match="--save-hf out has no effect without --save"):

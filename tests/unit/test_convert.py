@@ -96,23 +96,37 @@ def test_generate_reads_an_imported_checkpoint(checkpoint, folder):
     assert torch.allclose(ours, theirs(tokens).logits, atol=1e-5)
 
 
-def test_a_kill_half_way_is_resumed_and_finished_files_stay(checkpoint, tmp_path):
-    """The process is killed in the third file; the next call writes only what is missing."""
+def killed(renames, *words):
+    """Run the command and kill it when it gives a finished file its name for the first time after ``renames``."""
     program = (
         "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from megazero.convert import shards\n"
         "from megazero.convert.command import main\n"
-        "left, rename = [2], os.rename\n"
+        "left, rename = [int(sys.argv[1])], os.rename\n"
         "def renaming(*names):\n"
         "    left[0] -= 1\n"
         "    os.kill(os.getpid(), signal.SIGKILL) if left[0] < 0 else rename(*names)\n"
-        "shards.os.rename = renaming\n"
-        "main(sys.argv[1:])\n"
+        "os.rename = renaming\n"
+        "main(sys.argv[2:])\n"
     )
-    words = ["to-hf", str(checkpoint), str(tmp_path / "out"), "--shard-size", "9KB", "--no-check"]
-    done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    command = [sys.executable, "-c", program, str(renames), *map(str, words)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+
+
+def test_a_killed_import_harms_nothing_and_the_same_command_does_it(folder, tmp_path):
+    """It begins again, and removes what the killed one left."""
+    before = weights_digest(folder)
+    killed(0, "from-hf", folder, tmp_path / "ck", "--no-check")
+    (left,) = (tmp_path / "ck").iterdir()
+    assert left.name.startswith(".iter_0000000.partial") and store.latest(tmp_path / "ck") is None
+    assert convert("from-hf", folder, tmp_path / "ck") == 0
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["iter_0000000"]
+    assert weights_digest(folder) == before
+
+
+def test_a_kill_half_way_is_resumed_and_finished_files_stay(checkpoint, tmp_path):
+    """The process is killed in the third file; the next call writes only what is missing."""
+    killed(2, "to-hf", checkpoint, tmp_path / "out", "--shard-size", "9KB", "--no-check")
+    assert not (tmp_path / "out").exists()
     partial = tmp_path / "out.partial"
     kept = {file: file.stat().st_mtime_ns for file in partial.glob("*.safetensors")}
     assert len(kept) == 2 and not (partial / "config.json").exists()
@@ -157,6 +171,43 @@ def test_a_full_disk_harms_nothing_and_the_same_command_goes_on(checkpoint, tmp_
         "File too large" in error and "the same command goes on" in error and not (tmp_path / "out").exists()
     )
     assert convert("to-hf", checkpoint, tmp_path / "out", "--shard-size", "6KB") == 0
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system with 32 kB, which is less than the model. Needs the right to mount."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(root)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a file system")
+    yield root
+    subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def grow(disk):
+    subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+
+
+def test_an_export_to_a_disk_that_fills_up_goes_on(checkpoint, disk, tmp_path, capsys, monkeypatch):
+    """Something else takes the space after it was found to be enough."""
+    with monkeypatch.context() as patch:
+        patch.setattr(export.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+        assert convert("to-hf", checkpoint, disk / "out", "--shard-size", "9KB", "--no-check") == 2
+    assert "No space left on device" in capsys.readouterr().err and not (disk / "out").exists()
+    assert len(list((disk / "out.partial").glob("*.safetensors"))) >= 1
+    grow(disk)
+    assert convert("to-hf", checkpoint, disk / "out", "--shard-size", "9KB") == 0
+    whole = finish(write_folder(Source(checkpoint), tmp_path / "other", shard_bytes=9_000))
+    assert weights_digest(disk / "out") == weights_digest(whole)
+
+
+def test_an_import_to_a_full_disk_harms_nothing(folder, disk, capsys):
+    assert convert("from-hf", folder, disk / "ck") == 2
+    assert "No space left on device" in capsys.readouterr().err and store.latest(disk / "ck") is None
+    assert not list((disk / "ck").iterdir())
+    grow(disk)
+    assert convert("from-hf", folder, disk / "ck") == 0
 
 
 def first_shard(folder: Path) -> Path:

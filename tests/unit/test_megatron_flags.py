@@ -168,6 +168,14 @@ def in_tokens(line):
     return parse([*base, *line.split()])
 
 
+def test_of_a_flag_that_stands_twice_the_last_one_counts():
+    config = run("--layernorm-epsilon 1e-6 --global-batch-size 16 --layernorm-epsilon 1e-7")
+    assert config.model.norm_epsilon == 1e-7
+    assert "--layernorm-epsilon 1e-7 replaces the earlier 1e-6" in config.notes
+    config = in_tokens("--train-tokens 9600 --global-batch-size 16 --train-tokens 3200")
+    assert config.training.train_samples == 112
+
+
 def test_tokens_are_samples_of_the_sequence_length():
     """At --seq-length 32: 3200 tokens are 100 samples, which batches of 16 reach in iteration 7."""
     config = in_tokens(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megazero.config.fields import Option, show
@@ -41,11 +41,22 @@ def conclude(layer: Layer) -> None:
         flags = "Megatron's flag" if len(typed) == 1 else "Megatron's flags"
         verb = "is" if len(typed) == 1 else "are"
         layer.errors.append(f"{', '.join(dict.fromkeys(typed))} {verb} {flags}, not built here: {cure}")
-    meanings = dict.fromkeys(line for each in layer.implied for line in _settle(layer, *each))
+    meanings = dict.fromkeys(line for each in _last(layer) for line in _settle(layer, *each))
     if meanings:
         layer.notes.append(f"Megatron's names: {'; '.join(meanings)}")
     layer.refused.clear()
     layer.implied.clear()
+
+
+def _last(layer: Layer) -> Iterable[tuple[str, Any, str]]:
+    """Return what mapped flags give to options. Of a flag that stands twice the last one counts, with a note."""
+    last: dict[tuple[str, str], tuple[str, Any, str]] = {}
+    for name, value, typed in layer.implied:
+        key = (name, typed.split()[0])
+        if key in last and last[key][1] != value:
+            layer.notes.append(f"{typed} replaces the earlier {last[key][2].partition(' ')[2]}")
+        last[key] = (name, value, typed)
+    return last.values()
 
 
 def _settle(layer: Layer, name: str, raw: Any, typed: str) -> Iterator[str]:
