@@ -168,8 +168,9 @@ def buffers(units: RankUnits, states: States, micro_batches: int) -> dict[str, f
     chains = max(map(states.gather_messages, shapes)) + max(
         states.reduction_messages(u, micro_batches) for u in shapes
     )
-    waiting = units.most_in_module + states.pending_reductions if states.g > 1 else 0
-    raw = max(u.elements for u in shapes) * width  # a gradient as autograd makes it, or a unit's staging
+    waiting = 1 + states.pending_reductions if states.g > 1 else 0
+    # At most: a parameter's gradient as autograd makes it, and a unit's staging.
+    raw = max(u.elements for u in shapes) * width
     return {"gathered": gathered, "staging": (1 + waiting) * raw + STREAMS * chains}
 
 

@@ -63,11 +63,6 @@ class RankUnits:
             if number
         )
 
-    @property
-    def most_in_module(self) -> int:
-        """Return the most units that one module has."""
-        return max(len(self._made[kind].shapes) for kind, n in _modules(self._stages).items() if n)
-
     def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
         out: Counter[UnitShape] = Counter()
         for kind, modules in _modules(stages).items():

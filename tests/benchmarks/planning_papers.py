@@ -166,6 +166,8 @@ def gpt_values(model: str, tokens: int, ranks: int, recompute: str = "full") -> 
     return {
         **GPTS[model],
         "model_family": "gpt",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         "vocab_size": 50257,
         "seq_length": 1024,
         "params_dtype": "fp16",
