@@ -15,11 +15,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megazero import zero
+from megazero.config.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder, initializer, make_model
 from megazero.train.learning_rate import LearningRate
+from megazero.train.loss_scaling import LossScaling
+from megazero.train.parallelize import DTYPES
 from megazero.zero.build import Init
 from tests.benchmarks.loss_data import evaluation_samples, train_samples
 from tests.benchmarks.loss_variants import VARIANTS, Variant
@@ -55,8 +58,11 @@ class Settings:
     interval: int = 50
     curve: int = 256
     evaluation: int = 1536
+    dtype: str = "bf16"  # of parameters; losses in fp16 are scaled as the trainer's are
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype = {self.dtype} is none of {', '.join(DTYPES)}")
         whole = RANKS * CHUNK
         for name in ("curve", "evaluation"):
             value = getattr(self, name)
@@ -83,7 +89,7 @@ class Settings:
             vocab_size=self.vocabulary,
             max_position_embeddings=self.sequence,
         )
-        return Decoder(config, device="meta", dtype=torch.bfloat16)
+        return Decoder(config, device="meta", dtype=DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,7 @@ def train(folder: Path, settings: Settings, run: Run, trace: Path | None = None)
     evaluate = Evaluation(folder, settings)
     curve = [(0, evaluate(model, engine, settings.curve))]
     keep = _Trace(trace, settings.steps) if trace else None
+    scaling = LossScaling.of(PrecisionConfig(params_dtype=settings.dtype))
     sent = skipped = 0
     errors: dict[str, list[float]] = {}
     data = train_samples(folder, settings.sequence, run.seed, settings.steps * RANKS * settings.micro_batch)
@@ -180,7 +187,7 @@ def train(folder: Path, settings: Settings, run: Run, trace: Path | None = None)
     ) as batches:
         for step in range(1, settings.steps + 1):
             engine.traffic.take()
-            info = one_step(settings, model, engine, batches, step)
+            info = one_step(settings, model, engine, batches, step, scaling)
             skipped += info.skipped
             for kind, error in info.errors.items():
                 errors.setdefault(kind, []).append(error)
@@ -205,9 +212,15 @@ def train(folder: Path, settings: Settings, run: Run, trace: Path | None = None)
 
 
 def one_step(
-    settings: Settings, model: Decoder, engine: zero.Engine, batches: Batches, step: int
+    settings: Settings,
+    model: Decoder,
+    engine: zero.Engine,
+    batches: Batches,
+    step: int,
+    scaling: LossScaling | None = None,
 ) -> zero.StepInfo:
-    """Step number ``step``, from 1."""
+    """Step number ``step``, from 1. scaling: that of the run; by default losses are not scaled."""
+    scaling = scaling or LossScaling()
     rate = LearningRate(
         peak=settings.peak,
         decay=settings.steps,
@@ -216,11 +229,14 @@ def one_step(
         style="linear",
     )
     for group in engine.optimizer.torch.param_groups:
-        group["lr"] = rate(step - 1)
+        group["lr"] = rate(step - 1 - scaling.skipped(by_samples=False))
     (batch,) = batches.next_step(1)
-    engine.begin_step(1, divisor=settings.tokens)
-    model(batch["tokens"], batch["labels"]).sum().backward()
-    return engine.step()
+    factor, divisor = scaling.factors(settings.tokens, RANKS)
+    engine.begin_step(1, divisor=divisor)
+    (model(batch["tokens"], batch["labels"]).sum() * factor).backward()
+    info = engine.step()
+    scaling.update(info.skipped, RANKS * settings.micro_batch)
+    return info
 
 
 class _Trace:
