@@ -163,4 +163,17 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "changes nothing: sums are in fp32",
         "formats of messages are --zero-quantized-gradients and its kin",
     ),
+    (
+        "--no-check-for-nan-in-loss-and-grad",
+        "without it a gradient that is NaN ends the run",
+        "changes nothing: the step is skipped on every rank and counted, and ten in a row end the run",
+        "what a pretraining of weeks wants; a loss that is NaN ends the run, as there",
+    ),
+    (
+        "--tokenizer-type",
+        "SentencePieceTokenizer adds <CLS>, <SEP>, <EOD> and <MASK> and ends documents with <EOD>; Llama2Tokenizer "
+        "puts the beginning-of-sequence token before each document",
+        "both are the SentencePiece model as it is, whose end-of-sequence token ends documents",
+        "the vocabulary is the model's; data that Megatron preprocessed with them is preprocessed again",
+    ),
 ]

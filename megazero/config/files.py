@@ -60,9 +60,17 @@ def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> N
     key, where = name.replace("_", "-"), f"{path}: {section + '.' if section else ''}"
     switch = all_switches().get(key)
     if switch is None:
-        if value is not None and value is not False:  # a switch of Megatron that is off says nothing
-            items = value if isinstance(value, list) else [] if value is True else [value]
-            layer.other(key, where, [str(item) for item in items], () if section else tuple(section_types()))
+        if value is None or value is False:
+            from megazero.config.megatron.table import rows
+
+            if value is False and f"no-{key}" in rows():
+                key = f"no-{key}"  # a switch that is on by default, off
+            elif key in rows():
+                return  # a switch of Megatron that is off says nothing
+        items = (
+            value if isinstance(value, list) else [] if isinstance(value, bool) or value is None else [value]
+        )
+        layer.other(key, where, [str(item) for item in items], () if section else tuple(section_types()))
     elif section and switch.option.section != section:
         layer.errors.append(f"{where}{name} belongs to section {switch.option.section}")
     elif value is None:

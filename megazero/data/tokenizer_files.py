@@ -76,7 +76,7 @@ def load_run_tokenizer(
         assert size, "a saved configuration has its vocabulary"
         return load_tokenizer("NullTokenizer", vocab_size=size - 1)
     assert data.tokenizer_type
-    files = {name: path for name, path in given.items() if path} or held
+    files = {**held, **{name: path for name, path in given.items() if path}}
     every: dict[str, Any] = {**tokenizer_options(data), **files}
     return load_tokenizer(data.tokenizer_type, **every)
 

@@ -44,6 +44,7 @@ PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
 class Launch:
     """This is what the launcher says of this process. ``local_world_size`` is its word for ranks per node.
 
+    ``attempt`` is how often torchrun has started the ranks again, at the same store.
     ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not
     say it.
     """
@@ -55,6 +56,7 @@ class Launch:
     master_addr: str | None = "127.0.0.1"
     master_port: int = 29500
     launcher: str = "single process"
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -183,6 +185,7 @@ def _read_variables(env: Mapping[str, str], launcher: str, names: tuple[str, ...
         master_addr=env.get("MASTER_ADDR") or local or (first_host(nodes) if nodes else None),
         master_port=_number(env, "MASTER_PORT") or port,
         launcher=launcher,
+        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0) or 0,
     )
 
 

@@ -12,6 +12,7 @@ from megazero.config.fields import option, section_options
 from megazero.config.files import read_yaml
 from megazero.config.flags import options_help, read_flags, read_section
 from megazero.config.layers import merge
+from megazero.config.run import all_options
 from megazero.plan.cluster import Cluster, known_clusters, load_cluster
 from megazero.plan.policies import LOSS_POLICIES
 
@@ -108,9 +109,13 @@ def read_request(argv: Sequence[str]) -> Request:
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options with what a configuration needs and a plan does not depend on."""
-    done = dict(values)
-    if not done.get("data_path"):
-        done.setdefault("mock_data", True)
+    options, masks = all_options(), ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    done = {
+        name: value
+        for name, value in values.items()
+        if name not in options or options[name].section != "data" or name in masks
+    }
+    done["mock_data"] = True  # a plan reads no data
     if done.get("train_samples") is None:
         done.setdefault("train_iters", STAND_INS["train_iters"])
     done.setdefault("lr", STAND_INS["lr"])

@@ -52,10 +52,11 @@ def status_of(error: BaseException) -> ExitStatus:
     return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
 
 
-def record_status(log_dir: str, status: ExitStatus | None) -> None:
+def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> None:
     """Write LOG_DIR/exit_status for the batch script, or take it away (None) while the run is under way.
 
-    On the first rank. A disk that takes no file is passed over in silence: the launcher's status is left.
+    first: only if no other is there: what a rank said of itself is truer than what others see of it. Otherwise on
+    the first rank. A disk that takes no file is passed over in silence: the launcher's status is left.
     """
     # Not above: megazero.data brings numpy, for which a signal at the very start would have to wait.
     from megazero.data.files import replacing
@@ -63,7 +64,7 @@ def record_status(log_dir: str, status: ExitStatus | None) -> None:
     try:
         if status is None:
             (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
-        else:
+        elif not (first and (Path(log_dir) / STATUS_FILE).exists()):
             with replacing(Path(log_dir) / STATUS_FILE) as file:
                 file.write(f"{status:d}\n".encode())
     except OSError:

@@ -34,9 +34,7 @@ from megazero.train.ranks import arrange_ranks, start_rank
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
-from megazero.train.watch import Watch, connect
-
-LATER = timedelta(seconds=10)
+from megazero.train.watch import Watch, connect, judging_s
 
 
 def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
@@ -87,17 +85,19 @@ def _watch(config: RunConfig, launch: Launch, trainer: Trainer) -> Watch | None:
     if launch.world_size == 1 or launch.master_addr is None:
         return None
 
+    minutes = config.training.distributed_timeout_minutes
+
     def end(line: str | None) -> None:
         if line is not None:  # on one rank, which need not be the first
-            record_status(config.logging.log_dir, ExitStatus.RANK_LOST)
+            record_status(config.logging.log_dir, ExitStatus.RANK_LOST, first=True)
             print(f"[rank {launch.rank}] RankFailure: {line}", file=sys.stderr, flush=True)
         os._exit(ExitStatus.RANK_LOST)
 
     watch = Watch(
-        connect(launch.master_addr, launch.master_port),
+        connect(launch.master_addr, launch.master_port, launch.attempt, timedelta(minutes=minutes)),
         launch.rank,
         launch.world_size,
-        config.training.distributed_timeout_minutes * 60,
+        minutes * 60,
         where=trainer.where,
         moved=trainer.moved,
         folder=Path(config.logging.log_dir) / "hang",
@@ -153,7 +153,8 @@ def prepare(
     stack: closes what is opened here. began: time.monotonic() at the start of the process. Raises NotStarted.
     """
     # Collectives wait a little longer than the watch, which can say who is missing.
-    timeout = timedelta(minutes=config.training.distributed_timeout_minutes) + LATER
+    limit = timedelta(minutes=config.training.distributed_timeout_minutes)
+    timeout = limit + timedelta(seconds=judging_s(launch.world_size))
     # First of all the ranks join: from then on the others notice when one of them fails alone (a file that its node
     # does not see).
     device, notes = start_rank(config.training, launch, timeout)

@@ -58,7 +58,7 @@ class StopSignals:
         self._training = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
+        if self.received is not None and number == signal.SIGINT and self._training:
             raise KeyboardInterrupt
         first, self.received = self.received is None, self.received or signal.Signals(number)
         if first and not self._training:

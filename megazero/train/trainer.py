@@ -88,12 +88,15 @@ class Trainer:
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
-        self._save(saved_at)
+        paid = owed and not self.progress.owes_evaluation
+        self._save(-1 if paid and self.progress.iteration == began else saved_at)
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or owed:
+            # To its end: nothing would make up for it.
             self._evaluate(
-                {f"test/{name}" if name else "test": data for name, data in self.data.test.items()}
+                {f"test/{name}" if name else "test": data for name, data in self.data.test.items()},
+                stoppable=False,
             )
         self._export()
         return ExitStatus.FINISHED
@@ -176,18 +179,18 @@ class Trainer:
             self._evaluate(self.data.valid)
         self.progress = replace(self.progress, owes_evaluation=bool(due and self.told))
 
-    def _evaluate(self, data_sets: Mapping[str, Dataset]) -> None:
-        """Report the mean loss of each data set, by its name, until the run is told to stop."""
+    def _evaluate(self, data_sets: Mapping[str, Dataset], stoppable: bool = True) -> None:
+        """Report the mean loss of each data set, by its name, until the run is told to stop, if it is stoppable."""
         self.phase = f"evaluation at iteration {self.progress.iteration}"
         for name, data_set in data_sets.items():
-            loss = self._mean_loss(data_set)
+            loss = self._mean_loss(data_set, stoppable)
             if loss is None:
                 break
             self.outputs.evaluation(self.progress, loss, name)
             key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
 
-    def _mean_loss(self, data_set: Dataset) -> float | None:
+    def _mean_loss(self, data_set: Dataset, stoppable: bool) -> float | None:
         """Return the loss over the same eval_iters global batches each time: there is no sampling noise.
 
         It is None if the run was told to stop between two batches.
@@ -198,26 +201,27 @@ class Trainer:
         per_step = full // (micro * self.mesh.dp_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.decoder.eval()
+        left = 0
         with self._batches(data_set) as batches, self.engine.evaluation():
-            for _ in range(config.training.eval_iters):
+            for left in reversed(range(config.training.eval_iters)):
                 step = [MicroBatch(**self._to_device(batch)) for batch in batches.next_step(per_step)]
                 losses = self.pipeline.evaluate(step)
                 if losses is not None:
                     sums[0] += losses.sum()
                 sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
-                self._ask_for_reasons()
-                if self.told:
+                if left and stoppable and self._asked_to_stop():
                     break
         rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
         self.engine.traffic.take()  # of no iteration
-        return None if self.told else float(rows[0] / rows[1].clamp(min=1))
+        return float(rows[0] / rows[1].clamp(min=1)) if left == 0 else None
 
-    def _ask_for_reasons(self) -> None:
+    def _asked_to_stop(self) -> bool:
         """Exchange the ranks' reasons to stop by themselves, where there is no step that does. Collective."""
         if self.exits.may_be_told:
             own = self.exits.own_reason()
             flag = torch.tensor([float(own is not None)], device=self.mesh.device)
             self.told = self.exits.told(own, bool(self.mesh.gather_rows(flag).any()))
+        return self.told is not None
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration
@@ -255,9 +259,17 @@ class Trainer:
         action = {} if current is None else {"action": f"{current}"}
         return {"phase": self.phase, **action, **({"unit": ", ".join(units)} if units else {})}
 
-    def moved(self) -> tuple[str, int]:
-        """Return what changes whenever this rank gets on: the phase, and the bytes that it has sent in it."""
-        return self.phase, sum(list(self.engine.traffic.bytes.values()))
+    def moved(self) -> tuple[object, ...]:
+        """Return what changes whenever this rank gets on: the phase, the bytes sent in it, the modules gone through.
+
+        Writing of files has no limit here: it sends nothing for as long as a disk takes. What waits for it in a
+        collective has that one's.
+        """
+        program = self.engine.gatherer.program
+        order = program.orders.get(program.current) if program.current else None
+        sent = sum(list(self.engine.traffic.bytes.values()))
+        writing = time.monotonic() if self.phase.startswith(("saving", "writing")) else 0
+        return self.phase, sent, program.at, order.position if order else 0, writing
 
     # -- small parts -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -29,7 +30,19 @@ INTERVAL = 1.0  # seconds between beats of up to RANKS_PER_SECOND ranks; more ra
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
 ANSWER = 1.5  # seconds that the store, and ranks that are asked for their stacks, have to answer
 # Where a main thread stands that waits for others: modules in whose frames the wait is.
-WAITING = (f"torch{os.sep}distributed{os.sep}", f"megazero{os.sep}comm{os.sep}lane.py")
+# On CUDA the host waits where it reads the step's scalars.
+WAITING = (
+    f"torch{os.sep}distributed{os.sep}",
+    *(
+        f"megazero{os.sep}{os.path.join(*path)}"
+        for path in (
+            ("comm", "lane.py"),
+            ("pp", "links.py"),
+            ("tp", "collectives.py"),
+            ("zero", "grad_norm.py"),
+        )
+    ),
+)
 INNERMOST = 8  # frames that are looked at for it
 
 Where = Mapping[str, str]  # what a rank says of itself: phase, action, unit, in words
@@ -90,7 +103,7 @@ class Watch:
     ) -> None:
         self.store, self.rank, self.world_size, self.limit_s = _Timed(store), rank, world_size, limit_s
         self.where, self.moved, self.folder, self.end = where, moved, folder, end
-        self.interval = max(INTERVAL, world_size / RANKS_PER_SECOND)
+        self.interval = interval_s(world_size)
         self.error = ""  # of the collective that failed on this rank
         self._main = threading.main_thread().ident or 0
         self._host, self._started = socket.gethostname(), started(os.getpid())
@@ -227,8 +240,9 @@ class Watch:
             time.sleep(self.interval)  # rank 0 may hold the store where the others are about to read
         for beat in missing:
             if beat.host == self._host and beat.rank != self.rank and started(beat.pid) == beat.start:
-                os.kill(beat.pid, signal.SIGKILL)  # a stopped process ends by nothing else
-        self.end(line)
+                with suppress(OSError):  # it may have ended by itself
+                    os.kill(beat.pid, signal.SIGKILL)  # a stopped process ends by nothing else
+        self.end(line or self.error or None)  # a collective that failed here says what it was waiting for
 
 
 class _Timed:
@@ -298,14 +312,26 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def connect(host: str, port: int) -> Store:
-    """A connection of its own to the store at which the ranks met: the main thread may be waiting in the other."""
+def connect(host: str, port: int, attempt: int, timeout: timedelta) -> Store:
+    """A connection of its own to the store at which the ranks met: the main thread may be waiting in the other.
+
+    attempt: how often the launcher has started the ranks again at the same store.
+    """
     import torch.distributed as dist
 
-    store = dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER)
-    )
-    return dist.PrefixStore("megazero/watch", store)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store.set_timeout(timedelta(seconds=ANSWER))
+    return dist.PrefixStore(f"megazero/watch/{attempt}", store)
+
+
+def judging_s(world_size: int) -> float:
+    """How many seconds the watch may need, after the limit, to say who is missing."""
+    return 2 * interval_s(world_size) + 4 * ANSWER
+
+
+def interval_s(world_size: int) -> float:
+    """The seconds between two beats of a rank."""
+    return max(INTERVAL, world_size / RANKS_PER_SECOND)
 
 
 def started(pid: int) -> int:

@@ -63,10 +63,10 @@ class Report:
             A Llama of {self.numel:,} parameters ({s.layers} layers, hidden {s.hidden}, ffn {s.ffn}, vocabulary
             {s.vocabulary:,}, sequence {s.sequence}) learns the sources of Python {platform.python_version()}'s
             standard library: {s.steps} steps of {s.tokens:,} tokens on {RANKS} ranks as {RANKS // NODE} nodes of
-            {NODE}; {s.dtype} parameters, fp32 master, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, peak learning
-            rate {s.peak:g} after {s.warmup} steps of warm-up, then linearly to 0. The loss is in nats per token over
-            {s.evaluation * s.sequence:,} tokens of files that were not trained on, the same for every run, with the
-            weights as the engine computes with them (decoded)."""
+            {NODE}; {s.dtype} parameters, fp32 master, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, peak
+            learning rate {s.peak:g} after {s.warmup} steps of warm-up, then linearly to 0. The loss is in nats per
+            token over {s.evaluation * s.sequence:,} tokens of files that were not trained on, the same
+            for every run, with the weights as the engine computes with them (decoded)."""
         title = "# Loss with quantised communication"
         return f"{title}\n\nWritten by `{command}`.\n\n![loss](loss.png)\n\n{_filled(text)}"
 

@@ -309,7 +309,7 @@ def formula(case: Case, regions, axes) -> dict:
         # Forward and backward; the last unit stays for its backward, the first for the next micro-batch.
         # Within the bytes that may be held ahead all stay.
         often = m if i == units - 1 else m + 1 if i == 0 else 2 * m
-        gathers = 1 if case.options["prefetch_bytes"] else often
+        gathers = 1 if case.options.get("prefetch_bytes") else often
         for j in range(p):
             held = (
                 sum(cut(unit, j + 1)) * item if codecs.delta and p < o else message * prod(sizes[j + 1 : o])

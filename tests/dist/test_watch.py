@@ -46,7 +46,7 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
         os._exit(ExitStatus.RANK_LOST)
 
     watch = Watch(
-        connect(address, port),
+        connect(address, port, 0, limit),
         rank,
         WORLD,
         LIMIT,

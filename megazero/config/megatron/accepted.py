@@ -119,7 +119,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
         "how samples are read; their order depends on --seed alone",
         """
         dataloader-defer-npy-index-mmap dataloader-fast-cache-load exit-signal-handler-for-dataloader
-        mid-level-dataset-surplus=1 mmap-warmup no-create-attention-mask-in-dataloader no-mmap-bin-files
+        mmap-warmup no-create-attention-mask-in-dataloader no-mmap-bin-files
         num-dataset-builder-threads=1 num-workers=1 sanity-check-dataloader-interval=1 skip-mmap-warmup
         valid-num-workers=1
         """,

@@ -10,6 +10,11 @@ from megazero.config.megatron.accepted import KERNEL, SPLIT, SUMS, ZERO
 # Name, with how many values follow it: the accepted values, why they change nothing, what to do for others.
 LIMITED: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
+        "mid-level-dataset-surplus=1": (
+            "0.005",
+            "it is the share of spare samples that a blend asks of its parts, as here",
+            "another share is another order of samples, and is not built; leave it out",
+        ),
         "context-parallel-size=1": (
             "1",
             SPLIT,
