@@ -108,6 +108,7 @@ class Watch:
         self._main = threading.main_thread().ident or 0
         self._host, self._started = socket.gethostname(), started(os.getpid())
         self._stopped, self._wanted = threading.Event(), threading.Event()
+        self._answering = False
         self._count, self._seen, self._since = 0, None, time.monotonic()
         self._first: list[
             Beat
@@ -127,7 +128,8 @@ class Watch:
 
     def ask(self, error: str) -> None:
         """A collective failed on this rank: find out who is missing, and end. Does not return."""
-        self.error = error
+        if not self._answering:  # else it failed because ranks are leaving
+            self.error = error
         self._wanted.set()
         for thread in self._threads:
             thread.join()
@@ -182,6 +184,7 @@ class Watch:
 
     def _answer(self, first: bool) -> None:
         """Write this rank's stack. The first rank that noticed says who is missing; the others wait for its word."""
+        self._answering = True
         self._write_stack()
         if first:
             missing, line = self._judge()
