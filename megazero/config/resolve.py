@@ -24,13 +24,12 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
-    if said.facts or any(name in values for name in DERIVED):
-        errors += _megatron(said, values, notes)
+    errors += complete_megatron(said, values, notes)
     if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     values, taken, clashes = take_architecture(values)
     notes, errors = [*notes, *taken], [*errors, *clashes]
-    notes += [*_unlike_megatron(values, said.facts), *_unfused_gelu(values)]
+    notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
@@ -45,8 +44,10 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     return _assemble(values, notes), errors
 
 
-def _megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
+def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
     """Complete what Megatron's flags say, and note those that change nothing. Returns error lines."""
+    if not said.facts and not any(name in values for name in DERIVED):
+        return []
     from megazero.config.megatron.apply import accepted_note, unmet_conditions
     from megazero.config.megatron.derived import complete_derived
 
@@ -71,7 +72,7 @@ def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterato
         )
 
 
-def _unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
+def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
     """Set the form of GELU that Megatron computes with --no-bias-gelu-fusion, and note it.
 
     A form that is said, or that a checkpoint has, stays.

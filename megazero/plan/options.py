@@ -12,6 +12,7 @@ from megazero.config.fields import option, section_options
 from megazero.config.files import read_yaml
 from megazero.config.flags import options_help, read_flags, read_section
 from megazero.config.layers import merge
+from megazero.config.resolve import complete_megatron, unfused_gelu
 from megazero.config.run import all_options
 from megazero.plan.cluster import Cluster, known_clusters, load_cluster
 from megazero.plan.policies import LOSS_POLICIES
@@ -69,7 +70,10 @@ def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     said = merge(
         [*(read(flags.files[key]) for key, read in readers.items() if key in flags.files), flags.layer]
     )
-    return dict(said.values), list(said.errors)
+    values, errors = dict(said.values), list(said.errors)
+    errors += complete_megatron(said, values, [])
+    list(unfused_gelu(values))  # its notes are the run's
+    return values, errors
 
 
 def read_request(argv: Sequence[str]) -> Request:

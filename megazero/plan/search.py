@@ -145,7 +145,7 @@ class Search:
                                     "recompute_granularity": recompute,
                                     "micro_batch_size": size,
                                     # a layout's own choice replaces it
-                                    **({} if self._shards_given else {"zero_shard": (1, 1, 1)}),
+                                    **({} if self.shards_given else {"zero_shard": (1, 1, 1)}),
                                 }
 
     def _sequence_parallel(self, tp: int) -> bool:
@@ -179,7 +179,7 @@ class Search:
 
         Fewer bits are never slower on the link between nodes, so the formats with the fewest give that time.
         """
-        given = self._shards_given
+        given = self.shards_given
         for shard in [None] if given else self._shards(frame):
             family = Family(frame, shard)
             if shard is None:
@@ -205,7 +205,7 @@ class Search:
                 return
 
     @property
-    def _shards_given(self) -> bool:
+    def shards_given(self) -> bool:
         return any(self.values.get(name) is not None for name in ZERO)
 
     @property

@@ -47,8 +47,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
     best: Layout | None = None
     for frame in search.frames():
         shard = (frame.d, frame.d, frame.d)
-        given = any(values.get(name) is not None for name in ("zero_shard", "zero_preset", "zero_stage"))
-        for layout, _ in search.layouts(Family(frame, None if given else shard)):
+        for layout, _ in search.layouts(Family(frame, None if search.shards_given else shard)):
             if best is None or layout.memory.total < best.memory.total:
                 best = layout
     return best

@@ -40,6 +40,8 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {count} must be at least 1"
     if not values.get("seq_length") or values["seq_length"] < 1:
         yield f"--{next(iter(tokens)).replace('_', '-')} needs --seq-length"
+    if "train_tokens" in tokens and not values.get("global_batch_size"):
+        yield "--train-tokens needs --global-batch-size: the run ends with the batch that reaches them"
     if "lr_warmup_tokens" in tokens and "lr_decay_tokens" not in tokens:
         yield "--lr-warmup-tokens needs --lr-decay-tokens; or use --lr-warmup-samples"
     if values.get("train_iters") and (values.get("rampup_batch_size") or not values.get("global_batch_size")):
