@@ -34,21 +34,24 @@ NAMED = re.compile(
 
 
 def check_messages(texts: list[str], victim: int) -> None:
-    """One message of every other rank of a pipeline of 4. Some were waiting for a neighbour, and name it and the
-    action; the others were in an exchange of all ranks, such as that of the losses."""
-    named = 0
+    """The ranks whose collectives failed say so, and name the neighbour and the action; one says who is missing.
+
+    The others were waiting for those, and end without a word.
+    """
+    named = missing = 0
     for rank in {0, 1, 2, 3} - {victim}:
-        ((kind, words),) = errors(texts[rank])
-        assert kind == "RankFailure" and "Traceback" not in texts[rank], texts[rank]
-        assert re.search(r"in iteration \d+: a collective failed", words), words
-        if found := NAMED.search(words):
-            me, stage, action, at, _, tensor, other, peer = found.groups()
-            assert me == stage == at == str(rank) and other == peer, words
-            assert (tensor == "activation") == (action == "F"), words
-            above = (tensor == "activation") == ("did not go to" in found[0])
-            assert int(other) == rank + (1 if above else -1), words
-            named += 1
-    assert named, texts
+        assert "Traceback" not in texts[rank], texts[rank]
+        for kind, words in errors(texts[rank]):
+            assert kind == "RankFailure" and re.search(r"in iteration \d+: a collective failed", words), words
+            missing += f"missing: rank {victim} " in words
+            if found := NAMED.search(words):
+                me, stage, action, at, _, tensor, other, peer = found.groups()
+                assert me == stage == at == str(rank) and other == peer, words
+                assert (tensor == "activation") == (action == "F"), words
+                above = (tensor == "activation") == ("did not go to" in found[0])
+                assert int(other) == rank + (1 if above else -1), words
+                named += 1
+    assert named and missing, texts
 
 
 def check_line(ranks: Processes, codes: list[int], victim: int, why: str) -> None:
