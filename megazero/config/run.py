@@ -144,11 +144,14 @@ class RunConfig:
         parallel, virtual = self.parallel, self.virtual_stages
         pp = parallel.pipeline_model_parallel_size
         assert self.model.num_layers, "unresolved configuration"
+        costs = stage_costs(self.model, self.training.recompute_granularity)
+        if pp * virtual == 1:  # what is said of stages changes nothing
+            return partition(self.model.num_layers, 1, costs=costs)
         return partition(
             self.model.num_layers,
             pp,
             virtual,
-            costs=stage_costs(self.model, self.training.recompute_granularity),
+            costs=costs,
             method=partition_method(parallel, pp * virtual),
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,

@@ -186,7 +186,10 @@ def test_tokens_are_samples_of_the_sequence_length():
     # --train-samples ends earlier or later; without --lr-decay-tokens it is the length of the decay
     config = in_tokens("--train-tokens 3200 --train-samples 100000 --global-batch-size 16")
     assert (config.training.train_samples, config.optimizer.lr_decay_samples) == (112, 100000)
-    assert in_tokens("--train-tokens 3200 --train-samples 64").training.train_samples == 64
+    assert (
+        in_tokens("--train-tokens 3200 --train-samples 64 --global-batch-size 16").training.train_samples
+        == 64
+    )
     # with iterations the same in samples
     config = in_tokens("--train-tokens 3200 --train-iters 5 --lr-warmup-iters 2 --global-batch-size 16")
     assert (config.training.train_samples, config.training.train_iters) == (80, None)
