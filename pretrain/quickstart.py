@@ -29,6 +29,7 @@ from pathlib import Path
 
 from megazero.data.corpus import stdlib_sources
 from megazero.data.files import replacing
+from megazero.train.exit_status import ExitStatus, read_status
 from megazero.train.metrics import METRICS_FILE, read_metrics
 from megazero.train.plot import plot_loss
 
@@ -214,7 +215,12 @@ class Quickstart:
         flags += ["--ranks-per-node", layout.node] if layout.node else []
         flags += ["--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)]
         flags += ["--save", self.checkpoint, "--log-dir", self.logs, *more]
-        self._python([*launch, PRETRAIN / "pretrain_gpt.py", *flags], log)
+        try:
+            self._python([*launch, PRETRAIN / "pretrain_gpt.py", *flags], log)
+        except StepFailed:
+            # torchrun calls it a failure, too, that its ranks stopped as --exit-interval told them to.
+            if read_status(str(self.logs)) != ExitStatus.STOPPED:
+                raise
 
     def _sample(self, log: Path) -> None:
         command = [PRETRAIN / "generate.py", "--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120]

@@ -69,3 +69,11 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
                 file.write(f"{status:d}\n".encode())
     except OSError:
         pass
+
+
+def read_status(log_dir: str) -> ExitStatus | None:
+    """Return what LOG_DIR/exit_status says, or None while a run is under way or where none has said it."""
+    try:
+        return ExitStatus(int((Path(log_dir) / STATUS_FILE).read_text()))
+    except (OSError, ValueError):
+        return None
