@@ -21,25 +21,16 @@ _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, er
 
 
 class ExitStatus(IntEnum):
-    """What ended a run. ``meaning`` says it in words, ``again`` if the same command would go on from there."""
+    """What ended a run. After STOPPED and RANK_LOST the same command goes on from the newest checkpoint."""
 
-    meaning: str
-    again: bool
-
-    def __new__(cls, value: int, meaning: str, again: bool) -> ExitStatus:
-        member = int.__new__(cls, value)
-        member._value_ = value
-        member.meaning, member.again = meaning, again
-        return member
-
-    FINISHED = 0, "the last iteration is done and saved", False
-    UNEXPECTED = 1, "an error that megazero did not expect; its trace is in the log", False
-    MISTAKE = 2, "a mistake in the flags, the data or the checkpoint; the log names the cure", False
-    NON_FINITE = 65, "the loss or too many gradient norms in a row were NaN or infinite", False
-    STORAGE = 74, "a disk is full, read-only or broken", False
-    STOPPED = 75, "told to stop by a signal, a limit or the kill switch; what was done is saved", True
-    SWITCHED_OFF = 77, "the kill switch was there at the start", False
-    RANK_LOST = 76, "a rank, a node or a link was lost, or hung until the time-out", True
+    FINISHED = 0  # the last iteration is done and saved
+    UNEXPECTED = 1  # an error that megazero did not expect; its trace is in the log
+    MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
+    NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
+    STORAGE = 74  # a disk is full, read-only or broken
+    STOPPED = 75  # told to stop by a signal, a limit or the kill switch; what was done is saved
+    RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
+    SWITCHED_OFF = 77  # the kill switch was there at the start
 
 
 def status_of(error: BaseException) -> ExitStatus:
