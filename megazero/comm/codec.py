@@ -132,6 +132,7 @@ class Identity:
         *,
         own: Sequence[torch.Tensor] = (),
     ) -> None:
+        """Add up as ``Codec.decode_sum`` says; messages have out's elements, then exact's."""
         regions = (out,) if exact is None else (out, exact)
         parts = messages.split([x.numel() for x in regions], dim=1)
         for part, total, first in zip_longest(parts, regions, own):
@@ -233,6 +234,7 @@ class Blockwise:
         *,
         own: Sequence[torch.Tensor] = (),
     ) -> None:
+        """Add up as ``Codec.decode_sum`` says; exact regions are not coded."""
         self._check(messages, out.numel(), exact)
         for total, first in zip((out,) if exact is None else (out, exact), own, strict=False):
             add_to(total, first) if accumulate else total.copy_(first)

@@ -49,81 +49,70 @@ def _own(name: str) -> bool:
     return name.startswith("zero_") or name in ("allow_fresh_start", "accept_field", "save_hf")
 
 
+Condition = tuple[
+    Collection[str], bool, str
+]  # options, whether they mean something here, and what that takes
+
+
 def _without_effect(config: RunConfig, broken: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield options that were changed although another option makes them meaningless, with a line that says it."""
-    opt, save, load = config.optimizer, config.checkpoint.save, config.checkpoint.load
-    wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
-    weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
-    of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
-    of_gradients += [
-        "zero_gradient_clip_search",
-        "zero_gradient_error_bound",
-        "zero_quantized_gradients_until",
-    ]
-    of_either = ["zero_block_size", "zero_exact_numel"]
-    either = "--zero-quantized-weights or --zero-quantized-gradients"
-    pipelines = config.parallel.pipeline_model_parallel_size > 1
-    table: tuple[tuple[Collection[str], bool, str], ...] = (
+    table = (
         *conditions(config.model),
-        *optimizer_conditions(opt.optimizer),
-        (wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"),
-        (["save_interval", "save_retain_interval", "save_keep_last"], save is not None, "--save"),
-        (["allow_fresh_start", "finetune", "load_optim", "load_rng"], load is not None, "--load"),
-        (
-            ["allow_fresh_start", "exit_on_missing_checkpoint"],
-            not is_published(load),
-            "--load of a checkpoint",
-        ),
-        (["accept_field"], is_published(load), "--load hf:DIR"),
-        (["save_hf"], save is not None, "--save"),
-        (
-            ["save_retain_interval", "save_keep_last"],
-            config.checkpoint.save_interval is not None,
-            "--save-interval",
-        ),
-        (
-            ["profile_step_start", "profile_step_end", "profile_ranks"],
-            config.profiling.profile,
-            "--profile",
-        ),
-        (
-            ["wandb_entity", "wandb_exp_name", "wandb_save_dir"],
-            config.logging.wandb_project is not None,
-            "--wandb-project",
-        ),
-        (
-            ["min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples"],
-            opt.lr_decay_style != "constant",
-            "a --lr-decay-style that decays",
-        ),
-        (
-            [
-                "reset_position_ids"
-            ],  # ALiBi's distances are those within a document wherever attention stays in it
-            config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask,
-            "--reset-attention-mask, or positions other than ALiBi",
-        ),
-        (["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"),
-        (["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"),
-        (["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"),
-        (["load_optim", "load_rng"], not config.checkpoint.finetune, "continuing the run (no --finetune)"),
-        (
-            ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"],
-            weights,
-            "--zero-quantized-weights",
-        ),
-        (of_gradients, gradients, "--zero-quantized-gradients"),
-        (of_either, weights or gradients, either),
-        (
-            ["tokenizer_model", "vocab_file", "merge_file"],
-            config.data.tokenizer_type not in (None, "NullTokenizer"),
-            "--tokenizer-type",
-        ),
-        (list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"),
+        *optimizer_conditions(config.optimizer.optimizer),
+        *_conditions_of_training(config),
+        *_conditions_of_files(config),
+        *_conditions_of_messages(config),
     )
     family = FAMILIES.get(config.model.model_family)
     defaults = family.defaults if family else {}
     yield from without_effect(table, all_options(), config.values(), defaults, broken)
+
+
+def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
+    """Yield what the schedule, data, evaluation and pipeline options need."""
+    opt = config.optimizer
+    wsd = [name for name in all_options() if name.startswith("lr_wsd_")]
+    decaying = ("min_lr", "decoupled_min_lr", "lr_decay_iters", "lr_decay_samples")
+    # ALiBi's distances are those within a document wherever attention stays in it.
+    positions = config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask
+    tokenized = config.data.tokenizer_type not in (None, "NullTokenizer")
+    pipelines = config.parallel.pipeline_model_parallel_size > 1
+    yield wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"
+    yield decaying, opt.lr_decay_style != "constant", "a --lr-decay-style that decays"
+    yield ["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"
+    yield ["reset_position_ids"], positions, "--reset-attention-mask, or positions other than ALiBi"
+    yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
+    yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, "--tokenizer-type"
+    yield ["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"
+    yield list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"
+
+
+def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
+    """Yield what the options of checkpoints, profiles and loggers need."""
+    files, published = config.checkpoint, is_published(config.checkpoint.load)
+    kept = ["save_retain_interval", "save_keep_last"]
+    profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
+    yield ["save_interval", "save_hf", *kept], files.save is not None, "--save"
+    yield kept, files.save_interval is not None, "--save-interval"
+    yield ["allow_fresh_start", "finetune", "load_optim", "load_rng"], files.load is not None, "--load"
+    yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
+    yield ["accept_field"], published, "--load hf:DIR"
+    yield ["load_optim", "load_rng"], not files.finetune, "continuing the run (no --finetune)"
+    yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"
+    yield ["wandb_entity", "wandb_exp_name", "wandb_save_dir"], wandb, "--wandb-project"
+
+
+def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
+    """Yield what the options of quantised messages need."""
+    weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
+    of_weights = ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"]
+    of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
+    of_gradients += [f"zero_gradient_{name}" for name in ("clip_search", "error_bound")]
+    of_gradients += ["zero_quantized_gradients_until"]
+    either = "--zero-quantized-weights or --zero-quantized-gradients"
+    yield of_weights, weights, "--zero-quantized-weights"
+    yield of_gradients, gradients, "--zero-quantized-gradients"
+    yield ["zero_block_size", "zero_exact_numel"], weights or gradients, either
 
 
 def _shard_chain(config: RunConfig) -> Iterator[str]:

@@ -44,6 +44,10 @@ class _Rotary:
     absent_share: float = 1.0
 
     def read(self, config: Config) -> dict[str, Any]:
+        """Return the options of rotary positions that config.json states, in the spelling of transformers 4 or 5.
+
+        Raises ValueError, which names a kind, a field or a share that the decoder does not have.
+        """
         rope = _agreed({name: config.get(name) for name in ("rope_scaling", "rope_parameters")}, {})
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in _SCALINGS:

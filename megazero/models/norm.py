@@ -83,6 +83,7 @@ class _SplitRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return gradients of inputs and weights. The weights' are computed while the dots are summed over ranks."""
         count, saved = len(grads), ctx.saved_tensors
         inputs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
         normed = [x.to(scale.dtype) * scale for x, scale in zip(inputs, scales, strict=True)]

@@ -153,6 +153,7 @@ class Positions:
 
     def _alibi(self, x: Tensor) -> Tensor:
         def bias(length: int) -> Tensor:
+            """Return what is added to scores, [1, heads of this rank, length, length], and -inf for later keys."""
             heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
             slopes = alibi_slopes(self.config.num_attention_heads)[
                 self.tp.rank * heads : (self.tp.rank + 1) * heads

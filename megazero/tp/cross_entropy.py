@@ -25,6 +25,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel) -> Tensor:
+        """Return each token's loss, [tokens] in at least fp32, of this rank's logits [..., rows] and all labels."""
         logits = logits.view(-1, logits.shape[-1])
         labels = labels.reshape(-1)
         ignored = labels == IGNORED_LABEL
@@ -47,6 +48,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return (softmax - one-hot) x grad, written over the logits."""
         if ctx.used:
             raise RuntimeError("vocab-parallel cross-entropy can run backward once: it overwrote the logits")
         ctx.used = True

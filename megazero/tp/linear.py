@@ -37,6 +37,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradients of x, of the weights and of the biases, or put the parameters' off."""
         tp, (x, *weights), needs = ctx.tp, ctx.saved_tensors, ctx.needs_input_grad[3:]
         rows = [g.reshape(-1, g.shape[-1]) for g in grads]
         # Detached: an entry must not keep the graph that made x.

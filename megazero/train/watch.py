@@ -232,11 +232,9 @@ class Watch:
 
     def _write_stack(self) -> None:
         text = "".join(traceback.format_stack(self._frame()))
-        try:
+        with suppress(OSError):  # a full log disk: the line that names the ranks is told all the same
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.where())}\n{text}")
-        except OSError:
-            pass  # the line that names the ranks matters more
 
     def _leave(self, line: str | None, missing: Sequence[Beat]) -> None:
         if self.rank == 0 or any(beat.rank == 0 for beat in missing):

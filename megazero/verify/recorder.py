@@ -125,6 +125,7 @@ class Recorder:
         forward = pipeline.forward
 
         def watched(stage: Any, x: Tensor | None, batch: Any) -> Tensor:
+            """Run the stage, and note the bits of what it got and sent, forward and backward."""
             if id(batch) not in self._batches:
                 return forward(stage, x, batch)
             m, passed = self._batches.index(id(batch)), self.step.passed

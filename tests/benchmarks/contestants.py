@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from megazero import zero
 from megazero.config import resolve_shards
 from megazero.mesh.mesh import create_mesh
-from megazero.models import Decoder, initializer, make_model
+from megazero.models import Decoder, initializer
 from megazero.zero.records import held_bytes
+from tests.benchmarks.llama import llama
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 CLIP = 1.0
@@ -44,15 +45,7 @@ Step = Callable[[], torch.Tensor]  # returns this rank's loss per token, detache
 
 
 def decoder(shape: Shape, device: str = "cpu") -> Decoder:
-    config = make_model(
-        model_family="llama",
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.sequence,
-    )
+    config = llama(shape)
     model = Decoder(config, device=device, dtype=shape.dtype)
     if device != "meta":
         model.initialize(1)

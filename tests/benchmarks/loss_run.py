@@ -19,11 +19,12 @@ from megazero.config.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import create_mesh
-from megazero.models import Decoder, initializer, make_model
+from megazero.models import Decoder, initializer
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.parallelize import DTYPES
 from megazero.zero.build import Init
+from tests.benchmarks.llama import llama
 from tests.benchmarks.loss_data import evaluation_samples, train_samples
 from tests.benchmarks.loss_variants import VARIANTS, Variant
 
@@ -80,15 +81,7 @@ class Settings:
         return RANKS * self.micro_batch * self.sequence
 
     def decoder(self) -> Decoder:
-        config = make_model(
-            model_family="llama",
-            num_layers=self.layers,
-            hidden_size=self.hidden,
-            ffn_hidden_size=self.ffn,
-            num_attention_heads=self.heads,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.sequence,
-        )
+        config = llama(self)
         return Decoder(config, device="meta", dtype=DTYPES[self.dtype])
 
 

@@ -9,6 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# DeepSpeed's own examples share it.
+DEEPSPEED_FP16 = {
+    "zero_optimization": {"stage": 0},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": True,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        "initial_scale_power": 11,
+    },
+}
+
 
 @dataclass(frozen=True)
 class Published:
@@ -213,17 +228,7 @@ PUBLISHED: dict[str, Published] = {
         ranks=4,
         deepspeed={
             "steps_per_print": 10,
-            "zero_optimization": {"stage": 0},
-            "gradient_clipping": 1.0,
-            "prescale_gradients": True,
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,
-                "loss_scale_window": 500,
-                "hysteresis": 2,
-                "min_loss_scale": 1,
-                "initial_scale_power": 11,
-            },
+            **DEEPSPEED_FP16,
             "bf16": {"enabled": False},
             "curriculum_learning": {
                 "enabled": False,
@@ -277,17 +282,7 @@ PUBLISHED: dict[str, Published] = {
         ranks=4,
         deepspeed={
             "steps_per_print": 1,
-            "zero_optimization": {"stage": 0},
-            "gradient_clipping": 1.0,
-            "prescale_gradients": True,
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,
-                "loss_scale_window": 500,
-                "hysteresis": 2,
-                "min_loss_scale": 1,
-                "initial_scale_power": 11,
-            },
+            **DEEPSPEED_FP16,
             "wall_clock_breakdown": False,
         },
     ),

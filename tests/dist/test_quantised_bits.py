@@ -58,7 +58,7 @@ def after_updates(case: Case, updates: int) -> tuple[list, dict, dict]:
     return full, copies, masters
 
 
-def agree(found) -> None:
+def assert_agreed(found) -> None:
     """found: as ``by_case``'s."""
     for case, ranks in found:
         seen = defaultdict(set)
@@ -77,7 +77,7 @@ def test_parameters_and_replicas_are_equal_on_every_rank():
         (("hhd", "11d", "ddd", "hhh", "111"), 4, ((ROUNDED, torch.float32), (STOCHASTIC, BF16))),
     ):
         cases = [Case(x, 2, codecs, dtype=dtype) for x in letters for codecs, dtype in kinds]
-        agree(by_case(4, several, after_updates, cases, updates))
+        assert_agreed(by_case(4, several, after_updates, cases, updates))
 
 
 @pytest.mark.parametrize("world,per_node,tp", [(6, 3, 1), EIGHT_RANKS])
@@ -86,7 +86,7 @@ def test_parameters_and_replicas_are_equal_on_other_grids(world, per_node, tp):
         Case(letters, per_node, codecs, tp=tp, dtype=BF16)
         for letters, codecs in (("hhd", DELTA), ("11d", DELTA2), ("ddd", ROUNDED), ("hhh", STOCHASTIC))
     ]
-    agree(by_case(world, several, after_updates, cases, 6))
+    assert_agreed(by_case(world, several, after_updates, cases, 6))
 
 
 # -- every use ------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from torch import nn
 from megazero import zero
 from megazero.config import World, make_config
 from megazero.mesh.mesh import Mesh, create_mesh
-from megazero.models import Decoder, ModelConfig, make_model
+from megazero.models import Decoder, ModelConfig
 from megazero.train import parallelize
+from tests.benchmarks.llama import llama
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 CLIP = 1.0
@@ -44,15 +45,7 @@ class Size:
 
     @property
     def config(self) -> ModelConfig:
-        return make_model(
-            model_family="llama",
-            num_layers=self.layers,
-            hidden_size=self.hidden,
-            ffn_hidden_size=self.ffn,
-            num_attention_heads=self.heads,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.sequence,
-        )
+        return llama(self)
 
 
 TINY = Size("tiny", layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, sequence=16)
