@@ -8,7 +8,7 @@ from megazero import zero
 from tests.dist.pool import by_case
 from tests.dist.quantised import Q4, Q8, S4, Case, several
 from tests.dist.test_quantised import against_the_bound
-from tests.dist.test_quantised_bits import after_updates, agree
+from tests.dist.test_quantised_bits import after_updates, assert_agreed
 
 
 @dataclass(frozen=True)
@@ -31,4 +31,4 @@ def test_sums_across_two_axes_are_within_the_bound():
 
 
 def test_replicas_beyond_the_optimizers_shards_are_equal():
-    agree(by_case(4, several, after_updates, CASES, 4))
+    assert_agreed(by_case(4, several, after_updates, CASES, 4))
