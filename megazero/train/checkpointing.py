@@ -8,7 +8,7 @@ error feedback, its own residuals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,10 +73,8 @@ class Checkpointing:
             "chunk_numel": policy.chunk_numel,
         }
 
-    def save(self, progress: Progress) -> Path:
-        """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
-        options = self.config.checkpoint
-        assert options.save is not None
+    def snapshot(self, progress: Progress) -> store.Snapshot:
+        """Return what a checkpoint holds now: its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
             self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
         state = {
@@ -91,7 +89,7 @@ class Checkpointing:
             "tokenizer": self.fingerprint,
             "losses": dict(progress.losses),
         }
-        snapshot = store.Snapshot(
+        return store.Snapshot(
             step=progress.iteration,
             records=save_records(self.engine, self.placements),
             state=state,
@@ -100,9 +98,26 @@ class Checkpointing:
             configuration=self.config.to_dict(),
             files=self.files,
         )
+
+    def saving(self, snapshot: store.Snapshot) -> Generator[store.Part, None, Path]:
+        """Yield the parts of writing SAVE/iter_<iteration>; older ones stay until it is complete. Collective."""
+        return store.saving(self._root, snapshot, **self._manner)
+
+    def save(self, snapshot: store.Snapshot) -> Path:
+        """Write SAVE/iter_<iteration> at once, and return its path. Collective."""
+        return store.save(self._root, snapshot, **self._manner)
+
+    @property
+    def _root(self) -> str:
+        assert self.config.checkpoint.save is not None
+        return self.config.checkpoint.save
+
+    @property
+    def _manner(self) -> dict[str, Any]:
+        options = self.config.checkpoint
         retention = store.Retention(options.save_keep_last, options.save_retain_interval)
         # A run that resumed from an older checkpoint writes its iterations again.
-        return store.save(options.save, snapshot, group=world_group(), retention=retention, overwrite=True)
+        return {"group": world_group(), "retention": retention, "overwrite": True}
 
     def load(self, origin: Origin) -> None:
         """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.

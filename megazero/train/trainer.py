@@ -29,6 +29,7 @@ from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.saver import Saver
 from megazero.train.stopping import ExitConditions
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
@@ -61,10 +62,13 @@ class Trainer:
         self.config = checkpointing.config
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
+        limit_s = self.config.training.distributed_timeout_minutes * 60
+        self.saver = Saver(checkpointing, outputs.console, limit_s)
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
-        # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
-        self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        # The summed loss, whether there is a reason to stop, and whether the rank's part of a save has ended: each
+        # rank's own, exchanged with the step's norm.
+        self.scalars = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -90,6 +94,8 @@ class Trainer:
         self.profiler.finish(self.progress.iteration)
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
+        self.phase = f"saving iteration {self.progress.iteration}"
+        self.saver.wait()
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or owed:
@@ -122,8 +128,9 @@ class Trainer:
             self.scalars[0].copy_(self._forward_backward(step, ids, factor))
             own_reason = self.exits.own_reason()
             self.scalars[1].fill_(float(own_reason is not None))
+            self.scalars[2].fill_(float(self.saver.part_ended))
             info = self.engine.step(self.scalars)
-            losses, reasons = zip(*info.scalars, strict=True)
+            losses, reasons, ended = zip(*info.scalars, strict=True)
             self.told = self.exits.told(own_reason, any(reasons))
             loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
             own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
@@ -139,6 +146,8 @@ class Trainer:
             self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
         self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
+        if all(ended):
+            self.saver.go_on()
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -228,9 +237,7 @@ class Trainer:
         if self.config.checkpoint.save is None or iteration == saved_at:
             return saved_at
         self.phase = f"saving iteration {iteration}"
-        began = time.perf_counter()
-        path = self.checkpointing.save(self.progress)
-        self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.saver.save(self.progress)
         return iteration
 
     def _export(self) -> None:
@@ -238,14 +245,7 @@ class Trainer:
         if self.config.checkpoint.save_hf is None or self.progress.iteration < self.length.last_iteration:
             return
         self.phase = "writing --save-hf"
-        began = time.perf_counter()
-        folder = self.checkpointing.export(self.progress.iteration)
-        done = (
-            f"wrote {folder} in {time.perf_counter() - began:.1f} s"
-            if folder
-            else "--save-hf is there already"
-        )
-        self.outputs.console.note(done)
+        self.saver.export(self.progress.iteration)
 
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0
