@@ -28,7 +28,8 @@ from safetensors import torch as safetensors
 
 from megazero.checkpoint import directory
 from megazero.checkpoint.directory import Retention
-from megazero.checkpoint.errors import CheckpointError, agree, gather_to_first
+from megazero.checkpoint.errors import CheckpointError, agree, agree_local, gather_to_first
+from megazero.checkpoint.image import Staging
 from megazero.checkpoint.manifest import MANIFEST_FILE, FileEntry, Manifest, checksum, to_json, write_file
 from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
 from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
@@ -137,10 +138,12 @@ def saving(
     group: dist.ProcessGroup | None = None,
     retention: Retention | None = None,
     overwrite: bool = False,
+    staging: Staging | None = None,
 ) -> Generator[Part, None, Path]:
     """Do as ``save`` does, but yield what is this rank's own work. Go on when the parts of all ranks have ended.
 
-    The snapshot's tensors must stay as they are until the first part is done (staging.py copies them).
+    With ``staging`` the snapshot is copied there before the first part, and may change from then on. Without, its
+    tensors must stay as they are until the first part is done.
     """
     root = Path(root)
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -154,11 +157,16 @@ def saving(
     try:
         writer = Writer(temporary, rank)
         agree(group, doing, partial(_plan, writer, snapshot.records, group))
-        part = Part(
-            f"writing '{temporary}'",
-            lambda tick: _write_local(temporary, snapshot, rank) | writer.write_tensors(tick),
-        )
-        yield part
+        small: dict[str, bytes] = agree_local(group, doing, partial(_small_files, snapshot, rank))
+        if staging is not None:
+            agree(group, doing, partial(writer.take_image, staging))
+
+        def write(tick: Tick) -> dict[str, FileEntry]:
+            return {name: write_file(temporary / name, data) for name, data in small.items()} | (
+                writer.write_tensors(tick)
+            )
+
+        yield (part := Part(f"writing '{temporary}'", write))
         written = agree(group, doing, part.result)
         results = gather_to_first(group, writer.results)
 
@@ -199,16 +207,15 @@ def _plan(writer: Writer, records: Sequence[SliceRecord], group: dist.ProcessGro
         )
 
 
-def _write_local(path: Path, snapshot: Snapshot, rank: int) -> dict[str, FileEntry]:
-    files = {}
+def _small_files(snapshot: Snapshot, rank: int) -> dict[str, bytes]:
+    """Return what the rank writes besides its slices, by the files' names."""
+    files: dict[str, bytes] = {}
     if rank == 0:
         state = json.dumps(to_json(snapshot.state, "state"), indent=1)
-        small = {**snapshot.files, STATE_FILE: state.encode()}
-        files = {name: write_file(path / name, data) for name, data in small.items()}
+        files = {**snapshot.files, STATE_FILE: state.encode()}
     if snapshot.rank_tensors:
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in snapshot.rank_tensors.items()}
-        name = rank_file(rank)
-        files[name] = write_file(path / name, safetensors.save(tensors))
+        files[rank_file(rank)] = safetensors.save(tensors)
     return files
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any, cast
@@ -16,15 +18,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megazero.checkpoint.image import Frame, Image, Staging, write_image
 from megazero.checkpoint.manifest import FileEntry
 from megazero.checkpoint.metadata import read_metadata
-
-# Bytes after which the disk is waited for: what lay in memory until the last sync would hide whether it gets on.
-SYNCED_BYTES = 1 << 30
 
 
 class Writer(FileSystemWriter):
@@ -45,6 +45,7 @@ class Writer(FileSystemWriter):
         self.results: list[WriteResult] = []
         self._plan: tuple[SavePlan, SavePlanner] | None = None
         self._metadata: Metadata | None = None
+        self._image: Image | None = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Note what is to be written."""
@@ -57,32 +58,49 @@ class Writer(FileSystemWriter):
         """Note the description of the tensors, which says nothing of files yet."""
         self._metadata = metadata
 
+    def take_image(self, staging: Staging) -> None:
+        """Copy the rank's file, as it will be, to host memory: from then on the tensors may change."""
+        if self._plan is None or not self._plan[0].items:
+            return
+        plan, planner = self._plan
+        frame = Frame()
+        with _plain_zip():
+            for item in plan.items:
+                assert item.tensor_data is not None
+                chunk = item.tensor_data
+                self._note(item, *frame.add(chunk.chunk.sizes, chunk.properties.dtype))
+        values = [partial(planner.resolve_data, item) for item in plan.items]
+        pinned = torch.cuda.is_available() and cast(torch.Tensor, values[0]()).is_cuda
+        self._image = staging.room(frame.size, pinned)
+        frame.fill(self._image.data, cast(Any, values))
+
     def write_tensors(self, tick: Callable[[], None]) -> dict[str, FileEntry]:
         """Write the rank's file and sync it. Return its size and checksum by name; nothing if the rank has no file.
 
-        tick: is called after every chunk. This is no collective, and torch, zlib and the system hold no lock of
-        Python's while they work through a chunk, so that other threads go on meanwhile.
+        tick: is called whenever it has got on. This is no collective.
         """
+        path = Path(self.path) / self.file_name
+        if self._image is not None:
+            return {self.file_name: write_image(path, self._image, tick)}
         assert self._plan is not None
         plan, planner = self._plan
         if not plan.items:
             return {}
-        with open(Path(self.path) / self.file_name, "xb", buffering=0) as file:
-            sink, synced = _Sink(file), 0
+        with open(path, "xb", buffering=0) as file, _plain_zip():
+            sink = _Sink(file)
             for item in plan.items:
                 start = sink.size
                 torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], sink))
                 if sink.error is not None:
                     raise sink.error
-                length = sink.size - start
-                place = dcp_filesystem._StorageInfo(self.file_name, start, length)
-                self.results.append(WriteResult(item.index, length, place))
-                if sink.size - synced >= SYNCED_BYTES:
-                    os.fdatasync(file.fileno())
-                    synced = sink.size
+                self._note(item, start, sink.size - start)
                 tick()
             os.fsync(file.fileno())
         return {self.file_name: FileEntry(sink.size, sink.crc32)}
+
+    def _note(self, item: WriteItem, start: int, length: int) -> None:
+        place = dcp_filesystem._StorageInfo(self.file_name, start, length)
+        self.results.append(WriteResult(item.index, length, place))
 
     def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
         """Write ``.metadata`` of the chunks that all ranks have written. On the first rank."""
@@ -91,6 +109,17 @@ class Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+
+@contextmanager
+def _plain_zip() -> Iterator[None]:
+    """Leave torch.save's own checksums out: the manifest has one of the whole file, and nothing checks two."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _Sink:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
+from megazero.checkpoint.image import Staging
 from megazero.checkpoint.manifest import Manifest, read_manifest, to_json
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import stored_tensors
@@ -38,7 +39,6 @@ from megazero.checkpoint.reading import (
 )
 from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.saving import Part, Snapshot, save, saving
-from megazero.checkpoint.staging import Staging
 
 __all__ = [
     "CheckpointError",

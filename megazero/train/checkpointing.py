@@ -99,9 +99,9 @@ class Checkpointing:
             files=self.files,
         )
 
-    def saving(self, snapshot: store.Snapshot) -> Generator[store.Part, None, Path]:
-        """Yield the parts of writing SAVE/iter_<iteration>; older ones stay until it is complete. Collective."""
-        return store.saving(self._root, snapshot, **self._manner)
+    def saving(self, snapshot: store.Snapshot, staging: store.Staging) -> Generator[store.Part, None, Path]:
+        """Yield the parts of writing SAVE/iter_<iteration> from a copy; older ones stay until then. Collective."""
+        return store.saving(self._root, snapshot, staging=staging, **self._manner)
 
     def save(self, snapshot: store.Snapshot) -> Path:
         """Write SAVE/iter_<iteration> at once, and return its path. Collective."""

@@ -12,11 +12,9 @@ training ends, or stops, when the last one is complete.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Generator
-from contextlib import suppress
 from pathlib import Path
 
 from megazero.checkpoint import store
@@ -49,7 +47,7 @@ class Saver:
             path = self._checkpointing.save(snapshot)
             self._console.note(f"saved {path} in {time.perf_counter() - self._began:.1f} s")
             return
-        self._parts = self._checkpointing.saving(self._staging.take(snapshot))
+        self._parts = self._checkpointing.saving(snapshot, self._staging)
         self._next_part()
         taken = time.perf_counter() - self._began
         self._console.note(
@@ -104,11 +102,4 @@ class Saver:
             )
             return
         # A daemon: where a disk hangs for ever, the process can end.
-        threading.Thread(target=_in_idle_time, args=(self._part,), name="save", daemon=True).start()
-
-
-def _in_idle_time(part: store.Part) -> None:
-    """Do the part in this thread, which Linux lets run where no other thread wants to: steps are what is paid for."""
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-    part.run()
+        threading.Thread(target=self._part.run, name="save", daemon=True).start()

@@ -19,7 +19,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -56,7 +55,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds. normal: of a step. at_once: of a save. copy: of the copy to host memory. steps: up to the save's end."""
+    """Seconds. normal: of a step. at_once: of a save. copy: of that to host memory. steps: up to the save's end."""
 
     normal: float
     at_once: float
