@@ -2,9 +2,9 @@
 
     python -I -S image_writer.py MEMORY FILE BYTES PARENT
 
-MEMORY and FILE are open descriptors. A line of output, the number of bytes written, comes after every piece that is on
-the disk, and at last "crc32 N", or "errno N" where the operating system refused. It ends when PARENT is not its parent
-any more.
+MEMORY and FILE are open descriptors. A line of output, the number of bytes written, comes after every piece that is
+on the disk, and at last "crc32 N", or "errno N" where the operating system refused. It ends when PARENT is not its
+parent any more.
 """
 
 import mmap
