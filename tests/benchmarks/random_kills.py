@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -137,10 +138,8 @@ class Started:
         self._popen.kill()
 
     def join(self, timeout: float | None = None) -> None:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
 
 
 def flag(name: str, value: Any) -> Iterator[str]:
@@ -168,6 +167,7 @@ def attempt(ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | No
     save = Path(values["save"])
     newest = store.latest(save)
     before = 0 if newest is None else store.read_manifest(newest).step
+    left = unfinished(save)
     began, running = time.monotonic(), start(ranks, values, folder, kill)
     if kill is not None:
         first = running.ranks[kill.victims[0]]
@@ -181,16 +181,9 @@ def attempt(ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | No
     statuses = running.statuses(90)
     text = running.texts()[0]
     begun = re.search(r"starts after\W+iteration (\d+)", text)
-    left = [path.name for path in save.iterdir() if HIDDEN.match(path.name)] if save.is_dir() else []
-    during = (
-        "save"
-        if left
-        else "steps"
-        if begun
-        else "start"
-        if text.strip() or not (kill and kill.real)
-        else "imports"
-    )
+    importing = kill is not None and kill.real and not text.strip()
+    during = "imports" if importing else "steps" if begun else "start"
+    during = "save" if unfinished(save) - left else during
     return {
         "statuses": statuses,
         "newest": before,
@@ -198,6 +191,11 @@ def attempt(ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | No
         "during": "after the end" if set(statuses) == {0} else during,
         "text": running.texts() if None in statuses else [],
     }
+
+
+def unfinished(save: Path) -> set[str]:
+    """Return the names of the directories that a save was at when it was killed."""
+    return {path.name for path in save.iterdir() if HIDDEN.match(path.name)} if save.is_dir() else set()
 
 
 def problems(
