@@ -226,6 +226,9 @@ class TrainingConfig:
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
     distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
+    health_check: bool | None = option(
+        None, "try nodes before the first step and name bad ones (default: on under SLURM)"
+    )
     device: str = option(
         "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")
     )

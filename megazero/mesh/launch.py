@@ -44,7 +44,8 @@ PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
 class Launch:
     """This is what the launcher says of this process. ``local_world_size`` is its word for ranks per node.
 
-    ``attempt`` is how often torchrun has started the ranks again, at the same store.
+    ``attempt`` is how often torchrun has started the ranks again, at the same store. ``node`` is SLURM's name of this
+    node, whatever has launched the rank; None where SLURM did not give the node.
     ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not
     say it.
     """
@@ -57,6 +58,7 @@ class Launch:
     master_port: int = 29500
     launcher: str = "single process"
     attempt: int = 0
+    node: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -124,6 +126,7 @@ def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None
         )
     if launch.local_rank is None and launch.local_world_size:
         launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
+    launch = replace(launch, node=env.get("SLURMD_NODENAME"))
     return launch if local_rank is None else replace(launch, local_rank=local_rank)
 
 

@@ -24,6 +24,7 @@ from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.exit_status import ExitStatus, record_status, status_of
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
+from megazero.train.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
@@ -47,6 +48,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     watch: Watch | None = None
     if launch.rank == 0:
         record_status(config.logging.log_dir, None)
+        record_bad_nodes(config.logging.log_dir, ())
     with ExitStack() as stack:
         try:
             with readable_failures(
@@ -112,6 +114,8 @@ def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
     status = status_of(error)
     if launch.rank == 0:
         record_status(config.logging.log_dir, status)
+        if isinstance(error, Unhealthy):
+            record_bad_nodes(config.logging.log_dir, error.nodes)
     # A user's mistake is mostly the same on all ranks and said once; what is about one rank is said by it.
     if not isinstance(error, ValueError) or _first_to_say(f"{error}"):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -160,7 +164,7 @@ def prepare(
     device, notes = start_rank(config.training, launch, timeout)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    mesh = arrange_ranks(config, launch, device, timeout)
+    mesh, found = healthy_mesh(config, launch, device, lambda: arrange_ranks(config, launch, device, timeout))
     _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
@@ -183,7 +187,7 @@ def prepare(
 
     if length.halt is not None:
         notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
+    notes = (*progress.notes, *found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
     report_start(config, mesh, decoder, progress, outputs.console)

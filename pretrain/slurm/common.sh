@@ -26,12 +26,17 @@ run() {
     [ -s "$RUN/logs/exit_status" ] && status=$(<"$RUN/logs/exit_status")
 }
 
-say() { echo "$(date -Is) job $SLURM_JOB_ID: exit status $status, newest checkpoint ${newest:-none}: $*"; }
+newest() { ls -d "$RUN"/iter_* 2>/dev/null | tail -1; }
+
+# The nodes that the health check of the last start named, one a line.
+bad_nodes() { cat "$RUN/logs/bad_nodes" 2>/dev/null; }
+
+say() { echo "$(date -Is) job $SLURM_JOB_ID: exit status $status, newest checkpoint $(newest): $*"; }
 
 # Whether to start the same command again: it was told to stop or lost a rank, and checkpoints do get newer.
 goes_on() {
-    local restarts=0 before=none
-    newest=$(ls -d "$RUN"/iter_* 2>/dev/null | tail -1)
+    local restarts=0 before=none newest
+    newest=$(newest)
     [ -f "$RUN/restarts" ] && read -r restarts before < "$RUN/restarts"
     [ "${newest:-none}" = "$before" ] && restarts=$((restarts + 1)) || restarts=0
     echo "$restarts ${newest:-none}" > "$RUN/restarts"
@@ -41,8 +46,15 @@ goes_on() {
     return 1
 }
 
-# Put the job back into the queue. SLURM ends this shell meanwhile.
+# Put the job back into the queue, without nodes named bad. SLURM ends this shell meanwhile.
 requeue() {
-    say "back into the queue"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    local bad before
+    bad=$(bad_nodes | paste -sd,)
+    say "back into the queue${bad:+, without $bad}"
+    scontrol requeue "$SLURM_JOB_ID" || return
+    if [ -n "$bad" ]; then  # only a job that waits takes another list
+        before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ (]*\).*/,\1/p')
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad${before%,}"
+    fi
+    sleep 60
 }

@@ -140,6 +140,25 @@ class Cluster:
         until(reached, timeout, lambda: f"job {number} is {job.get('JobState')}, not {' or '.join(wanted)}")
         return job
 
+    def wait_for_jobs(self, *chosen: str, timeout: float = 300.0) -> list[str]:
+        """Wait until all the jobs that ``squeue`` chooses by these options are over. Returns their states."""
+        states: list[str] = []
+
+        def over() -> bool:
+            nonlocal states
+            states = self.call("squeue", "-h", "-r", "-t", "all", "-o", "%T", *chosen).split()
+            return bool(states) and not {"PENDING", "RUNNING", "COMPLETING"} & set(states)
+
+        until(over, timeout, lambda: f"jobs of {chosen} are {states}")
+        return states
+
+    def preempt(self, number: int, folder: Path) -> None:
+        """Submit a short job of the urgent partition, whose script lies in ``folder``, for the nodes of another."""
+        urgent = folder / f"urgent-{number}.sh"
+        urgent.write_text("#!/bin/bash\nsleep 1\n")
+        options = ("--partition=urgent", f"--nodelist={self.job(number)['NodeList']}", "--exclusive")
+        self.wait(self.submit(urgent, options=(*options, f"--output={folder}/urgent-%j.out")))
+
     # -- what happens to nodes -----------------------------------------------------------------------------
 
     def lose(self, node: int) -> None:

@@ -20,15 +20,19 @@ SCRIPTS = sorted(path.name for path in (ROOT / "pretrain" / "slurm").glob("*.sba
 # Each says how it was called. srun ends as ENDS says, and leaves what a run leaves.
 PROGRAMS = {
     "srun": """echo "srun $*" >> "$CALLS"
+        for node in $LOST; do [[ "$*" == *"=$node "*check_nodes.py* ]] && exit 1; done
+        [[ "$*" == *check_nodes.py* ]] && exit 0
         mkdir -p "$RUN/logs" "$RUN/iter_$NEWEST"
         trap 'echo "handed on USR1" >> "$CALLS"; exit 75' USR1
-        [ "$ENDS" = waits ] && { touch "$RUN/waits"; for i in $(seq 200); do sleep 0.05; done; }
+        [ "$ENDS" = waits ] && { touch "$RUN/waits"; for i in $(seq 200); do /bin/sleep 0.05; done; }
+        [[ "$*" == *"$BAD"* ]] && { echo "$BAD" > "$RUN/logs/bad_nodes"; exit 76; }
         [ -n "$SAID" ] && echo "$SAID" > "$RUN/logs/exit_status"
         exit $ENDS""",
     "scontrol": """echo "scontrol $*" >> "$CALLS"
         [ "$1 $2" = "show hostnames" ] && printf 'node%s\\n' 0 1 2
-        [ "$1" = requeue ] && exit 1  # so that the script does not wait for its end
+        [ "$1 $2" = "show job" ] && echo "ReqNodeList=(null) ExcNodeList=$EXCLUDED"
         exit 0""",
+    "sleep": "exit 0",  # until SLURM ends a script that is requeued
     "scancel": 'echo "scancel $*" >> "$CALLS"',
 }
 
@@ -51,7 +55,8 @@ class Scripts:
     def start(self, script: str, ends: object, **variables: object) -> subprocess.Popen:
         job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NODES": 3}
         job |= {"SLURM_JOB_NODELIST": "node[0-2]", "RUN": self.run, "CALLS": self.folder / "calls"}
-        job |= {"ENDS": ends, "SAID": "", "NEWEST": "0000001", **variables}
+        job |= {"ENDS": ends, "SAID": "", "NEWEST": "0000001", "BAD": "none", "LOST": ""}
+        job |= {"SLURM_NTASKS_PER_NODE": 8, "EXCLUDED": "(null)", **variables}
         path = f"{self.folder}:{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, **{name: str(value) for name, value in job.items()}}
         words = ["bash", f"pretrain/slurm/{script}", "--lr", "1 e"]
@@ -116,7 +121,9 @@ def test_flags_arrive_as_they_are_with_the_scripts_own_behind(scripts, script) -
 
 
 def test_tasks_of_an_array_have_runs_of_their_own_and_a_chain_has_one(scripts) -> None:
-    scripts.end("pretrain.sbatch", ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/a", SLURM_ARRAY_TASK_ID=4)
+    scripts.end(
+        "pretrain.sbatch", ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/a", SLURM_ARRAY_TASK_ID=4
+    )
     scripts.end("chain.sbatch", ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/b", SLURM_ARRAY_TASK_ID=4)
     assert f"--save runs/{scripts.folder}/a-4 " in scripts.calls[0]
     assert f"--save runs/{scripts.folder}/b " in scripts.calls[1]
@@ -137,3 +144,28 @@ def test_torchrun_and_its_ranks_ignore_signals_until_the_run_heeds_them(scripts)
     (call,) = [line for line in scripts.calls if line.startswith("srun")]
     assert "--nnodes 3 --nproc-per-node 8" in call and "--rdzv-endpoint node0:20007" in call
     assert 'trap "" USR1 TERM INT; exec' in call and "--signals-to-handle SIGQUIT" in call
+
+
+@pytest.mark.parametrize("excluded, wanted", [("(null)", "node1"), ("node7,node9", "node1,node7,node9")])
+def test_a_node_that_is_named_bad_is_excluded_when_the_job_is_requeued(scripts, excluded, wanted) -> None:
+    assert scripts.end("pretrain.sbatch", ends=0, BAD="pretrain", EXCLUDED=excluded)[0] == 76
+    wanted = wanted.replace("node1", "pretrain")  # what the program in srun's place looks for, and names
+    assert scripts.calls[-1] == f"scontrol update JobId=7 ExcNodeList={wanted}"
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_lost_or_named_bad(scripts) -> None:
+    """The job has node0 to node2 and trains on two of them. node0 does not answer; node1 is named bad by the run."""
+    assert scripts.end("spare.sbatch", ends=0, NODES=2)[0] == 0
+    assert scripts.end("spare.sbatch", ends=0, NODES=2, LOST="node0")[0] == 0
+    runs = [line for line in scripts.calls if "pretrain_gpt.py" in line]
+    assert ["--nodelist=node0,node1 " in runs[0], "--nodelist=node1,node2 " in runs[1]] == [True, True]
+    status, text = scripts.end("spare.sbatch", ends=0, NODES=2, BAD="node1")
+    runs = [line.split("--nodelist=")[1].split()[0] for line in scripts.calls if "pretrain_gpt.py" in line]
+    assert status == 0 and runs[2:] == ["node0,node1", "node0,node2"] and "again, inside the job" in text
+    assert "scontrol requeue 7" not in scripts.calls
+
+
+def test_without_enough_good_nodes_the_job_goes_back_into_the_queue(scripts) -> None:
+    status, text = scripts.end("spare.sbatch", ends=0, NODES=2, LOST="node0 node2")
+    assert status == 76 and scripts.calls[-1] == "scontrol requeue 7", text
+    assert "node2 is left out" in text and "1 nodes are good, 2 are needed" in text
