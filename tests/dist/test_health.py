@@ -102,7 +102,7 @@ def test_a_run_checks_its_nodes_when_it_is_told_to(tmp_path: Path) -> None:
         {"optimizer": "sgd", "sgd_momentum": 0.9},
         {
             "zero_preset": "zeropp",
-            "ranks_per_node": 1,
+            "ranks_per_node": 2,
             "params_dtype": "bf16",
             "zero_gradient_rounding": "feedback",
             "zero_exact_numel": 64,
@@ -113,7 +113,7 @@ def test_the_size_of_a_checkpoint_is_known_beforehand(tmp_path: Path, values: di
     run_ranks(2, train, {**values, **SHORT, "save": str(tmp_path), "log_dir": f"{tmp_path}/l"}, timeout=120)
     kinds = checkpoint_of(tmp_path)
     stored = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
-    world = World(2, values.get("ranks_per_node", 2))
+    world = World(4, values.get("ranks_per_node", 4))
     config = make_config({**TINY, **values}, world)
     size = checkpoint_bytes(
         config.model, config.precision.params_dtype, config.optimizer.optimizer, config.wire(world)
