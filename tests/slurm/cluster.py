@@ -24,6 +24,7 @@ from tests.netlab.lab import SOCKETS, Lab, LabUnavailable
 
 PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
 HEAD, HEAD_ADDRESS = "switch", "10.0.0.250"
+DISK = "16m"  # bytes of each disk that is to be filled
 START = 60.0  # seconds that daemons have to answer
 # cred_expire is also how long SLURM holds a requeued job back: 120 s by itself.
 CONFIGURATION = """\
@@ -68,19 +69,27 @@ PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF State=UP
 class Cluster:
     """``nodes`` nodes of 12 CPUs; a context manager. Partitions: work, graceful (preempted with grace), urgent.
 
+    disks: how many small disks all nodes share, to be filled; ``disks`` are their folders.
+
     Raises LabUnavailable on entry, with what is missing.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2, *, grace: int = 60, kill_wait: int = 15) -> None:
+    def __init__(
+        self, folder: Path, nodes: int = 2, *, grace: int = 60, kill_wait: int = 15, disks: int = 0
+    ) -> None:
         self.lab, self.folder = Lab(nodes), folder
         self.grace, self.kill_wait = grace, kill_wait
         self.environ = {**SOCKETS, "SLURM_CONF": f"{folder}/slurm.conf", "OMP_NUM_THREADS": "1"}
         self.daemons: list[subprocess.Popen] = []
+        self.disks = [folder / f"disk-{i}" for i in range(disks)]
 
     def __enter__(self) -> Cluster:
         missing = sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)})
         if missing:
             raise LabUnavailable(f"packages not installed: {', '.join(missing)} (apt-get install)")
+        for disk in self.disks:  # before the nodes, which see what is mounted when they begin
+            disk.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(disk)], check=True)
         self.lab.__enter__()
         try:
             self._start()
@@ -96,6 +105,8 @@ class Cluster:
         self.lab.close()  # all processes of its namespaces die with them
         for daemon in self.daemons:
             daemon.wait()
+        for disk in self.disks:
+            subprocess.run(["umount", "--lazy", str(disk)], capture_output=True)
 
     # -- what a user does ----------------------------------------------------------------------------------
 
