@@ -3,8 +3,8 @@
     MATRIX=results.jsonl python -m pytest -m slow tests/slurm/test_matrix.py -k "scancel or requeue"
     python tests/slurm/matrix_page.py results.jsonl         # the table of docs/slurm.md
 
-Four jobs run side by side, one for each moment, in which their ranks wait until it has happened (pausing.py). Each event
-takes one to three minutes on 2 cores.
+Four jobs run side by side, one for each moment, in which their ranks wait until it has happened (pausing.py). Each
+event takes one to three minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 @dataclass
 class Case:
-    """One run, whose job waits at a moment. programs: a folder before others in PATH, which has the jobs' output, too."""
+    """One run, whose job waits at a moment. programs: a folder before others in PATH; jobs' output goes there, too."""
 
     slurm: Cluster
     programs: Path
