@@ -3,7 +3,7 @@
     MOMENT=save RUN=FOLDER python tests/slurm/pausing.py pretrain/pretrain_gpt.py FLAGS
 
 Every rank makes FOLDER/at-RANK when it is there, and goes on when there is FOLDER/go or it has received a signal.
-SLOWLY=SECONDS is a sleep in every iteration.
+SLOWLY=SECONDS is a sleep in every iteration, until there is FOLDER/hurry.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main() -> None:
         at = EVALUATION
         _before(Trainer, "_asked_to_stop", lambda run: pause() if run.progress.iteration == at else None)
     if slowly:
-        _before(Trainer, "_forward_backward", lambda *_: time.sleep(slowly))
+        hurry = pause.folder / "hurry"
+        _before(Trainer, "_forward_backward", lambda *_: None if hurry.exists() else time.sleep(slowly))
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -40,7 +40,7 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 @dataclass
 class Case:
-    """One run, whose job waits at a moment. programs: a folder before others in PATH; jobs' output goes there, too."""
+    """One run, whose job waits at a moment. programs: a folder before others in PATH, and of jobs' output."""
 
     slurm: Cluster
     programs: Path
