@@ -2,7 +2,7 @@
 
     python -m tests.slurm.soak --minutes 20 --seed 1 --out soak.jsonl      # as root; slurm-wlm and munge installed
 
-It ends with 0 if the job came to its end by itself, and its curve is that of a run that nothing disturbed, bit by bit.
+It ends with 0 if the job came to its end by itself, and its curve is that of an undisturbed run, bit by bit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class Soak:
         things: list[Callable[[list[int]], str]] = [
             self._kill, self._kill_all, self._stop, self._lose, self._preempt, self._signal, self._requeue
         ]  # fmt: skip
-        return self.random.choice(things)(nodes_of(self.slurm, self.number))
+        try:
+            return self.random.choice(things)(nodes_of(self.slurm, self.number))
+        except RuntimeError as error:  # of SLURM: the job has just lost its nodes by itself
+            return f"missed: {error}"
 
     def _inside(self, node: int, *command: str) -> None:
         subprocess.run([*self.slurm.lab.members[node + 1].inside, *command], check=False)
