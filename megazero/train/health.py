@@ -6,6 +6,7 @@ for checkpoints, a slow node. What may be so is said as a note: clocks that diff
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.plan.memory import checkpoint_bytes
 from megazero.train import health_links
-from megazero.train.exit_status import ExitStatus
+from megazero.train.exit_status import ExitStatus, status_of
 from megazero.train.health_probes import Facts, find_facts, free_bytes, missing_bytes, probe_folder
 
 BAD_NODES_FILE = "bad_nodes"  # in LOG_DIR: the names to exclude, one a line, for the batch script
@@ -197,12 +198,24 @@ def device_faults(every: Sequence[Facts]) -> list[Fault]:
     return faults
 
 
-def folder_faults(problems: Mapping[int, str], nodes: Sequence[str]) -> list[Fault]:
-    """Return the faults of nodes that do not share --save. Where most do not, it is a mistake and not theirs."""
+def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -> list[Fault]:
+    """Return the faults of nodes that do not share --save.
+
+    Where most nodes do not, it is a mistake and not theirs; nor is it theirs that the first rank cannot write, or that
+    the disk is full.
+    """
     bad = {nodes[rank] for rank in problems}
     few = 2 * len(bad) < len(set(nodes))
-    status = ExitStatus.RANK_LOST if few else ExitStatus.MISTAKE
-    return [Fault(nodes[rank], f"rank {rank} {text}", status) for rank, text in problems.items()]
+    faults = []
+    for rank, problem in problems.items():
+        status = ExitStatus.RANK_LOST if few else ExitStatus.MISTAKE
+        text = f"rank {rank} {problem}"
+        if isinstance(problem, OSError):
+            text = f"rank {rank} cannot write: {problem}"
+            if rank == 0 or problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                status = status_of(problem)
+        faults.append(Fault(nodes[rank], text, status))
+    return faults
 
 
 def differences(every: Sequence[Facts]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def multiplies(device: torch.device) -> bool:
 
 def remembers(device: torch.device, elements: int = PATTERN) -> bool:
     """Write a pattern into a part of the device's memory and tell whether it is read back."""
-    pattern = torch.arange(2**20, dtype=torch.int32, device=device) * 0x9E3779B1 % 2**31
+    pattern = (torch.arange(2**20, device=device) * 0x9E3779B1 % 2**31).int()
     memory = torch.empty(elements // 2**20, 2**20, dtype=torch.int32, device=device)
     memory.copy_(pattern)
     return bool((memory == pattern).all())
@@ -105,28 +105,28 @@ def read_clock() -> float:
     return time.time()
 
 
-def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str]:
+def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str | OSError]:
     """Have each rank write a small file into ``folder`` and read the first rank's. The files are removed. Collective.
 
-    Returns, the same on every rank, what failed, by the rank that it is about.
+    Returns, the same on every rank, what is wrong, in words or as the error of a write, by the rank that it is about.
     """
     token = gather(secrets.token_hex(4))[0]
     first = folder / f".probe-{token}-0"
     own = folder / f".probe-{token}-{rank}"
     try:
-        said = gather(_attempt(lambda: _write(own, make=True)) if rank == 0 else "")
-        if said[0]:
-            return {0: said[0]}
-        problem = ""
+        failed = gather(_attempt(lambda: _write(own, make=True)) if rank == 0 else None)[0]
+        if failed is not None:
+            return {0: failed}
+        problem: str | OSError | None = None
         if rank != 0:
             lost = f"does not see the file that rank 0 wrote into {folder}: it is another folder here"
             problem = _attempt(lambda: _write(own)) if _appears(first) else lost
         problems = dict(enumerate(gather(problem)))
         if rank == 0:
-            for other in (other for other in problems if not problems[other]):
-                if not _appears(folder / f".probe-{token}-{other}"):
+            for other in problems:
+                if problems[other] is None and not _appears(folder / f".probe-{token}-{other}"):
                     problems[other] = f"rank 0 does not see the file that it wrote into {folder}"
-        return {other: text for other, text in gather(problems)[0].items() if text}
+        return {other: wrong for other, wrong in gather(problems)[0].items() if wrong is not None}
     finally:
         _attempt(lambda: own.unlink(missing_ok=True))
 
@@ -150,12 +150,12 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _attempt(action: Callable[[], object]) -> str:
+def _attempt(action: Callable[[], object]) -> OSError | None:
     try:
         action()
     except OSError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return error
+    return None
 
 
 def free_bytes(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_a_folder_that_few_nodes_do_not_see_is_their_fault_and_else_a_mistake() 
     assert (few.node, few.status) == ("n1", ExitStatus.RANK_LOST)
     most = folder_faults({2: "does not see it", 4: "does not see it"}, nodes)
     assert {fault.status for fault in most} == {ExitStatus.MISTAKE}
+    for rank, number, status in (
+        (3, errno.EACCES, ExitStatus.RANK_LOST),
+        (3, errno.ENOSPC, ExitStatus.STORAGE),
+        (0, errno.EROFS, ExitStatus.STORAGE),
+        (0, errno.EACCES, ExitStatus.MISTAKE),
+    ):
+        (fault,) = folder_faults({rank: OSError(number, "no", "f")}, nodes)
+        assert fault.status == status and f"rank {rank} cannot write: [Errno {number}] no: 'f'" == fault.text
 
 
 def test_nodes_to_leave_out_are_named_for_people_and_for_the_script(tmp_path: Path) -> None:
