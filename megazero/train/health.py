@@ -201,7 +201,7 @@ def device_faults(every: Sequence[Facts]) -> list[Fault]:
 def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -> list[Fault]:
     """Return the faults of nodes that do not share --save.
 
-    Where most nodes do not, it is a mistake and not theirs; nor is it theirs that the first rank cannot write, or that
+    Where most nodes do not, it is a mistake and not theirs. Nor is it theirs that the first rank cannot write, or that
     the disk is full.
     """
     bad = {nodes[rank] for rank in problems}
