@@ -201,8 +201,8 @@ def device_faults(every: Sequence[Facts]) -> list[Fault]:
 def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -> list[Fault]:
     """Return the faults of nodes that do not share --save.
 
-    Where most nodes do not, it is a mistake and not theirs. Nor is it theirs that the first rank cannot write, or that
-    the disk is full.
+    Where most nodes do not, it is a mistake and not theirs. Nor is it theirs that the first rank cannot write, or
+    that the disk is full.
     """
     bad = {nodes[rank] for rank in problems}
     few = 2 * len(bad) < len(set(nodes))
