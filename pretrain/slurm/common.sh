@@ -48,12 +48,18 @@ goes_on() {
 
 # Put the job back into the queue, without nodes named bad. SLURM ends this shell meanwhile.
 requeue() {
-    local bad before
+    local job bad before
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    # SLURM would requeue a job that it is about to end, too: one that was cancelled has to stay so.
+    if [[ $job != *JobState=RUNNING* && $job != *Reason=TimeLimit* ]]; then
+        say "not again: it was cancelled, or SLURM itself requeues it"
+        return
+    fi
     bad=$(bad_nodes | paste -sd,)
     say "back into the queue${bad:+, without $bad}"
     scontrol requeue "$SLURM_JOB_ID" || return
     if [ -n "$bad" ]; then  # only a job that waits takes another list
-        before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ (]*\).*/,\1/p')
+        before=$(sed -n 's/.*ExcNodeList=\([^ (]*\).*/,\1/p' <<< "$job")
         scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad${before%,}"
     fi
     sleep 60

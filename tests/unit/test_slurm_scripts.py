@@ -30,7 +30,7 @@ PROGRAMS = {
         exit $ENDS""",
     "scontrol": """echo "scontrol $*" >> "$CALLS"
         [ "$1 $2" = "show hostnames" ] && printf 'node%s\\n' 0 1 2
-        [ "$1 $2" = "show job" ] && echo "ReqNodeList=(null) ExcNodeList=$EXCLUDED"
+        [ "$1 $2" = "show job" ] && echo "JobState=$STATE ReqNodeList=(null) ExcNodeList=$EXCLUDED"
         exit 0""",
     "sleep": "exit 0",  # until SLURM ends a script that is requeued
     "scancel": 'echo "scancel $*" >> "$CALLS"',
@@ -56,7 +56,7 @@ class Scripts:
         job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NODES": 3}
         job |= {"SLURM_JOB_NODELIST": "node[0-2]", "RUN": self.run, "CALLS": self.folder / "calls"}
         job |= {"ENDS": ends, "SAID": "", "NEWEST": "0000001", "BAD": "none", "LOST": ""}
-        job |= {"SLURM_NTASKS_PER_NODE": 8, "EXCLUDED": "(null)", **variables}
+        job |= {"SLURM_NTASKS_PER_NODE": 8, "EXCLUDED": "(null)", "STATE": "RUNNING", **variables}
         path = f"{self.folder}:{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, **{name: str(value) for name, value in job.items()}}
         words = ["bash", f"pretrain/slurm/{script}", "--lr", "1 e"]
@@ -81,6 +81,16 @@ def scripts(tmp_path: Path) -> Scripts:
 def test_a_job_is_requeued_after_a_stop_or_a_lost_rank_alone(scripts, script, status) -> None:
     assert scripts.end(script, ends=1, SAID=status)[0] == status  # the run's word, not the launcher's
     again = ExitStatus(status) in (ExitStatus.STOPPED, ExitStatus.RANK_LOST)
+    assert ("scontrol requeue 7" in scripts.calls) == again
+
+
+@pytest.mark.parametrize(
+    "state, again",
+    [("RUNNING", True), ("COMPLETING Reason=TimeLimit", True), ("COMPLETING Reason=None", False)],
+)
+def test_a_job_that_is_cancelled_stays_so(scripts, state, again) -> None:
+    """It is COMPLETING: its ranks were told to stop, and its script runs on."""
+    assert scripts.end("pretrain.sbatch", ends=75, STATE=state)[0] == 75
     assert ("scontrol requeue 7" in scripts.calls) == again
 
 
