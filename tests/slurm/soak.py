@@ -38,7 +38,7 @@ class Soak:
 
     def submit(self) -> int:
         environ = {"SLOWLY": str(SLOWLY), "MOST_RESTARTS": "20"}
-        return start(self.slurm, self.run, environ, "--partition=graceful", distributed_timeout_minutes=0.2)
+        return start(self.slurm, self.run, environ, "--partition=graceful", distributed_timeout_minutes=0.5)
 
     def state(self) -> str:
         return self.slurm.job(self.number)["JobState"]
