@@ -23,7 +23,7 @@ from typing import Any
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ROOT, curve, iterations, log, nodes_of, submit, words
 
-ITERATIONS, SAVE_INTERVAL, SLOWLY = 2500, 25, 0.5  # the last in seconds per iteration
+ITERATIONS, SAVE_INTERVAL, SLOWLY = 1400, 25, 0.5  # the last in seconds per iteration
 PAUSE = (3.0, 45.0)  # seconds of a running job before the next thing happens
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
