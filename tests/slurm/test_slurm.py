@@ -5,12 +5,14 @@ make slurm-test runs these (some minutes; slurm-wlm and munge installed, as root
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import curve, log, nodes_of, submit, wait_for_iterations, words
+from tests.slurm.jobs import ITERATIONS, curve, log, nodes_of, submit, wait_for_iterations, words
 
 pytestmark = pytest.mark.slow
 
@@ -103,3 +105,38 @@ def test_a_mistake_is_not_tried_again(slurm, tmp_path: Path) -> None:
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log(
         tmp_path / "run"
     )
+
+
+@pytest.fixture
+def bad_node(slurm, tmp_path) -> Iterator[str]:
+    """A node that has another folder in the place of the runs'. Jobs get it: SLURM takes nodes in their order."""
+    (tmp_path / "run").mkdir()
+    member = slurm.lab.members[1 + 1]
+    subprocess.run([*member.inside, "mount", "-t", "tmpfs", "none", str(tmp_path / "run")], check=True)
+    yield member.name
+    subprocess.run([*member.inside, "umount", "--lazy", str(tmp_path / "run")], check=True)
+
+
+OF_THREE = words(global_batch_size=6)  # the batch of 3 ranks
+
+
+def test_a_job_is_requeued_without_a_bad_node(slurm, tmp_path, bad_node) -> None:
+    number = submit(slurm, tmp_path / "run", "--nodes=3", "--ntasks-per-node=1", flags=OF_THREE)
+    job = slurm.wait(number, timeout=300)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
+    assert job["ExcNodeList"] == bad_node and f"--exclude={bad_node}" in log(tmp_path / "run")
+
+
+@pytest.mark.parametrize("happens", [lose_a_node, None])
+def test_a_spare_node_takes_a_bad_ones_place_inside_the_job(slurm, tmp_path, happens, request) -> None:
+    """A node is lost, or the health check names one."""
+    bad = "" if happens else request.getfixturevalue("bad_node")
+    run, nodes = tmp_path / "run", ("--nodes=4", "--ntasks-per-node=1")
+    number = submit(slurm, run, *nodes, script="spare.sbatch", flags=OF_THREE, environ={"NODES": "3"})
+    if happens:
+        wait_for_iterations(run, 50)
+        happens(slurm, number)
+    job = slurm.wait(number, timeout=300)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), log(run)
+    assert "again, inside the job" in log(run) and bad in log(run)
+    assert sorted(curve(run)) == list(range(1, ITERATIONS + 1))
