@@ -32,6 +32,7 @@ from megazero.train.parallelize import build_decoder, build_pipeline, shard_deco
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import arrange_ranks, start_rank
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
+from megazero.train.stragglers import Stragglers
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
 from megazero.train.watch import judging_s
@@ -156,7 +157,7 @@ def prepare(
     data, progress = make_datasets(config, tokenizer, length, origin.progress)
 
     bill = TimeBill()
-    decoder = build_decoder(config, mesh, Traffic())
+    decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     scaling = LossScaling.of(config.precision)
@@ -195,6 +196,7 @@ def prepare(
         outputs,
         exits,
         bill,
+        Stragglers.of(mesh, stack),
         profiler,
         progress,
     )
