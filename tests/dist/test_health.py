@@ -110,7 +110,7 @@ def test_a_run_checks_its_nodes_when_it_is_told_to(tmp_path: Path) -> None:
     ],
 )
 def test_the_size_of_a_checkpoint_is_known_beforehand(tmp_path: Path, values: dict) -> None:
-    run_ranks(2, train, {**values, **SHORT, "save": str(tmp_path), "log_dir": f"{tmp_path}/l"}, timeout=120)
+    run_ranks(4, train, {**values, **SHORT, "save": str(tmp_path), "log_dir": f"{tmp_path}/l"}, timeout=120)
     kinds = checkpoint_of(tmp_path)
     stored = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
     world = World(4, values.get("ranks_per_node", 4))
