@@ -9,7 +9,7 @@ error feedback, its own residuals.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ class Checkpointing:
             "loss_scaling": self.scaling.state(),
             "tokenizer": self.fingerprint,
             "losses": dict(progress.losses),
+            "left_out": [asdict(each) for each in progress.left_out],
         }
         snapshot = store.Snapshot(
             step=progress.iteration,

@@ -18,6 +18,7 @@ from megazero.config.published import is_published, published_folder
 from megazero.config.sections import CheckpointConfig
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
+from megazero.train.skipping import LeftOut
 
 Answer = TypeVar("Answer")
 # Files by which other trainers find their newest checkpoint.
@@ -49,7 +50,7 @@ class Progress:
     the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
     was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
     keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
-    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation.
+    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
     """
 
     iteration: int = 0
@@ -59,6 +60,7 @@ class Progress:
     ordered_for: Mapping[str, int] = field(default_factory=dict)
     owes_evaluation: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         state.get("ordered_for", {}),
         state.get("owes_evaluation", False),
         state.get("losses", {}),
+        tuple(LeftOut(**each) for each in state.get("left_out", ())),
     )
     return Origin(progress, path, manifest, state)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config.flops import training_flops
+from megazero.config.skipping import iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
@@ -29,6 +30,7 @@ from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.skipping import just_before, leave_out, next_to_leave_out
 from megazero.train.stopping import ExitConditions
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
@@ -63,6 +65,7 @@ class Trainer:
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
+        self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
         # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
         self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.told: str | None = None  # why to save and stop after the iteration
@@ -79,7 +82,8 @@ class Trainer:
             reason = self.told
             while not reason and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
-                self._iterate(batches)
+                if not self._leave_out(batches):
+                    self._iterate(batches)
                 iteration = self.progress.iteration
                 self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
                 reason = self.told or self.exits.planned(iteration)
@@ -100,6 +104,15 @@ class Trainer:
             )
         self._export()
         return ExitStatus.FINISHED
+
+    def _leave_out(self, batches: Batches) -> bool:
+        """Pass over the iterations that --skip-train-iteration-range names from here on. Tells if there were any."""
+        last = next_to_leave_out(self.ranges, self.progress, self.length.last_iteration)
+        if last is not None:
+            self.progress = leave_out(self.progress, last, self.length.batch_sizes)
+            batches.seek(self.progress.consumed_samples)
+            self.outputs.console.note(f"left out: {self.progress.left_out[-1]}: --skip-train-iteration-range")
+        return last is not None
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()
@@ -160,7 +173,7 @@ class Trainer:
 
     def _set_learning_rates(self) -> dict[str, float]:
         """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
-        position = self.length.position(self.progress) - self.scaling.skipped(self.length.by_samples)
+        position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
         rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
@@ -326,6 +339,7 @@ class Trainer:
             extra={
                 "batch_size": samples,
                 **rates,
+                **just_before(self.progress, self.progress.iteration),
                 **_events(info),
                 **self.scaling.metrics(),
                 "bytes": traffic,
