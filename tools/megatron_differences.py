@@ -172,8 +172,8 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
     (
         "--skip-train-iteration-range",
         "(BLOOM's fork) draws one micro-batch for each iteration of the range, and does not count the iterations",
-        "takes all samples of the iterations and counts both, as Megatron-LM with --iterations-to-skip, which is another "
-        "name of it",
+        "takes all samples of the iterations and counts both, as Megatron-LM with --iterations-to-skip, another name "
+        "of it here",
         "the samples named are those that are left out, and a resume goes on behind them",
     ),
     (
