@@ -25,6 +25,28 @@ class SkippingConfig:
         "learning rate's schedule waits",
         aliases=("iterations-to-skip",),
     )
+    rollback_on_spike: bool = option(
+        False,
+        "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint from before it, and "
+        "leave out the iterations from there to its end",
+    )
+    max_rollbacks: int = option(
+        3, "times that a run goes back, after which a spike ends it with an error", low=1
+    )
+    spike_window: int = option(
+        100,
+        "good iterations whose median loss and norm are the usual ones; while there are fewer, nothing is a spike",
+        low=1,
+    )
+    spike_loss_bound: float = option(0.5, "nats by which a spike's loss is above the usual one", above=0)
+    spike_norm_bound: float = option(
+        10.0, "times by which a spike's gradient norm (before clipping) is above the usual one", above=1
+    )
+    spike_iterations: int = option(
+        10,
+        "iterations in a row beyond either bound that are a spike; the run recovers from shorter ones",
+        low=1,
+    )
 
 
 def iteration_ranges(words: Sequence[str]) -> tuple[tuple[int, int], ...]:

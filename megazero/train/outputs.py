@@ -19,6 +19,7 @@ from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogg
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
+from megazero.train.skipping import LeftOut
 
 RESOLVED_FILE = "config.yaml"
 
@@ -45,6 +46,12 @@ class Outputs:
             line = {key: {name: value} if key.startswith("eval_") else value for key, value in line.items()}
         self.loggers.log(at.iteration, line)
 
+    def went_back(self, why: str, out: LeftOut) -> None:
+        """Report that the updates of the iterations ``out`` were undone, and why."""
+        self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
+        if self.metrics is not None:
+            self.metrics.undo(out.first, out.last)
+
 
 def agree_on_run_id(progress: Progress) -> str:
     """The id of this run at outside loggers: the one of ``progress``, or a new one. Collective."""
@@ -69,7 +76,8 @@ def open_outputs(
     members: list[Logger] = []
     if first:
         resolved = config.to_dict()
-        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration)
+        undone = [(each.first, each.last) for each in progress.left_out]
+        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone)
         stack.callback(metrics.close)
         with replacing(Path(log.log_dir) / RESOLVED_FILE) as file:
             file.write(yaml.safe_dump(resolved, sort_keys=False).encode())

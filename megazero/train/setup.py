@@ -31,6 +31,8 @@ from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import arrange_ranks, start_rank
+from megazero.train.rollback import LossSpike
+from megazero.train.spikes import SpikeMonitor
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
@@ -63,7 +65,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
             if watch is not None:
                 watch.ask(f"{error}")  # who is missing, if that can be known; it ends this process
             _fail(config, launch, error)
-        except (ValueError, NonFiniteLoss, OSError) as error:
+        except (ValueError, NonFiniteLoss, LossSpike, OSError) as error:
             _fail(config, launch, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
@@ -176,8 +178,9 @@ def prepare(
     scaling = LossScaling.of(config.precision)
     named = tokenizer_options(config.data)
     files = read_tokenizer_files(config.data.tokenizer_type, named) if mesh.rank == 0 else {}
+    spikes = SpikeMonitor(config.skipping)
     checkpointing = Checkpointing(
-        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, files
+        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, spikes, files
     )
     checkpointing.load(origin)
 

@@ -23,13 +23,14 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
-from megazero.train.guards import LocalStep, NonFiniteGuard
+from megazero.train.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.rollback import go_back
 from megazero.train.skipping import just_before, leave_out, next_to_leave_out
 from megazero.train.stopping import ExitConditions
 from megazero.train.timebill import TimeBill
@@ -64,7 +65,7 @@ class Trainer:
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
-        self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
+        self.guard, self.scaling, self.spikes = NonFiniteGuard(), checkpointing.scaling, checkpointing.spikes
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
         # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
         self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -79,16 +80,17 @@ class Trainer:
         owed = self.progress.owes_evaluation
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
-            reason = self.told
+            reason, save_due = self.told, False
             while not reason and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
                 if not self._leave_out(batches):
-                    self._iterate(batches)
+                    save_due |= self._iterate_or_go_back(batches)
                 iteration = self.progress.iteration
                 self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
                 reason = self.told or self.exits.planned(iteration)
-                if reason or self._due(self.config.checkpoint.save_interval, iteration):
-                    saved_at = self._save(saved_at)
+                save_due |= self._due(self.config.checkpoint.save_interval, iteration)
+                if reason or save_due and not self.spikes.beyond:  # else it may be in a spike
+                    saved_at, save_due = self._save(saved_at), False
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
@@ -114,7 +116,34 @@ class Trainer:
             self.outputs.console.note(f"left out: {self.progress.left_out[-1]}: --skip-train-iteration-range")
         return last is not None
 
-    def _iterate(self, batches: Batches) -> None:
+    def _iterate_or_go_back(self, batches: Batches) -> bool:
+        """Train one iteration. If it makes a spike and --rollback-on-spike is given, go back to before the spike.
+
+        Then it returns True: a save is due, so that a resume goes on behind what is left out. Raises LossSpike if
+        there is no way back (any more).
+        """
+        reached, watching = self.progress.iteration + 1, self.config.skipping.rollback_on_spike
+        try:
+            info = self._iterate(batches)
+            updated = watching and not info.skipped
+            why = self.spikes.observe(self.progress.losses["lm_loss"], info.grad_norm) if updated else None
+            begin = reached - self.spikes.beyond + 1
+        except NonFiniteLoss as error:
+            if not watching:
+                raise
+            why, begin = f"{error}", reached - max(self.spikes.beyond, self.guard.skipped_in_a_row - 1)
+        if why is None:
+            return False
+        self.phase = f"going back from iteration {reached}"
+        before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
+        self.progress = leave_out(before, reached, self.length.batch_sizes, rollback=True)
+        batches.seek(self.progress.consumed_samples)
+        self.guard = NonFiniteGuard()
+        self.engine.traffic.take()  # of no iteration
+        self.outputs.went_back(why, self.progress.left_out[-1])
+        return True
+
+    def _iterate(self, batches: Batches) -> StepInfo:
         self.bill.reset()
         for lane in (self.engine.gathers, self.engine.reductions):
             lane.take_stalls()  # of an evaluation
@@ -152,6 +181,7 @@ class Trainer:
             self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
         self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
+        return info
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -275,13 +305,13 @@ class Trainer:
     def moved(self) -> tuple[object, ...]:
         """Return what changes whenever this rank gets on: the phase, the bytes sent in it, the modules gone through.
 
-        Writing of files has no limit here: it sends nothing for as long as a disk takes. What waits for it in a
-        collective has that one's.
+        Writing and reading of files has no limit here: it sends nothing for as long as a disk takes. What waits for
+        it in a collective has that one's.
         """
         program = self.engine.gatherer.program
         order = program.orders.get(program.current) if program.current else None
         sent = sum(list(self.engine.traffic.bytes.values()))
-        writing = time.monotonic() if self.phase.startswith(("saving", "writing")) else 0
+        writing = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
         return self.phase, sent, program.at, order.position if order else 0, writing
 
     # -- small parts -----------------------------------------------------------------------------
