@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +93,17 @@ def open_outputs(
 
 
 def report_start(
-    config: RunConfig, mesh: Mesh, decoder: Decoder, progress: Progress, console: TrainConsole
+    config: RunConfig,
+    mesh: Mesh,
+    decoder: Decoder,
+    progress: Progress,
+    console: TrainConsole,
+    predicted: Sequence[str] = (),
 ) -> None:
-    """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
+    """Print what is about to run: the model's size, where it starts, every option, the layout, the notes.
+
+    predicted: lines on what the planner predicts of it.
+    """
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     facts: dict[str, object] = {
         "device": str(mesh.device),
@@ -104,7 +113,7 @@ def report_start(
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
     remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
-    for line in (*progress.notes, *config.describe(world), *remarks):
+    for line in (*progress.notes, *config.describe(world), *remarks, *predicted):
         console.note(line)
 
 

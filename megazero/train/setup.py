@@ -23,6 +23,7 @@ from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.exit_status import ExitStatus, record_status, status_of
+from megazero.train.forecast import foresee
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
@@ -30,7 +31,7 @@ from megazero.train.origin import find_origin
 from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
-from megazero.train.ranks import arrange_ranks, start_rank
+from megazero.train.ranks import find_world, make_mesh, start_rank
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
@@ -160,7 +161,9 @@ def prepare(
     device, notes = start_rank(config.training, launch, timeout)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    mesh = arrange_ranks(config, launch, device, timeout)
+    world = find_world(config, launch)
+    config, forecast, planned = foresee(config, world, device)  # before anything is allocated
+    mesh = make_mesh(config, world, device, timeout)
     _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
@@ -183,10 +186,10 @@ def prepare(
 
     if length.halt is not None:
         notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
+    notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(config, mesh, decoder, progress, outputs.console)
+    report_start(config, mesh, decoder, progress, outputs.console, forecast.lines() if forecast else ())
     exits = ExitConditions(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
@@ -211,4 +214,5 @@ def prepare(
         bill,
         profiler,
         progress,
+        forecast,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -22,6 +22,7 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
+from megazero.train.forecast import Forecast, peak_memory
 from megazero.train.guards import LocalStep, NonFiniteGuard
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
@@ -34,6 +35,7 @@ from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
 Batch = dict[str, Any]  # of tensors
+STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
 
 class Trainer:
@@ -56,6 +58,7 @@ class Trainer:
         bill: TimeBill,
         profiler: Profiler,
         progress: Progress,
+        forecast: Forecast | None = None,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
@@ -65,6 +68,8 @@ class Trainer:
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
         # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
         self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.forecast = forecast
+        self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -88,6 +93,7 @@ class Trainer:
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
+        self._compare()
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
@@ -100,6 +106,11 @@ class Trainer:
             )
         self._export()
         return ExitStatus.FINISHED
+
+    def _compare(self) -> None:
+        """Print what was predicted beside what was measured."""
+        if self.forecast and (line := self.forecast.beside(self.mesh, self.step_seconds)):
+            self.outputs.console.note(line)
 
     def _iterate(self, batches: Batches) -> None:
         self.bill.reset()
@@ -138,7 +149,9 @@ class Trainer:
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
-        self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
+        took = time.perf_counter() - began
+        self._log(loss, info, rates, took, batches.consumed - consumed)
+        self.step_seconds.append(took)
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -346,10 +359,3 @@ def _events(info: StepInfo) -> dict[str, Any]:
         out["quantization_unit"] = info.sampled
         out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
     return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
-
-
-def peak_memory(device: torch.device) -> int:
-    """The peak of the memory in bytes: what was allocated on a CUDA device, or what was resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

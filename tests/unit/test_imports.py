@@ -29,7 +29,7 @@ FLOORS = (
 SHARED = {("config", "megazero.mesh.grid"), ("config", "megazero.mesh.launch")}
 PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timeline")
 SHARED |= {("config", module) for module in PIPELINE}
-SHARED |= {("config", "megazero.checkpoint.directory")}
+SHARED |= {("config", "megazero.checkpoint.directory"), ("config", "megazero.plan.cluster")}
 OPTIONAL = {"transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "apex", "triton"}
 LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|(LOCAL|CROSS)_SIZE|MASTER_(ADDR|PORT)|"
