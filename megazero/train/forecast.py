@@ -28,6 +28,7 @@ from megazero.plan.search import CHOICES, ZERO, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.shortage import smallest_layout
 from megazero.plan.simulate import simulate
+from megazero.train.outputs import peak_memory
 
 # What is given up for a layout that fits, one after the other: the first costs the least.
 RELEASED = (ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
@@ -37,12 +38,16 @@ RELEASED = (ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
 class Forecast:
     """What is predicted of a run. memory: of the rank that needs the most, at the peak of a step.
 
-    seconds: of a step, or None without a cluster file. resident: bytes that this process had when it was predicted.
+    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is made.
     """
 
     memory: Memory
     seconds: float | None
-    resident: int
+    resident: int = 0
+
+    def before_the_model(self, device: torch.device) -> Forecast:
+        """Return the forecast with the bytes that are in use now."""
+        return replace(self, resident=resident_memory(device))
 
     def lines(self) -> list[str]:
         """Return what to print at the start."""
@@ -93,7 +98,7 @@ def foresee(
     if config.planning.memory_check and room is not None:
         refuse_too_large(layout, room)
     seconds = simulate(layout).seconds if name is not None else None
-    return config, Forecast(layout.memory, seconds, resident_memory(device)), notes
+    return config, Forecast(layout.memory, seconds), notes
 
 
 def choose(config: RunConfig, frame: Frame) -> tuple[RunConfig, list[str]]:
@@ -216,10 +221,3 @@ def resident_memory(device: torch.device) -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return 0
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the peak of the memory in bytes: allocated on a CUDA device, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
