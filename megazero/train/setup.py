@@ -24,6 +24,7 @@ from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabula
 from megazero.train.exit_status import record_status, status_of
 from megazero.train.forecast import foresee
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
+from megazero.train.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.train.learning_rate import LearningRate
 from megazero.train.lookout import Lookout
 from megazero.train.loss_scaling import LossScaling
@@ -48,6 +49,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     lookout = Lookout(config, launch)
     if launch.rank == 0:
         record_status(config.logging.log_dir, None)
+        record_bad_nodes(config.logging.log_dir, ())
     with ExitStack() as stack:
         try:
             with readable_failures(
@@ -86,6 +88,8 @@ def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
         isinstance(error, RankFailure) and not error.told
     ):  # which may be about the first rank
         record_status(config.logging.log_dir, status)
+        if isinstance(error, Unhealthy):
+            record_bad_nodes(config.logging.log_dir, error.nodes)
     if not _is_told(error):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -149,7 +153,7 @@ def prepare(
     config = with_vocabulary(config, tokenizer)
     world = find_world(config, launch)
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
-    mesh = make_mesh(config, world, device, timeout)
+    mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
     lookout.joining = False
     _look_for_kill_switch(config.training.kill_switch_path)
 
@@ -174,7 +178,7 @@ def prepare(
 
     if length.halt is not None:
         notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
+    notes = (*progress.notes, *found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
     report_start(config, mesh, decoder, progress, outputs.console, forecast.lines() if forecast else ())

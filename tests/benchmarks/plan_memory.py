@@ -2,11 +2,11 @@
 
     python tests/benchmarks/plan_memory.py [--seed 0] [--layouts 20] [--out FILE]
 
-Each layout trains three steps of a decoder whose model state is half a gigabyte or more. Measured are, on every rank,
-the most bytes resident above those before the model was made, and the bytes of the model states. The rank that needs the
-most counts. glibc is told to return what is freed at once (MALLOC_MMAP_THRESHOLD_): with its defaults, freed memory that
-it keeps doubles the resident size of some layouts. Every layout's row is kept in FILE; a second call goes on where the
-first ended.
+Each layout trains three steps of a decoder whose model state is half a gigabyte or more. Measured are, on each rank,
+the most bytes resident above those before the model was made, and the bytes of the model states. The rank that needs
+the most counts. glibc is told to return what is freed at once (MALLOC_MMAP_THRESHOLD_): by default, memory that
+it keeps doubles the resident size of some layouts. Every layout's row is kept in FILE; a second call goes on where
+the first ended.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def main() -> None:
                 beside.replace(options.out)
         row = kept[key]
         total, states = row["predicted"] / row["peak"] - 1, row["predicted_states"] / row["states"] - 1
-        measured = f"{row['peak'] / 2**20:7.0f} MiB {total:+7.1%}   states {row['states'] / 2**20:7.0f} {states:+7.1%}"
-        print(f"{measured}   {key}", flush=True)
+        peak, kept_states = row["peak"] / 2**20, row["states"] / 2**20
+        print(f"{peak:7.0f} MiB {total:+7.1%}   states {kept_states:7.0f} {states:+7.1%}   {key}", flush=True)
     for name, measured in (("predicted", "peak"), ("predicted_states", "states")):
         off = [abs(row[name] / row[measured] - 1) for row in kept.values()]
         print(
