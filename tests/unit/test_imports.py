@@ -31,17 +31,8 @@ SHARED = {("config", "megazero.mesh.grid"), ("config", "megazero.mesh.launch")}
 PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timeline")
 SHARED |= {("config", module) for module in PIPELINE}
 SHARED |= {("config", "megazero.checkpoint.directory")}
-OPTIONAL = {
+OPTIONAL = {"transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "apex", "triton"}
 MEGATRON = {"megatron"}  # pip's; megazero.config.megatron is ours
-    "transformers",
-    "wandb",
-    "tensorboard",
-    "tensorboardX",
-    "matplotlib",
-    "apex",
-    "triton",
-    "megatron",
-}
 LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|(LOCAL|CROSS)_SIZE|MASTER_(ADDR|PORT)|"
     r"(SLURM|OMPI|PMIX?|MV2)_\w*|MPI_LOCAL\w*"
