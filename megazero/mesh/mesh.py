@@ -252,10 +252,11 @@ def _new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
-def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -> None:
-    """Join the default process group. CPU tensors always have gloo, and CUDA tensors have NCCL."""
-    if dist.is_initialized():
-        return
+def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
+    """Form the default process group. CPU tensors always have gloo, and CUDA tensors have NCCL.
+
+    ``store`` is where the ranks met (``mesh/rendezvous.py``).
+    """
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
@@ -263,7 +264,7 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -
     # pipeline posts ahead would stand before its sends.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=launch.init_method,  # under torchrun torch takes the agent's store there
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,

@@ -25,6 +25,7 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
+from megazero.comm.waits import Waits
 from megazero.config import RunConfig, World
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.wire import Coding, Wire
@@ -42,10 +43,15 @@ from megazero.zero.optimizer import OptimizerFactory
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None) -> Decoder:
+def build_decoder(
+    config: RunConfig,
+    mesh: Mesh,
+    traffic: Traffic | None = None,
+    timed: Callable[[str], Any] = no_timing,
+) -> Decoder:
     """Build the decoder on the meta device, with this rank's stages and its share of every tensor-parallel parameter.
 
-    traffic: counts the bytes that tensor parallelism sends.
+    traffic: counts the bytes that tensor parallelism sends. timed: as in ``shard_decoder``.
     """
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
     tp = TensorParallel(
@@ -54,6 +60,7 @@ def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None)
         size=mesh.tp.size,
         sequence_parallel=config.parallel.sequence_parallel,
         traffic=traffic,
+        waits=Waits(mesh.device, timed),
         deferred=DeferredGradients() if splits else None,
     )
     dtype = DTYPES[config.precision.params_dtype]

@@ -21,7 +21,7 @@ FLOORS = (
     {"models", "data", "plan"},
     {"convert"},
     {"train"},
-    {"verify"},
+    {"verify", "profile"},
     {"cli"},
     {"pretrain", "tools", "__main__", "megatron_core_patch"},
 )
