@@ -14,8 +14,8 @@ class Case:
 
     dp, tp, pp: ranks. ``vpp`` is the number of model chunks per pipeline rank (1: no virtual pipeline), ``ep``
     the ranks of dp that share a layer's experts (``experts``, 0: no MoE). ``micro_batches`` is per rank and
-    step, of one sequence each. ``padded`` leaves the tokens at the end of each sequence out of the loss.
-    ``bucket_size`` is in elements and has effect where a bucket's sum overlaps the backward.
+    step, of one sequence each. ``bucket_size`` is in elements and has effect where a bucket's sum overlaps the
+    backward. ``ranks_per_node`` is what the patch takes for a node.
     """
 
     dp: int = 1
@@ -43,6 +43,7 @@ class Case:
     clip: float = 1.0
     seed: int = 1
     steps: int = 4
+    ranks_per_node: int = 2
 
     @property
     def world(self) -> int:
@@ -60,13 +61,15 @@ class Run:
     ``losses``: for each step, the (sum of losses, number of tokens) of each of its micro-batches; empty but on
     a pipeline's last stage, and from one tensor-parallel rank alone. ``norms`` are the gradients' by step.
     ``digests`` are those of its parameters' bits at the end, by the name of what they are: ranks that hold the
-    same tensor, or the same part of it, use the same name.
+    same tensor, or the same part of it, use the same name. ``sent`` are the patch's counters: bytes by (kind,
+    link). ``buckets``: elements of each of this rank's buckets, and the ranks that share it.
     """
 
     losses: list[list[tuple[float, int]]]
     norms: list[float]
     digests: dict[str, str]
-    sent: dict[str, int] = field(default_factory=dict)
+    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    buckets: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
 
 def step_losses(case: Case, runs: Sequence[Run]) -> list[float]:

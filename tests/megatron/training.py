@@ -4,47 +4,100 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from tests.megatron.case import Case, Run
 from tests.megatron.model import build_chunks, model_config, named
 from tests.megatron.on_cpu import megatron_on_cpu
 
+Formats = Mapping[str, Any]  # what megatron_core_patch.enable takes
 
-def train(case: Case) -> Run:
-    """Train a case from its start, unpatched. To be called on every rank of a world of ``case.world``."""
-    with megatron_ranks(case):
-        job = Job(case)
+
+def train(case: Case, formats: Formats | None = None) -> Run:
+    """Train a case from its start. To be called on every rank of a world of ``case.world``.
+
+    formats: with them under megatron_core_patch; None is megatron-core as it is.
+    """
+    with a_job(case, formats) as job:
         for step in range(case.steps):
             job.step(step)
-        return job.run()
+        return dataclasses.replace(job.run(), sent=sent(formats))
 
 
 @contextmanager
-def megatron_ranks(case: Case) -> Iterator[None]:
-    """Shims and parallel_state of a case, undone after it: a rank serves many cases."""
-    with megatron_on_cpu():
+def a_job(case: Case, formats: Formats | None = None) -> Iterator[Job]:
+    """A Job inside ``megatron_ranks``; nothing of it stays."""
+    with megatron_ranks(case, formats):
+        job = Job(case)
+        try:
+            yield job
+        finally:
+            for chunk in job.chunks:  # autograd's nodes hold its hooks for ever, and those the process groups
+                vars(chunk).clear()
+
+
+@contextmanager
+def megatron_ranks(case: Case, formats: Formats | None = None) -> Iterator[None]:
+    """Shims, parallel_state and patch of a case, undone after it: a rank serves many cases."""
+    with megatron_on_cpu(), patched(case, formats):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
 
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tp,
-            pipeline_model_parallel_size=case.pp,
-            virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
-            expert_model_parallel_size=case.ep,
-            expert_tensor_parallel_size=1,  # more needs gathers of unequal parts, which gloo lacks
-        )
+        # Groups of the same ranks are one group: each has threads of gloo that poll, and Megatron makes 17 a rank.
+        with mock.patch.object(parallel_state, "create_group", cache_by_ranks(parallel_state.create_group)):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=case.tp,
+                pipeline_model_parallel_size=case.pp,
+                virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+                expert_model_parallel_size=case.ep,
+                expert_tensor_parallel_size=1,  # more needs gathers of unequal parts, which gloo lacks
+            )
         random.initialize_rng_tracker(force_reset=True)
         random.model_parallel_cuda_manual_seed(case.seed)
         try:
             yield
         finally:
-            parallel_state.destroy_model_parallel()
+            forget_groups(parallel_state)
+
+
+def cache_by_ranks(create: Callable[..., Any]) -> Callable[..., Any]:
+    made: dict[tuple[int, ...], Any] = {}
+
+    def create_group(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = create(ranks, *args, **kwargs)
+        return made[tuple(ranks)]
+
+    return create_group
+
+
+def forget_groups(parallel_state: Any) -> None:
+    """Drop Megatron's process groups, of which its own function keeps some."""
+    parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup) or (isinstance(value, list) and name.startswith("_")):
+            setattr(parallel_state, name, None)
+
+
+@contextmanager
+def patched(case: Case, formats: Formats | None) -> Iterator[None]:
+    if formats is None:
+        yield
+        return
+    import megatron_core_patch
+
+    megatron_core_patch.enable(**formats, ranks_per_node=case.ranks_per_node)
+    try:
+        yield
+    finally:
+        megatron_core_patch.disable()
 
 
 class Job:
@@ -97,8 +150,8 @@ class Job:
         if self.hooks:  # as megatron's train(): the first forwards take what every rank has itself
             self._hooks(False)
 
-    def step(self, number: int, before_update: Callable[[Job], None] | None = None) -> None:
-        """Take one step on the samples of step ``number``. ``before_update`` sees the reduced gradients."""
+    def step(self, number: int) -> None:
+        """Take one step on the samples of step ``number``."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for chunk in self.chunks:
@@ -115,8 +168,6 @@ class Job:
             micro_batch_size=1,
             forward_only=False,
         )
-        if before_update is not None:
-            before_update(self)
         updated, norm, _ = self.optimizer.step()
         self.norms.append(float(norm))
         if self.case.overlap_param_gather and not self.hooks:
@@ -132,7 +183,18 @@ class Job:
         digests = {}
         for name, parameter in named(self.chunks):
             digests[name] = hashlib.sha256(parameter.detach().view(torch.uint8).numpy()).hexdigest()[:16]
-        return Run(self.losses if counts else [], self.norms, digests)
+        buckets = [
+            (bucket.grad_data.numel(), tuple(dist.get_process_group_ranks(buffer.data_parallel_group)))
+            for buffer in self.buffers()
+            for bucket in buffer.buckets
+        ]
+        return Run(self.losses if counts else [], self.norms, digests, buckets=buckets)
+
+    def buffers(self) -> list[Any]:
+        """Return the buffers of all chunks: the dense ones, then the experts'."""
+        return [
+            buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     def sync(self) -> None:
         """Gather all parameters, as megatron does before it saves."""
@@ -154,6 +216,15 @@ class Job:
         dp, index = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         first = step * self.case.micro_batches * dp
         return (sample(self.case, first + m * dp + index) for m in range(self.case.micro_batches))
+
+
+def sent(formats: Formats | None) -> dict[tuple[str, str], int]:
+    """Return the patch's counters so far; none without it."""
+    if formats is None:
+        return {}
+    import megatron_core_patch
+
+    return dict(megatron_core_patch.counters().bytes)
 
 
 def sample(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor]:
