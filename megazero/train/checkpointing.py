@@ -77,7 +77,15 @@ class Checkpointing:
             "chunk_numel": policy.chunk_numel,
         }
 
-    def snapshot(self, progress: Progress) -> store.Snapshot:
+    def save(self, progress: Progress) -> Path:
+        """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
+        return store.save(self._root, self._snapshot(progress), **self._manner)
+
+    def saving(self, progress: Progress, staging: store.Staging) -> Generator[store.Part, None, Path]:
+        """Do as ``save`` does from a copy, but yield the parts that are this rank's own work. Collective."""
+        return store.saving(self._root, self._snapshot(progress), staging=staging, **self._manner)
+
+    def _snapshot(self, progress: Progress) -> store.Snapshot:
         """Return what a checkpoint holds now: its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
             self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
@@ -104,14 +112,6 @@ class Checkpointing:
             configuration=self.config.to_dict(),
             files=self.files,
         )
-
-    def saving(self, snapshot: store.Snapshot, staging: store.Staging) -> Generator[store.Part, None, Path]:
-        """Yield the parts of writing SAVE/iter_<iteration> from a copy; older ones stay until then. Collective."""
-        return store.saving(self._root, snapshot, staging=staging, **self._manner)
-
-    def save(self, snapshot: store.Snapshot) -> Path:
-        """Write SAVE/iter_<iteration> at once, and return its path. Collective."""
-        return store.save(self._root, snapshot, **self._manner)
 
     @property
     def _root(self) -> str:

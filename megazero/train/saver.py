@@ -42,12 +42,11 @@ class Saver:
         """
         self.wait()
         self._began = time.perf_counter()
-        snapshot = self._checkpointing.snapshot(progress)
         if not self._behind:
-            path = self._checkpointing.save(snapshot)
+            path = self._checkpointing.save(progress)
             self._console.note(f"saved {path} in {time.perf_counter() - self._began:.1f} s")
             return
-        self._parts = self._checkpointing.saving(snapshot, self._staging)
+        self._parts = self._checkpointing.saving(progress, self._staging)
         self._next_part()
         taken = time.perf_counter() - self._began
         self._console.note(

@@ -79,8 +79,8 @@ class Trainer:
         self.forecast = forecast
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
-        # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, whether its part of a save
-        # has ended, its last times by kind.
+        # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, whether its part of a
+        # save has ended, its last times by kind.
         self.scalars = torch.zeros(3 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
         self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"

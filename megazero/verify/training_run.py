@@ -152,7 +152,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
             record.steps.append(recorder.close(loss / divisor, engine.step().grad_norm))
             consumed += size
             if run.save and run.save[0] == step:
-                checkpointing.save(checkpointing.snapshot(Progress(step + 1, consumed, "verify")))
+                checkpointing.save(Progress(step + 1, consumed, "verify"))
                 engine.traffic.take()  # of no step
     record.final, record.rounded = slices(engine, lambda unit: unit.master), recorder.rounded
     return record

@@ -87,7 +87,7 @@ def one_round(trainer: Trainer, batches: Any, steps: int) -> Round:
     step = partial(trainer._iterate, batches)
     normal = median(timed(step) for _ in range(steps))
     checkpointing, saver = trainer.checkpointing, trainer.saver
-    at_once = timed(lambda: checkpointing.save(checkpointing.snapshot(trainer.progress)))
+    at_once = timed(lambda: checkpointing.save(trainer.progress))
     timed(step)
     copy, behind = timed(lambda: saver.save(trainer.progress)), []
     while saver.under_way:
