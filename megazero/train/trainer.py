@@ -110,7 +110,8 @@ class Trainer:
         self._compare()
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
-        self.phase = f"saving iteration {self.progress.iteration}"
+        if self.saver.under_way:
+            self.phase = f"saving up to iteration {self.progress.iteration}"
         self.saver.wait()
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
             return ExitStatus.STOPPED
