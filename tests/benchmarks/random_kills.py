@@ -240,10 +240,12 @@ def reference_of(layout: str, folder: Path) -> Path:
     return place
 
 
-def trial(number: int, seed: int, references: Path, kills: Sequence[Kill] | None = None) -> dict[str, Any]:
-    """One run. kills: instead of random ones."""
+def trial(
+    number: int, seed: int, references: Path, kills: Sequence[Kill] = (), layout: str | None = None
+) -> dict[str, Any]:
+    """One run. kills, layout: instead of random ones."""
     random = Random(f"{seed}/{number}")
-    layout, behind = random.choice(list(LAYOUTS)), number % 2 == 1
+    layout, behind = layout or random.choice(list(LAYOUTS)), number % 2 == 1
     ranks = LAYOUTS[layout][0]
     drawn = list(kills) if kills else [draw(random, ranks) for _ in range(random.randint(1, 3))]
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="kills-"))
