@@ -1,4 +1,4 @@
-"""One trial of tests/benchmarks/random_kills.py, at moments that are named, and what it finds when a run is not right."""
+"""One trial of tests/benchmarks/random_kills.py, at moments that are named, and what it says of a run that is wrong."""
 
 from __future__ import annotations
 
