@@ -1,4 +1,4 @@
-"""One trial of tests/benchmarks/random_kills.py, at moments that are named, and what it says of a run that is wrong."""
+"""One trial of tests/benchmarks/random_kills.py, at moments that are named, and what it says of a wrong run."""
 
 from __future__ import annotations
 
