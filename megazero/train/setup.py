@@ -162,7 +162,7 @@ def prepare(
     device, notes = start_rank(config.training, launch, timeout)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    mesh = arrange_ranks(config, launch, device, timeout)
+    config, mesh = arrange_ranks(config, launch, device, timeout)
     _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
