@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import gcd, log
 from typing import Any
 
@@ -23,6 +24,8 @@ from megazero.config.shards import IN_NODE, PARTITIONED
 from megazero.config.validate import find_errors
 from megazero.mesh.grid import nearest_divisor, nearest_shards
 
+MOST_WORLDS = 16  # other numbers of ranks that are tried for an error line, in each direction
+
 
 def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
     """Return the configuration for these ranks, and error lines.
@@ -30,25 +33,40 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
     With --elastic it is the nearest legal one, with a note on what was changed. Without, the errors say what that
     would be. A ramp-up takes the micro-batch that divides every size to come, if there is one.
     """
-    errors = find_errors(config, world)
-    ramped = config.batch.elastic and config.batch.rampup_batch_size
+    errors, elastic = find_errors(config, world), config.batch.elastic
+    ramped = elastic and config.batch.rampup_batch_size
     if not (errors or ramped) or find_errors(config, None):  # which no layout would mend
         return config, errors
     found = next(_legal(config, world), None)
-    if found is None:
-        return config, errors
-    options, changes = all_options(), []
-    for name, value in found.values().items():
-        if value != config.get(name):
-            changes.append(f"--no-{options[name].key}" if value is None else typed(options[name], value))
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
-    if not config.batch.elastic:
-        return config, [
-            *errors[:-1],
-            f"{errors[-1]}; to keep {batch}: {' '.join(changes)}, as --elastic does",
-        ]
-    note = [f"--elastic keeps {batch}: {' '.join(changes)}"] if changes else []
-    return replace(found, notes=(*config.notes, *note)), []
+    if found is None:
+        others = _other_worlds(config, world) if elastic and errors else []
+        near = f"--elastic: nothing keeps {batch}; nearest numbers of ranks: {' or '.join(map(str, others))}"
+        return config, [*errors, *([near] if others else [])]
+    changes = _changes(config, found)
+    if not elastic:
+        return config, [*errors[:-1], f"{errors[-1]}; to keep {batch}: {changes}, as --elastic does"]
+    notes = [*config.notes, *([f"--elastic keeps {batch}: {changes}"] if changes else [])]
+    return replace(found, notes=tuple(notes)), []
+
+
+def _changes(config: RunConfig, found: RunConfig) -> str:
+    """Say what is to be typed for ``found`` instead of ``config``."""
+    changed = [(opt, found.get(opt.name)) for opt in all_options().values()]
+    changed = [(opt, value) for opt, value in changed if value != config.get(opt.name)]
+    return " ".join(typed(opt, value) if value is not None else f"no {opt.flag}" for opt, value in changed)
+
+
+def _other_worlds(config: RunConfig, world: World) -> list[int]:
+    """Return the nearest smaller and larger number of ranks, in whole nodes, for which there is a legal choice."""
+    ranks, node = world.world_size, world.ranks_per_node
+    one_node = node in (0, ranks)
+    near: list[int] = []
+    for step in (-1, 1) if one_node else (-node, node):
+        others = (ranks + step * k for k in range(1, MOST_WORLDS + 1))
+        worlds = (World(n, n if node == ranks else node) for n in others if n > 0)
+        near += [other.world_size for other in islice((w for w in worlds if any(_legal(config, w))), 1)]
+    return near
 
 
 def _legal(config: RunConfig, world: World) -> Iterator[RunConfig]:
