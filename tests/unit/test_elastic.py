@@ -107,10 +107,11 @@ def test_a_ramp_up_takes_what_divides_every_size_to_come(tmp_path: Path) -> None
     assert BatchSizeRampup(8, 4, 32, 16, 1, 1).sizes_from(17) == [12, 16]
 
 
-def saved(root: Path, consumed: int, batch: int) -> None:
+def saved(root: Path, consumed: int, batch: int, model: dict[str, Any] | None = None) -> None:
     """A checkpoint that says no more than this of its run."""
     record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
-    state, configuration = {"consumed_samples": consumed}, {"batch": {"global_batch_size": batch}}
+    state = {"consumed_samples": consumed}
+    configuration = {"batch": {"global_batch_size": batch}, "model": model or {}}
     store.save(root, store.Snapshot(3, [record], state, configuration=configuration))
 
 
@@ -129,3 +130,16 @@ def test_a_batch_that_is_not_said_is_the_checkpoints(tmp_path: Path) -> None:
     assert "add --global-batch-size 8 to keep it" in f"{error.value}"
     assert configured({**rigid, "finetune": True}, 2).batch.global_batch_size == 2
     assert replace(config.batch, elastic=False) == configured({**rigid, "global_batch_size": 8}, 2).batch
+
+
+def test_an_option_younger_than_the_checkpoint_is_protected_at_its_default(tmp_path: Path) -> None:
+    """Trained before there was --rotary-percent: with another than its default it would be another model."""
+    now = make_config(TINY).to_dict()["model"]
+    model = {name: value for name, value in now.items() if name not in ("rotary_percent", "qk_norm")}
+    saved(tmp_path, 0, batch=8, model=model)
+    resumed = {**TINY, "load": str(tmp_path)}
+    assert make_config({**resumed, "rotary_percent": 1.0}).model.rotary_percent == 1.0
+    with pytest.raises(
+        ConfigError, match="--rotary-percent 0.5 is not the model .* which has --rotary-percent 1"
+    ):
+        make_config({**resumed, "rotary_percent": 0.5})
