@@ -35,7 +35,8 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
     """
     errors, elastic = find_errors(config, world), config.batch.elastic
     ramped = elastic and config.batch.rampup_batch_size
-    if not (errors or ramped) or find_errors(config, None):  # which no layout would mend
+    known = config.batch.global_batch_size is not None  # by now, unless the ranks do not divide
+    if not known or not (errors or ramped) or find_errors(config, None):  # which no layout would mend
         return config, errors
     found = next(_legal(config, world), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"

@@ -90,6 +90,8 @@ def test_what_no_layout_keeps_stays_an_error() -> None:
     with pytest.raises(ConfigError, match="--global-batch-size 8 is not a multiple") as error:
         configured({}, 11)
     assert "nearest numbers of ranks: 8 or 12" in f"{error.value}"
+    with pytest.raises(ConfigError, match="3 ranks do not divide"):
+        configured({"tensor_model_parallel_size": 2, "global_batch_size": None}, 3)
     with pytest.raises(ConfigError) as error:
         configured({"lr": None, "micro_batch_size": 4}, 4)
     assert "--lr is required" in f"{error.value}" and "as --elastic does" not in f"{error.value}"
