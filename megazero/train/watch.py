@@ -84,7 +84,9 @@ class Watch:
         self._answering = False
         self._count, self._seen, self._since = 0, None, time.monotonic()
         self._first: list[Beat] = []  # rank 0, once heard: to be ended if the store in it is silent
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._mind_store)]
+        self._threads = [
+            threading.Thread(target=run, daemon=True, name="watch") for run in (self._run, self._mind_store)
+        ]
 
     def start(self) -> None:
         for thread in self._threads:
