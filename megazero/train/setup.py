@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import sys
 import time
 import traceback
@@ -56,7 +55,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
         try:
             with readable_failures(
                 rank=launch.rank,
-                host=socket.gethostname(),
+                host=launch.host,
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: lookout.phase,
             ):
@@ -207,7 +206,7 @@ def prepare(
         outputs,
         exits,
         bill,
-        Stragglers.of(mesh, stack),
+        Stragglers.of(mesh, launch.host, stack),
         profiler,
         progress,
         forecast,
