@@ -15,6 +15,7 @@ from megazero.checkpoint.errors import agree_local
 from megazero.checkpoint.manifest import check_sizes
 from megazero.config import RunConfig
 from megazero.config.published import is_published, published_folder
+from megazero.config.secrets import redact
 from megazero.config.sections import CheckpointConfig
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
@@ -49,7 +50,7 @@ class Progress:
     the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
     was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
     keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
-    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation.
+    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. checkpoint: the last one of this progress.
     """
 
     iteration: int = 0
@@ -59,6 +60,7 @@ class Progress:
     ordered_for: Mapping[str, int] = field(default_factory=dict)
     owes_evaluation: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         state.get("ordered_for", {}),
         state.get("owes_evaluation", False),
         state.get("losses", {}),
+        str(path),
     )
     return Origin(progress, path, manifest, state)
 
@@ -186,7 +189,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
 
     knows_number: the checkpoint says how many samples its order was made for.
     """
-    now = config.to_dict()
+    now = redact(config.to_dict())  # as the checkpoint has it
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
         old, new = before.get(section, {}).get(name), now[section][name]
         if (old or None) != (new or None):  # a checkpoint may be older than the option

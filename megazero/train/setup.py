@@ -22,12 +22,13 @@ from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
+from megazero.train.ending import Ending
 from megazero.train.exit_status import ExitStatus, record_status, status_of
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
 from megazero.train.learning_rate import LearningRate
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
-from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
+from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import arrange_ranks, start_rank
@@ -47,6 +48,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     watch: Watch | None = None
     if launch.rank == 0:
         record_status(config.logging.log_dir, None)
+    ending = Ending(config, launch, began)
     with ExitStack() as stack:
         try:
             with readable_failures(
@@ -55,21 +57,20 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: trainer.phase if trainer else "the preparation",
             ):
-                trainer = prepare(config, launch, stack, began, signals)
-                watch = _watch(config, launch, trainer)
+                trainer = ending.trainer = prepare(config, launch, stack, began, signals)
+                watch = _watch(config, launch, trainer, ending)
                 with trainer.outputs.console:
                     status = trainer.run()
         except RankFailure as error:
             if watch is not None:
                 watch.ask(f"{error}")  # who is missing, if that can be known; it ends this process
-            _fail(config, launch, error)
+            _fail(ending, error)
         except (ValueError, NonFiniteLoss, OSError) as error:
-            _fail(config, launch, error)
+            _fail(ending, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
-            _fail(config, launch, error)
-    if launch.rank == 0:
-        record_status(config.logging.log_dir, status)
+            _fail(ending, error)
+    ending.tell(status, trainer.told or "the last iteration is done")
     if dist.is_initialized():
         dist.barrier()
         if watch is not None:
@@ -80,7 +81,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     return status
 
 
-def _watch(config: RunConfig, launch: Launch, trainer: Trainer) -> Watch | None:
+def _watch(config: RunConfig, launch: Launch, trainer: Trainer, ending: Ending) -> Watch | None:
     """Start to watch for ranks that hang, if there is more than one."""
     if launch.world_size == 1 or launch.master_addr is None:
         return None
@@ -89,8 +90,8 @@ def _watch(config: RunConfig, launch: Launch, trainer: Trainer) -> Watch | None:
 
     def end(line: str | None) -> None:
         if line is not None:  # on one rank, which need not be the first
-            record_status(config.logging.log_dir, ExitStatus.RANK_LOST, first=True)
             print(f"[rank {launch.rank}] RankFailure: {line}", file=sys.stderr, flush=True)
+            ending.tell(ExitStatus.RANK_LOST, line, first=True)
         os._exit(ExitStatus.RANK_LOST)
 
     watch = Watch(
@@ -107,14 +108,15 @@ def _watch(config: RunConfig, launch: Launch, trainer: Trainer) -> Watch | None:
     return watch
 
 
-def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
+def _fail(ending: Ending, error: Exception) -> None:
     """Say it and leave without waiting for collectives that can no longer complete."""
-    status = status_of(error)
-    if launch.rank == 0:
-        record_status(config.logging.log_dir, status)
+    status, launch = status_of(error), ending.launch
     # A user's mistake is mostly the same on all ranks and said once; what is about one rank is said by it.
     if not isinstance(error, ValueError) or _first_to_say(f"{error}"):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    ending.tell(status, f"{type(error).__name__}: {error}")
+    if ending.trainer is not None:
+        ending.trainer.outputs.loggers.flush()
     sys.stdout.flush()
     if launch.rank == 0 and launch.world_size > 1:
         time.sleep(1)  # it may hold the store where the others ask whether the message was said
@@ -184,9 +186,10 @@ def prepare(
     if length.halt is not None:
         notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
-    progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
-    outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(config, mesh, decoder, progress, outputs.console)
+    start = agree_on_start(config, launch, progress)
+    progress = replace(progress, run_id=start.run_id, notes=notes)
+    outputs = open_outputs(config, progress, start, length.last_iteration, stack, first=mesh.rank == 0)
+    report_start(config, mesh, decoder, progress, start, outputs.console)
     exits = ExitConditions(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
@@ -211,4 +214,5 @@ def prepare(
         bill,
         profiler,
         progress,
+        start,
     )

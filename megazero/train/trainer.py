@@ -23,6 +23,7 @@ from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
 from megazero.train.guards import LocalStep, NonFiniteGuard
+from megazero.train.history import Start
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
@@ -56,12 +57,14 @@ class Trainer:
         bill: TimeBill,
         profiler: Profiler,
         progress: Progress,
+        start: Start,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
+        self.start = start
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
         # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
         self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -85,6 +88,7 @@ class Trainer:
                 reason = self.told or self.exits.planned(iteration)
                 if reason or self._due(self.config.checkpoint.save_interval, iteration):
                     saved_at = self._save(saved_at)
+        self.told = reason
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
@@ -230,7 +234,8 @@ class Trainer:
         self.phase = f"saving iteration {iteration}"
         began = time.perf_counter()
         path = self.checkpointing.save(self.progress)
-        self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.outputs.saved(iteration, path, time.perf_counter() - began)
+        self.progress = replace(self.progress, checkpoint=str(path))
         return iteration
 
     def _export(self) -> None:

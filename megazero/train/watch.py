@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from megazero.config.secrets import redact
+
 INTERVAL = 1.0  # seconds between beats of up to RANKS_PER_SECOND ranks; more ranks beat less often
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
 ANSWER = 1.5  # seconds that the store, and ranks that are asked for their stacks, have to answer
@@ -234,7 +236,7 @@ class Watch:
         text = "".join(traceback.format_stack(self._frame()))
         with suppress(OSError):  # a full log disk: the line that names the ranks is told all the same
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.where())}\n{text}")
+            (self.folder / f"rank_{self.rank}.txt").write_text(redact(f"{in_words(self.where())}\n{text}"))
 
     def _leave(self, line: str | None, missing: Sequence[Beat]) -> None:
         if self.rank == 0 or any(beat.rank == 0 for beat in missing):
