@@ -1,7 +1,7 @@
 """A run over its restarts: what makes it one run, and when and why each start of it ended. This needs no torch.
 
-SAVE/run_id has the run's id, as its checkpoints do. It is there before the first of them, so a run that is killed
-before that continues its curve at outside loggers, too. LOG_DIR/events.jsonl has a line of every start, save and end.
+Checkpoints have the run's id; until there is one SAVE/run_id has it. So a run that is killed before its first save
+continues its curve at outside loggers, too. LOG_DIR/events.jsonl has a line of every start, save and end.
 """
 
 from __future__ import annotations

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
+
+from megazero.checkpoint.errors import error_number
+from megazero.train.lines import NO_ROOM
 
 
 class Logger(Protocol):
@@ -99,6 +102,19 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def opened(makers: Iterable[Callable[[], Logger]]) -> list[Logger]:
+    """Make the loggers. One whose disk is full is left out with a warning: a resume must not fail of it."""
+    made = []
+    for make in makers:
+        try:
+            made.append(make())
+        except (OSError, ValueError) as error:
+            if error_number(error) not in NO_ROOM:
+                raise
+            warnings.warn(f"a logger does not start, training goes on without it: {error}", stacklevel=2)
+    return made
 
 
 class Loggers:

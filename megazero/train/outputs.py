@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention_kernels import math_note
 from megazero.train.console import TrainConsole
-from megazero.train.history import EVENTS_FILE, Start, event_line, identify
+from megazero.train.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
 from megazero.train.lines import NO_ROOM, LineFile
-from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger
+from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
@@ -57,6 +58,8 @@ class Outputs:
     def saved(self, iteration: int, path: Path, seconds: float) -> None:
         """Report a checkpoint. Loggers write what they hold back: it belongs to iterations that do not come again."""
         self.console.note(f"saved {path} in {seconds:.1f} s")
+        if self.events is not None:
+            (path.parent / RUN_FILE).unlink(missing_ok=True)  # the checkpoint has it from here on
         self.loggers.flush()
         self.tell("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
 
@@ -98,7 +101,7 @@ def open_outputs(
     events = LineFile(Path(log.log_dir) / EVENTS_FILE)
     stack.callback(events.close)
     _keep(resolved, Path(log.log_dir) / RESOLVED_FILE, console)
-    loggers = Loggers(list(_asked_for(log, start.run_id, progress.iteration, resolved)))
+    loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
     outputs = Outputs(console, loggers, metrics, events)
     outputs.tell(
@@ -125,11 +128,12 @@ def _keep(resolved: Mapping[str, Any], file: Path, console: TrainConsole) -> Non
 
 def _asked_for(
     log: LoggingConfig, run_id: str, iteration: int, resolved: Mapping[str, Any]
-) -> Iterator[Logger]:
+) -> Iterator[Callable[[], Logger]]:
     if log.tensorboard_dir:
-        yield TensorBoardLogger(log.tensorboard_dir, iteration=iteration)
+        yield partial(TensorBoardLogger, log.tensorboard_dir, iteration=iteration)
     if log.wandb_project:
-        yield WandbLogger(
+        yield partial(
+            WandbLogger,
             log.wandb_project,
             run_id=run_id,
             entity=log.wandb_entity,

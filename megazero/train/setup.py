@@ -70,7 +70,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
             _fail(ending, error)
-    ending.tell(status, trainer.told or "the last iteration is done")
+    ending.tell(status, (trainer and trainer.told) or "the last iteration is done")
     if dist.is_initialized():
         dist.barrier()
         if watch is not None:
