@@ -29,6 +29,10 @@ COMMANDS = {
     "plan": Command(
         "find the fastest layout of a model on a cluster, before it is booked", "megazero.plan.command"
     ),
+    "profile": Command(
+        "measure collectives, codecs and a model's modules on the ranks at hand: the planner's cluster file",
+        "megazero.profile.command",
+    ),
     "convert": Command("checkpoints to Hugging Face folders and back, checked", "megazero.convert.command"),
 }
 

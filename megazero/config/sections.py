@@ -226,6 +226,12 @@ class TrainingConfig:
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
     distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
+    health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
+    distributed_init_timeout_minutes: float = option(
+        5.0,
+        "limit of the start: until all ranks have come, and again until their communicators are made",
+        above=0,
+    )
     device: str = option(
         "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")
     )

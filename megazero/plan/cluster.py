@@ -1,14 +1,13 @@
 """This module describes a cluster: its devices, its links, and what was measured on it. It reads cluster files.
 
-A cluster file is YAML, written by hand or by a measurement. Rates are those of one direction. Everything that is
-wrong with a file is reported at once.
+A cluster file is YAML, written by hand or by ``megazero profile``. Rates are those of one direction. Everything that
+is wrong with a file is reported at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from megazero.config.nearest import did_you_mean
 
 CLUSTERS = Path(__file__).parent / "clusters"
 OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all, all-reduce, point to point
+MODULES = ("embedding", "layer", "head")
 Section = TypeVar("Section")
 
 
@@ -40,6 +40,9 @@ class Device:
     fp32_tflops: float | None = option(None, "the same in fp32", above=0)
     reserved_gib: float = option(1.5, "memory that is not for tensors, in GiB", low=0)
     codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", above=0)
+    update_gbytes_per_s: float | None = option(
+        None, "bytes that the norm and the optimizer read and write, in GB/s", above=0
+    )
 
     @property
     def room(self) -> float:
@@ -83,23 +86,63 @@ class InterNode:
 
 
 @dataclass(frozen=True)
+class Cores:
+    """The processors that ranks of one host share. What computes, what codes and what sends then compete for them.
+
+    A cluster whose ranks have an accelerator each has none: their hosts are not what a step waits for.
+    """
+
+    count: int = option(None, "processors of a host", low=1, required=True)
+    ranks: int = option(None, "consecutive ranks that share them", low=1, required=True)
+
+
+@dataclass(frozen=True)
 class MeasuredCollective:
-    """A collective over ``ranks`` on ``nodes`` nodes; a rank sends ``bytes``. All such groups ran at once."""
+    """A collective over ``ranks`` on ``nodes`` nodes; a rank sends ``bytes``. All such groups ran at once.
+
+    busy: seconds of a processor that one rank's part takes, of which compute is robbed where ranks share cores.
+    spread: (slowest - fastest) / median of the rounds, of which ``seconds`` is the median.
+    """
 
     operation: str = option(None, "what it does", choices=OPERATIONS, required=True)
     ranks: int = option(None, "ranks of a group", low=2, required=True)
     nodes: int = option(None, "nodes that a group lies on", low=1, required=True)
     bytes: int = option(None, "bytes that a rank sends", low=1, required=True)
     seconds: float = option(None, "time", above=0, required=True)
+    busy: float = option(0.0, "seconds of a processor", low=0)
+    spread: float | None = option(None, "of the rounds, relative", low=0)
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """One layer's times for a micro-batch whose forward has ``forward_flops`` operations on a rank."""
+    """One module's times for a micro-batch whose forward has ``forward_flops`` operations on a rank.
+
+    forward_bytes: what it moves beside its matrices, by compute.py's count; 0: not known. tp: how many ranks share
+    it; their collectives are part of the times. All ranks of a node were at work.
+    """
 
     forward_flops: float = option(None, "operations of its forward on a rank", above=0, required=True)
     forward_seconds: float = option(None, "time of its forward", above=0, required=True)
     backward_seconds: float = option(None, "time of its backward, without recompute", above=0, required=True)
+    module: str = option("layer", "which module", choices=MODULES)
+    tp: int = option(1, "tensor-parallel ranks", low=1)
+    micro_batch: int | None = option(None, "samples of the micro-batch", low=1)
+    forward_bytes: float = option(0.0, "bytes that its forward moves", low=0)
+    spread: float | None = option(None, "of the rounds, relative", low=0)
+
+
+@dataclass(frozen=True)
+class MeasuredCodec:
+    """What a wire format costs a rank, in nanoseconds for an element. All ranks of a node were at work.
+
+    bits: 8, 4 and 2 are the quantised formats; 32 and 16 are elements as they are, whose encoding is a cast.
+    """
+
+    bits: int = option(None, "bits of an element in a message", choices=(32, 16, 8, 4, 2), required=True)
+    encode_ns: float = option(None, "to encode an element", above=0, required=True)
+    decode_ns: float = option(None, "to decode an element into a parameter", above=0, required=True)
+    sum_ns: float = option(None, "to decode an element and add it to a sum", above=0, required=True)
+    spread: float | None = option(None, "of the rounds, relative", low=0)
 
 
 @dataclass(frozen=True)
@@ -114,6 +157,8 @@ class Cluster:
     inter_node: InterNode
     collectives: tuple[MeasuredCollective, ...] = ()
     layers: tuple[MeasuredLayer, ...] = ()
+    codecs: tuple[MeasuredCodec, ...] = ()
+    cores: Cores | None = None
 
     @property
     def world_size(self) -> int:
@@ -134,7 +179,12 @@ class _Top:
 
 
 _PARTS: Mapping[str, type] = {"device": Device, "intra_node": IntraNode, "inter_node": InterNode}
-_TABLES: Mapping[str, type] = {"collectives": MeasuredCollective, "layers": MeasuredLayer}
+_OPTIONAL: Mapping[str, type] = {"cores": Cores}
+TABLES: Mapping[str, type] = {
+    "collectives": MeasuredCollective,
+    "layers": MeasuredLayer,
+    "codecs": MeasuredCodec,
+}
 
 
 def known_clusters() -> tuple[str, ...]:
@@ -174,16 +224,16 @@ def parse_cluster(text: str, where: str) -> Cluster:
             [f"{where} holds {type(content).__name__}, not a mapping with name, nodes, device, ..."]
         )
     errors: list[str] = []
-    keys = [*(o.name for o in section_options("", _Top)), *_PARTS, *_TABLES]
+    named = {*_PARTS, *_OPTIONAL, *TABLES}
+    keys = [*(o.name for o in section_options("", _Top)), *named]
     errors += [
         f"{where}: {key} does not exist{did_you_mean(str(key), keys)}" for key in content if key not in keys
     ]
-    top = _read(
-        _Top, {k: v for k, v in content.items() if k not in {*_PARTS, *_TABLES} and k in keys}, where, errors
-    )
-    parts = {key: _read(cls, content.get(key), f"{where}: {key}", errors) for key, cls in _PARTS.items()}
+    top = _read(_Top, {k: v for k, v in content.items() if k not in named and k in keys}, where, errors)
+    there = {**_PARTS, **{key: cls for key, cls in _OPTIONAL.items() if content.get(key) is not None}}
+    parts = {key: _read(cls, content.get(key), f"{where}: {key}", errors) for key, cls in there.items()}
     tables = {
-        key: tuple(_rows(cls, content.get(key), f"{where}: {key}", errors)) for key, cls in _TABLES.items()
+        key: tuple(_rows(cls, content.get(key), f"{where}: {key}", errors)) for key, cls in TABLES.items()
     }
     if top and parts["device"]:
         device = parts["device"]
@@ -231,8 +281,3 @@ def _read(cls: type[Section], values: Any, where: str, errors: list[str]) -> Any
     if len(errors) > before:
         return None
     return cls(**{name: value for name, value in read.items() if value is not None})
-
-
-@cache
-def _options(cls: Any) -> tuple[Any, ...]:
-    return tuple(section_options(cls.__name__, cls))

@@ -1,7 +1,7 @@
 """This module turns a micro-batch's operations into seconds, module by module, by a compute profile.
 
-Where a layer was measured, times follow the measured rate at that number of operations. Else matrices run at a share
-of the device's peak, but not faster than their weights are read, and all else takes the time of the bytes it moves.
+Matrices run at a share of the device's peak, but not faster than their weights are read, and all else takes the time
+of the bytes it moves. Where modules were measured, these times are stretched as the measured ones of that size were.
 Multiply-adds are those of config/flops.py; here they are counted as the kernels do them.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megazero.config import RunConfig
 from megazero.mesh.grid import INTRA
@@ -49,6 +50,23 @@ class ModuleTimes:
         }[kind]
 
 
+class Sizes(NamedTuple):
+    """What a forward of one module and micro-batch takes on a rank.
+
+    matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
+    """
+
+    matrices: float
+    attention: float
+    moved: float
+    weights: float
+    other: float = 0.0
+
+    @property
+    def operations(self) -> float:
+        return self.matrices + self.attention + self.other
+
+
 class Compute:
     """The seconds of a run's modules on one rank of a cluster."""
 
@@ -68,21 +86,22 @@ class Compute:
         self.activation = Activation(
             model.seq_length, size, model.hidden_size, self.width, self.tp, self.sharded
         )
-        makers = {EMBEDDING: self._embedding, LAYER: self._layer, HEAD: self._head}
-        self.times = {kind: make() for kind, make in makers.items()}
+        self.sizes = {EMBEDDING: self._embedding(), LAYER: self._layer(), HEAD: self._head()}
+        self.times = {kind: self._module(kind, sizes) for kind, sizes in self.sizes.items()}
 
     def of_modules(self, modules: Sequence[Module], kind: Kind) -> float:
         return sum(self.times[module.kind].of(kind) for module in modules)
 
     def update(self, elements: float) -> float:
         """Return the seconds of the norm and the optimizer's update of this many elements."""
-        return elements * UPDATE_BYTES / self.memory_rate
+        rate = self.cluster.device.update_gbytes_per_s
+        return elements * UPDATE_BYTES / (self.memory_rate if rate is None else rate * 1e9)
 
     def moved(self, size: float) -> float:
         """Return the seconds in which a codec, or a sum, reads and writes this many bytes."""
         return size / self.codec_rate
 
-    def _layer(self) -> ModuleTimes:
+    def _layer(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
         q, kv, h, ffn = (
             model.query_projection_size,
@@ -95,36 +114,66 @@ class Compute:
         attention = (4 if whole_mask else 2) * tokens * model.seq_length * q / tp
         streams = h / (tp if self.sharded else 1)
         moved = 10 * streams + (4 * (q + kv) + (5 if model.swiglu else 2) * ffn) / tp
-        weights = model.layer_matrix_numel / tp
-        return self._module(LAYER, matrices, attention, moved * tokens * self.width, weights)
+        return Sizes(matrices, attention, moved * tokens * self.width, model.layer_matrix_numel / tp)
 
-    def _head(self) -> ModuleTimes:
+    def _head(self) -> Sizes:
         model, tp, tokens = self.config.model, self.tp, self.tokens
         rows = model.padded_vocab_size(tp) / tp
         moved = tokens * (3 * rows * self.width + 2 * model.hidden_size * self.width)
-        return self._module(HEAD, 2 * tokens * model.hidden_size * rows, 0.0, moved, rows * model.hidden_size)
+        return Sizes(2 * tokens * model.hidden_size * rows, 0.0, moved, rows * model.hidden_size)
 
-    def _embedding(self) -> ModuleTimes:
-        return self._module(
-            EMBEDDING, 0.0, 0.0, 3 * self.tokens * self.config.model.hidden_size * self.width, 0.0
-        )
+    def _embedding(self) -> Sizes:
+        elements = self.tokens * self.config.model.hidden_size
+        return Sizes(0.0, 0.0, 3 * elements * self.width, 0.0, elements)
 
-    def _module(
-        self, kind: str, matrices: float, attention: float, moved: float, weights: float
-    ) -> ModuleTimes:
-        """Return the times of a module: operations of matrices and of attention, bytes moved, elements of weights."""
-        rows = self.cluster.layers
-        read = weights * self.width / self.memory_rate
-        product = max(matrices / self.matrix_rate, read)
-        core, rest = attention / self.matrix_rate, moved / self.memory_rate
-        forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
-        if rows and kind != EMBEDDING:
-            operations = matrices + attention
-            forward, backward = (operations / rate for rate in _measured_rates(rows, operations))
-            product, core = forward * matrices / operations, forward * attention / operations
-        again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
+    def _module(self, kind: str, sizes: Sizes) -> ModuleTimes:
+        matrices, attention, moved, weights, _ = sizes
         into, out = self._tensor_parallel(kind)
+        rows = self._measured(kind)
+        if rows:
+            forward, backward = self._stretched(rows, sizes)
+            if rows[0].tp > 1:  # their collectives were measured with them
+                into, out = min(into, forward), min(out, backward)
+                forward, backward = forward - into, backward - out
+            operations = max(matrices + attention, 1.0)
+            product, core = forward * matrices / operations, forward * attention / operations
+            product = min(product, backward / 2)  # the weights' half of the backward
+        else:
+            read = weights * self.width / self.memory_rate
+            product = max(matrices / self.matrix_rate, read)
+            core, rest = attention / self.matrix_rate, moved / self.memory_rate
+            forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
+        again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
         return ModuleTimes(forward, backward - product, product, again if kind == LAYER else 0.0, into, out)
+
+    def _measured(self, kind: str) -> list[MeasuredLayer]:
+        """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
+
+        Where only layers were measured, they stand for the head, too.
+        """
+        rows = [row for row in self.cluster.layers if row.module == kind]
+        if not rows and kind == HEAD:
+            rows = [row for row in self.cluster.layers if row.module == LAYER]
+        return [row for row in rows if row.tp == self.tp] or [row for row in rows if row.tp == 1]
+
+    def _stretched(self, rows: Sequence[MeasuredLayer], sizes: Sizes) -> tuple[float, float]:
+        """Return the seconds of a forward and of a backward.
+
+        By its operations and bytes a module has a time. Measured modules took so many times as long, and between two
+        of them that factor is interpolated. Bytes count only where every row says them.
+        """
+        known = all(row.forward_bytes for row in rows)
+
+        def time(operations: float, moved: float) -> float:
+            return operations / self.matrix_rate + (moved / self.memory_rate if known else 0.0)
+
+        points = []
+        for row in rows:
+            by_size = time(row.forward_flops, row.forward_bytes)
+            points.append((by_size, row.forward_seconds / by_size, row.backward_seconds / by_size))
+        own = time(sizes.operations, sizes.moved)
+        forward, backward = _between(sorted(points), own)
+        return forward * own, backward * own
 
     def _tensor_parallel(self, kind: str) -> tuple[float, float]:
         """Return the seconds of a module's collectives over tensor-parallel ranks, forward and backward."""
@@ -145,16 +194,12 @@ class Compute:
         return forward / each * one, backward / each * one
 
 
-def _measured_rates(rows: Sequence[MeasuredLayer], operations: float) -> tuple[float, float]:
-    """Return the rates, in forward operations per second, of a forward and of a backward of so many operations."""
-    points = sorted(
-        (r.forward_flops, r.forward_flops / r.forward_seconds, r.forward_flops / r.backward_seconds)
-        for r in rows
-    )
-    at = bisect_left(points, (operations, 0.0, 0.0))
-    if at in (0, len(points)):
-        _, forward, backward = points[min(at, len(points) - 1)]
-        return forward, backward
-    low, high = points[at - 1], points[at]
-    share = (operations - low[0]) / (high[0] - low[0])
+def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[float, float]:
+    """Return the two values at ``at``, of points (place, value, value) by place; beyond them, the nearest's."""
+    place = bisect_left(points, (at, 0.0, 0.0))
+    if place in (0, len(points)):
+        _, first, second = points[min(place, len(points) - 1)]
+        return first, second
+    low, high = points[place - 1], points[place]
+    share = (at - low[0]) / (high[0] - low[0])
     return low[1] + share * (high[1] - low[1]), low[2] + share * (high[2] - low[2])

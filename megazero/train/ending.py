@@ -17,10 +17,10 @@ LONGEST = 500  # characters of a reason
 
 
 class Ending:
-    """Tells the end of one start of a run. began: time.monotonic() at its beginning. trainer: once there is one."""
+    """Tells the end of one start of a run, at whose beginning it is made. trainer: once there is one."""
 
-    def __init__(self, config: RunConfig, launch: Launch, began: float) -> None:
-        self.config, self.launch, self.began = config, launch, began
+    def __init__(self, config: RunConfig, launch: Launch) -> None:
+        self.config, self.launch, self.began = config, launch, time.monotonic()
         self.trainer: Trainer | None = None
 
     def tell(self, status: ExitStatus, why: str, first: bool = False) -> None:

@@ -59,6 +59,7 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
         elif first and (Path(log_dir) / STATUS_FILE).exists():
             return False
         else:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)  # at the start there is none
             with replacing(Path(log_dir) / STATUS_FILE) as file:
                 file.write(f"{status:d}\n".encode())
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -28,6 +30,7 @@ from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogg
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
+from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"
 
@@ -173,3 +176,19 @@ def export_note(config: RunConfig) -> str | None:
     except ValueError as error:
         return f"checkpoints of this run cannot be exported: {error}"
     return None
+
+
+def events(info: StepInfo) -> dict[str, Any]:
+    """The extra metrics of a step: if it was skipped, what rounding lost, what is sent exactly from now on."""
+    out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
+    if info.errors:
+        out["quantization_unit"] = info.sampled
+        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
+    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
+
+
+def peak_memory(device: torch.device) -> int:
+    """The peak of the memory in bytes: what was allocated on a CUDA device, or what was resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

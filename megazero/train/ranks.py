@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,8 @@ from megazero.config.sections import TrainingConfig
 from megazero.config.validate import find_errors
 from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
+from megazero.mesh.rendezvous import RanksMissing, meet
+from megazero.train.guards import RankFailure
 
 # Options that may differ between ranks: what only the first one uses, and where files lie on a node.
 OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
@@ -27,20 +29,35 @@ OWN_SECTIONS = {"logging"}
 
 
 def start_rank(
-    training: TrainingConfig, launch: Launch, timeout: timedelta
+    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None]
 ) -> tuple[torch.device, tuple[str, ...]]:
     """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
 
-    Raises ValueError if the device that was asked for is not there.
+    timeout: of a collective. met: called when all ranks are there, before the first collective.
+
+    Raises ValueError if the device that was asked for is not there, RankFailure if ranks do not come.
     """
     notes = prepare_cuda()  # before anyone asks for devices: that starts CUDA
     device = pick_device(training.device, launch)
     if training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
         torch.use_deterministic_algorithms(True)
-    if launch.world_size > 1:
-        init_distributed(launch, device, timeout)
+    if launch.world_size > 1 and not dist.is_initialized():
+        store = _meet(training.distributed_init_timeout_minutes, launch)
+        met()
+        init_distributed(launch, device, timeout, store)
     return device, notes if device.type == "cuda" else ()
+
+
+def _meet(minutes: float, launch: Launch) -> dist.Store:
+    try:
+        return meet(launch, minutes * 60)
+    except RanksMissing as error:
+        raise RankFailure(
+            f"{error}. Waited {minutes * 60:g} s (--distributed-init-timeout-minutes); look for the first error in "
+            "the logs of those ranks, or for a node to exclude",
+            told=error.told,
+        ) from error
 
 
 def pick_device(wanted: str, launch: Launch) -> torch.device:

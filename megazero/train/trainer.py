@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +26,11 @@ from megazero.train.history import Start
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
-from megazero.train.outputs import Outputs
+from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
 from megazero.train.stopping import ExitConditions
+from megazero.train.stragglers import KINDS, Stragglers
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
@@ -55,6 +55,7 @@ class Trainer:
         outputs: Outputs,
         exits: ExitConditions,
         bill: TimeBill,
+        stragglers: Stragglers,
         profiler: Profiler,
         progress: Progress,
         start: Start,
@@ -64,10 +65,11 @@ class Trainer:
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
-        self.start = start
+        self.stragglers, self.start = stragglers, start
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
-        # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
-        self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
+        # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, its last times by kind.
+        self.scalars = torch.zeros(2 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
         self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -106,9 +108,8 @@ class Trainer:
         return ExitStatus.FINISHED
 
     def _iterate(self, batches: Batches) -> None:
+        self._take_stalls()  # of an evaluation
         self.bill.reset()
-        for lane in (self.engine.gathers, self.engine.reductions):
-            lane.take_stalls()  # of an evaluation
         began = time.perf_counter()
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"
@@ -126,8 +127,10 @@ class Trainer:
             self.scalars[0].copy_(self._forward_backward(step, ids, factor))
             own_reason = self.exits.own_reason()
             self.scalars[1].fill_(float(own_reason is not None))
+            for place, time_of_kind in enumerate(self.stragglers.own, 2):
+                self.scalars[place].fill_(time_of_kind)
             info = self.engine.step(self.scalars)
-            losses, reasons = zip(*info.scalars, strict=True)
+            losses, reasons, *_ = zip(*info.scalars, strict=True)
             self.told = self.exits.told(own_reason, any(reasons))
             loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
             own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
@@ -135,14 +138,18 @@ class Trainer:
                 self.guard.check_loss(iteration, loss, own, self._gather)
             self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
             self.scaling.update(info.skipped, batches.consumed - consumed)
-            for lane in (self.engine.gathers, self.engine.reductions):
-                for name, seconds in lane.take_stalls().items():
-                    self.bill.add(name, seconds)
+            self._take_stalls()
         last = {**self.progress.losses, "lm_loss": loss}
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
         self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
+
+    def _take_stalls(self) -> None:
+        """Bill for what the compute stream stood waiting, on CUDA."""
+        for each in self.timed:
+            for name, seconds in each.take_stalls().items():
+                self.bill.add(name, seconds)
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -298,7 +305,8 @@ class Trainer:
         if not self.config.data.eod_mask_loss:
             return float(tokens)
         own = torch.stack([b["loss_mask"].sum(dtype=torch.float64) for b in step]).sum()
-        rows = self.mesh.gather_rows(own.reshape(1))
+        with self.bill.span(self.engine.scalars.hop):
+            rows = self.mesh.gather_rows(own.reshape(1))
         return max(1.0, self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item())
 
     def _gather(self, own: LocalStep) -> list[LocalStep]:
@@ -311,7 +319,8 @@ class Trainer:
     def _log(
         self, loss: float, info: StepInfo, rates: dict[str, float], seconds: float, samples: int
     ) -> None:
-        traffic = self.engine.traffic.take()
+        traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
+        ranks, slow = self.stragglers.take([row[2:] for row in info.scalars], bill, seconds)
         length = self.config.model.seq_length
         assert length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
@@ -327,34 +336,19 @@ class Trainer:
             intra_node_bytes=traffic.pop("intra_node_bytes"),
             inter_node_bytes=traffic.pop("inter_node_bytes"),
             memory_bytes=peak_memory(self.mesh.device),
-            time_bill=self.bill.close(seconds),
+            time_bill=bill,
             extra={
                 "batch_size": samples,
                 **rates,
-                **_events(info),
+                **events(info),
                 **self.scaling.metrics(),
                 "bytes": traffic,
+                **ranks,
             },
         )
-        for line in info.fallbacks:
+        for line in (*info.fallbacks, *slow):
             self.outputs.console.warning(line)
         self.outputs.console.iteration(metrics)
         if self.outputs.metrics is not None:
             self.outputs.metrics.iteration(metrics)
             self.outputs.loggers.log(metrics.iteration, metrics.as_dict())
-
-
-def _events(info: StepInfo) -> dict[str, Any]:
-    """The extra metrics of a step: if it was skipped, what rounding lost, what is sent exactly from now on."""
-    out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
-    if info.errors:
-        out["quantization_unit"] = info.sampled
-        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
-    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
-
-
-def peak_memory(device: torch.device) -> int:
-    """The peak of the memory in bytes: what was allocated on a CUDA device, or what was resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -109,7 +109,7 @@ def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: An
     ending: list[Ending] = []
 
     def watch(trainer: Trainer) -> None:
-        ending.append(Ending(trainer.config, Launch(), 0.0))
+        ending.append(Ending(trainer.config, Launch()))
         ending[0].trainer = trainer
 
     run(chain(tmp_path, exit_interval=3), watch)
@@ -131,7 +131,7 @@ def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: An
 def test_a_rank_that_is_not_the_first_tells_an_end_only_where_none_was_told(tmp_path: Path) -> None:
     config = run(chain(tmp_path))
     record_status(str(tmp_path / "logs"), None)
-    other = Ending(config, Launch(1, 2), 0.0)
+    other = Ending(config, Launch(1, 2))
     other.tell(ExitStatus.UNEXPECTED, "of its own")
     assert read_status(str(tmp_path / "logs")) is None
     other.tell(ExitStatus.RANK_LOST, "missing: rank 0", first=True)

@@ -1,0 +1,91 @@
+"""Measures forward and backward of the embedding, of a layer and of the head, by micro-batch and TP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config import World, make_config
+from megazero.mesh.mesh import create_mesh
+from megazero.models import Decoder
+from megazero.plan.cluster import Cluster
+from megazero.plan.compute import Compute
+from megazero.plan.seconds import Collectives
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
+from megazero.pp.partition import StageSpec
+from megazero.profile.points import Modules
+from megazero.profile.timing import Clock
+from megazero.tp import TensorParallel
+from megazero.train.parallelize import DTYPES
+
+
+def measure_modules(
+    point: Modules, values: Mapping[str, Any], cluster: Cluster, clock: Clock
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of the cluster file for each module. Collective.
+
+    values: the training's options. cluster: what is known so far; its sizes, and the rates by which work is counted.
+    Raises ConfigError where the model does not run on so many tensor-parallel ranks.
+    """
+    world = World(cluster.world_size, cluster.ranks_per_node)
+    length = int(values["seq_length"])
+    config = make_config(
+        {
+            **values,
+            "tensor_model_parallel_size": point.tp,
+            "sequence_parallel": point.tp > 1 and length % point.tp == 0,
+            "micro_batch_size": point.micro_batch,
+            "global_batch_size": point.micro_batch * world.world_size // point.tp,
+            "recompute_granularity": "none",
+        },
+        world,
+    )
+    sizes = Compute(config, cluster, Collectives(cluster)).sizes
+    mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
+    tp = TensorParallel(mesh.tp.gather_group, mesh.tp.index, mesh.tp.size, config.parallel.sequence_parallel)
+    dtype = DTYPES[config.precision.params_dtype]
+    whole = StageSpec(0, 0, range(1), True, True)
+    decoder = Decoder(config.model, tp, stages=[whole], device=clock.device, dtype=dtype)
+    decoder.initialize(config.training.seed)
+    dropout = max(config.model.hidden_dropout, config.model.attention_dropout) > 0
+    calls = _calls(decoder, point.micro_batch, length, 1 if dropout else None)
+    for kind, call in calls.items():
+        forward, both = clock(call, slowest=False), clock(_with_backward(call, decoder), slowest=False)
+        yield {
+            "module": kind,
+            "tp": point.tp,
+            "micro_batch": point.micro_batch,
+            "forward_flops": sizes[kind].operations,
+            "forward_bytes": sizes[kind].moved,
+            "forward_seconds": forward.median,
+            # a round of noise must not make the difference vanish
+            "backward_seconds": max(both.median - forward.median, forward.median / 10),
+            "spread": both.spread,
+        }
+
+
+def _calls(decoder: Decoder, samples: int, length: int, key: int | None) -> dict[str, Callable[[], Tensor]]:
+    """Return a forward of each module, on tensors of its own."""
+    embedding, head, device = decoder.embedding, decoder.head, decoder.head.weight.device  # type: ignore[union-attr]
+    assert embedding is not None and head is not None
+    tokens = torch.randint(decoder.config.vocab_size, (samples, length), device=device)
+    x = embedding(tokens, key).detach().requires_grad_()
+    return {
+        EMBEDDING: lambda: embedding(tokens, key),
+        LAYER: lambda: decoder.layers["0"](x, key),
+        HEAD: lambda: head(x, tokens).sum(),
+    }
+
+
+def _with_backward(call: Callable[[], Tensor], decoder: nn.Module) -> Callable[[], None]:
+    shape = call()
+    gradient = torch.ones_like(shape)
+
+    def both() -> None:
+        call().backward(gradient)
+        decoder.zero_grad(set_to_none=True)  # the engine takes gradients away, too
+
+    return both

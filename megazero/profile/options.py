@@ -1,0 +1,82 @@
+"""The flags that ``megazero profile`` has beside those of training. This needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.config import ConfigError, make_config
+from megazero.config.fields import option, section_options
+from megazero.config.flags import options_help, read_section
+from megazero.plan.options import read_values, with_stand_ins
+
+USAGE = """usage: LAUNCHER -m megazero profile TRAINING FLAGS [flags below]
+       torchrun --nnodes 2 --nproc-per-node 8 ... -m megazero profile --model-family llama ... --bf16
+
+Measures on the ranks at hand what `megazero plan` asks of a cluster, and writes its cluster file: every collective
+that the engine issues, by ranks x nodes and size, all such groups at once; the codecs; the optimizer's update; and
+the modules of the model that the flags of training describe, by micro-batch and tensor-parallel size, all ranks of a
+node at work. What was measured is kept in OUTPUT.measured.jsonl as it comes: the same command goes on where it was
+stopped. Draws OUTPUT with the ending .png if matplotlib is there. Exit status 0: the file is written; 2: the flags
+are wrong.
+"""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """The profile itself."""
+
+    cluster_output: str = option("cluster.yaml", "the cluster file")
+    cluster_name: str = option("measured", "what the cluster is called in it")
+    profile_rounds: int = option(
+        5, "times that each measurement is taken; the median counts", low=3, high=100
+    )
+    profile_micro_batches: tuple[int, ...] = option((1, 2, 4), "micro-batches that modules are measured with")
+    profile_largest_bytes: int = option(
+        64 << 20, "bytes of the largest message; slow ones end the series earlier", low=4096
+    )
+    profile_fresh: bool = option(False, "forget what an earlier profile measured")
+
+    @property
+    def output(self) -> Path:
+        return Path(self.cluster_output)
+
+    @property
+    def progress(self) -> Path:
+        return self.output.with_name(self.output.name + ".measured.jsonl")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for. values: the training's options by name."""
+
+    values: dict[str, Any]
+    options: ProfileConfig
+
+
+def help_text() -> str:
+    """Return what ``megazero profile --help`` prints."""
+    return "\n".join([USAGE, *options_help(section_options("profile", ProfileConfig))])
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    """Read the command line after ``profile``. Raises ConfigError with every fault at once."""
+    options, rest, errors = read_section(ProfileConfig, argv)
+    given, faults = read_values(rest)
+    errors += faults
+    if given.get("vocab_size") is None:
+        errors.append("--vocab-size is required: a profile reads no tokenizer")
+    if bad := [size for size in options.profile_micro_batches if size < 1]:
+        errors.append(f"--profile-micro-batches {bad[0]} must be at least 1; nearest: 1")
+    values = with_stand_ins(given)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        values.pop(name, None)  # the profile's own
+    try:
+        make_config({**values, "micro_batch_size": 1, "global_batch_size": None})
+    except ConfigError as error:
+        errors += error.errors
+    if errors:
+        raise ConfigError(list(dict.fromkeys(errors)))
+    return Request(values, options)

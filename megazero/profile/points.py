@@ -1,0 +1,62 @@
+"""What a profile measures, as data. This needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+SMALLEST = 4096  # bytes of a message; below, latency is all there is
+STEP = 4  # from one size to the next
+CODED_BITS = (8, 4, 2)
+
+
+class Wire(NamedTuple):
+    """A collective over ``ranks`` that lie on ``nodes`` nodes, as the planner asks for it."""
+
+    operation: str
+    ranks: int
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.ranks}x{self.nodes}"
+
+
+class Modules(NamedTuple):
+    """A model's modules for one micro-batch on ``tp`` ranks."""
+
+    tp: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"modules tp {self.tp} micro-batch {self.micro_batch}"
+
+
+def wires(nodes: int, per_node: int) -> Iterator[Wire]:
+    """Yield the collectives that a step can have: over axes inside a node, and over one rank of each node."""
+    inside = [size for size in divisors(per_node) if size > 1]
+    across = [size for size in divisors(nodes) if size > 1]
+    for operation in ("gather", "exchange"):
+        yield from (Wire(operation, size, 1) for size in inside)
+        yield from (Wire(operation, size, size) for size in across)
+    yield from (Wire("sum", size, 1) for size in inside)
+    yield from (
+        Wire("message", 2, where) for where, there in ((1, per_node % 2 == 0), (2, nodes > 1)) if there
+    )
+
+
+def modules(per_node: int, micro_batches: Sequence[int]) -> Iterator[Modules]:
+    """Yield the sizes at which the modules are measured."""
+    for tp in divisors(per_node):
+        yield from (Modules(tp, size) for size in micro_batches)
+
+
+def sizes(largest: int) -> list[int]:
+    """Return the bytes of the messages of a series."""
+    out = [SMALLEST]
+    while out[-1] * STEP <= largest:
+        out.append(out[-1] * STEP)
+    return out
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]

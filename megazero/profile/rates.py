@@ -1,0 +1,99 @@
+"""Measures what a rank does by itself: matrices, memory, codecs, the optimizer's update; all ranks at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megazero.comm.codec import Blockwise, Codec, Identity
+from megazero.config import RunConfig
+from megazero.plan.compute import UPDATE_BYTES
+from megazero.profile.points import CODED_BITS
+from megazero.profile.timing import Clock
+from megazero.train.parallelize import DTYPES, optimizer_factory
+
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is coded and updated
+MATRIX = {"cpu": 1024, "cuda": 8192}
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for each host, whatever namespaces it is seen from
+
+
+def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
+    """Return the section ``device`` of the cluster file, and where ranks share processors, ``cores``. Collective."""
+    device, name = clock.device, config.precision.params_dtype
+    n, elements = MATRIX[device.type], ELEMENTS[device.type]
+    a = torch.ones(n, n, dtype=DTYPES[name], device=device)
+    out, source = torch.empty_like(a), torch.ones(4 * elements, device=device)
+    target = torch.empty_like(source)
+    matrix = clock(lambda: torch.mm(a, a, out=out), slowest=False)
+    copy = clock(lambda: target.copy_(source), slowest=False)
+    host = _host()
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        title, memory, reserved = facts.name, facts.total_memory, 1.5
+    else:
+        title = f"{host['count']} processors shared by {host['ranks']} ranks"
+        memory, reserved = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // host["ranks"], 0.5
+    section = {
+        "name": title,
+        "memory_gib": memory / 2**30,
+        "reserved_gib": min(reserved, memory / 2**31),
+        "memory_gbytes_per_s": 2 * source.nbytes / copy.median / 1e9,
+        f"{name}_tflops": 2 * n**3 / matrix.median / 1e12,
+        "matmul_efficiency": 1.0,
+        "update_gbytes_per_s": elements * UPDATE_BYTES / _update(config, clock, elements) / 1e9,
+    }
+    return {"device": section, **({} if device.type == "cuda" else {"cores": host})}
+
+
+def _update(config: RunConfig, clock: Clock, elements: int) -> float:
+    """Return the seconds of the norm, the clip and the optimizer's update of so many fp32 master weights."""
+    weight = nn.Parameter(torch.ones(elements, device=clock.device))
+    weight.grad = gradient = torch.ones_like(weight)
+    optimizer = optimizer_factory(config)([{"params": [weight]}])
+
+    def update() -> None:
+        torch.linalg.vector_norm(gradient)
+        torch._foreach_mul_([gradient], 1.0)
+        optimizer.step()
+
+    return clock(update, slowest=False).median
+
+
+def measure_codecs(config: RunConfig, clock: Clock) -> Iterator[dict[str, Any]]:
+    """Yield a row of the cluster file for each wire format. Collective."""
+    elements, dtype = ELEMENTS[clock.device.type], DTYPES[config.precision.params_dtype]
+    coded: dict[int, Codec] = {bits: Blockwise(bits) for bits in CODED_BITS}
+    exact: dict[int, Codec] = {8 * d.itemsize: Identity(d) for d in (torch.float32, dtype) if d.itemsize <= 4}
+    sums = torch.randn(1, elements, device=clock.device)
+    parameters = torch.zeros(1, elements, dtype=dtype, device=clock.device)
+    for bits, codec in {**exact, **coded}.items():
+        m = codec.message_numel(elements)
+        message = torch.zeros(1, m, dtype=codec.wire_dtype, device=clock.device)
+        encode = clock(lambda c=codec, out=message: c.encode(sums, out=out), slowest=False)  # type: ignore[misc]
+        decode = clock(lambda c=codec, x=message: c.decode(x, parameters), slowest=False)  # type: ignore[misc]
+        add = clock(lambda c=codec, x=message: c.decode_sum(x, sums[0], True), slowest=False)  # type: ignore[misc]
+        yield {
+            "bits": bits,
+            "encode_ns": encode.median / elements * 1e9,
+            "decode_ns": decode.median / elements * 1e9,
+            "sum_ns": add.median / elements * 1e9,
+            "spread": max(encode.spread, decode.spread, add.spread),
+        }
+
+
+def _host() -> dict[str, int]:
+    """Return how many processors this rank's host has for its ranks, and how many ranks that are."""
+    own = (BOOT.read_text() if BOOT.exists() else "", sorted(os.sched_getaffinity(0)))
+    every: list[Any] = [own]
+    if dist.is_initialized():
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+    mine = [cores for boot, cores in every if boot == own[0]]
+    processors = len({core for cores in mine for core in cores})
+    return {"count": max(1, processors // torch.get_num_threads()), "ranks": len(mine)}

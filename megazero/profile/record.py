@@ -1,0 +1,112 @@
+"""Keeps what was measured: line by line as it comes, and in the end as a cluster file. This needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megazero.config import ConfigError
+from megazero.plan.cluster import TABLES, Cluster, parse_cluster
+
+Rows = list[dict[str, Any]]
+
+
+class Progress:
+    """A file of what was measured, a JSON object on each line; the first says what the profile is of.
+
+    path None: on a rank that does not write.
+    """
+
+    def __init__(self, path: Path | None, of: Mapping[str, Any], fresh: bool = False) -> None:
+        """Raises ConfigError if the file is of another model, or of other ranks, and not to be forgotten."""
+        self.path, self.done = path, dict[str, Rows]()
+        if path is None:
+            return
+        head = {"profile": dict(of)}
+        lines = [] if fresh or not path.exists() else _lines(path)
+        if lines and lines[0] != head:
+            changed = [k for k, v in head["profile"].items() if lines[0].get("profile", {}).get(k) != v]
+            raise ConfigError(
+                [
+                    f"{path} was measured with another {', '.join(changed) or 'profile'}: "
+                    "--profile-fresh forgets it, or give another --cluster-output"
+                ]
+            )
+        self.done = {line["point"]: line["rows"] for line in lines[1:]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(path.name + ".partial")  # without a line that was broken off
+        beside.write_text("".join(json.dumps(line) + "\n" for line in lines or [head]), encoding="utf-8")
+        os.replace(beside, path)
+
+    def add(self, point: str, rows: Rows) -> None:
+        self.done[point] = rows
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"point": point, "rows": rows}) + "\n")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines that are whole: the last one may have been broken off."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found
+
+
+def links(collectives: Rows, memory_gbytes_per_s: float) -> dict[str, dict[str, float]]:
+    """Return the sections of the links: rates of the largest gathers or exchanges, latencies of the smallest.
+
+    A link that is not there, of one rank on a node or of one node, gets the other one's figures, or the memory's.
+    """
+    rates: dict[bool, tuple[float, float]] = {}
+    for across in (False, True):
+        rows = [
+            r for r in collectives if r["operation"] in ("gather", "exchange") and (r["nodes"] > 1) == across
+        ]
+        if rows:
+            rate = max(r["bytes"] / r["seconds"] for r in rows)
+            rates[across] = rate, min(r["seconds"] / (r["ranks"] - 1) for r in rows)
+    inside, latency = rates.get(False) or rates.get(True) or (memory_gbytes_per_s * 1e9, 0.0)
+    outside, delay = rates.get(True) or (inside, latency)
+    return {
+        "intra_node": {"gbytes_per_s": inside / 1e9, "latency_us": latency * 1e6},
+        "inter_node": {"gbits_per_s": outside * 8 / 1e9, "latency_us": delay * 1e6, "efficiency": 1.0},
+    }
+
+
+def cluster_text(sections: Mapping[str, Any]) -> str:
+    """Return a cluster file: scalars and sections first, then a line for each row of the tables."""
+    import yaml
+
+    def flow(value: Any) -> str:
+        return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).strip()
+
+    rounded = json.loads(json.dumps(sections), parse_float=lambda text: float(f"{float(text):.5g}"))
+    lines = [
+        "# Written by megazero profile. bytes: that a rank sends. busy: seconds of a processor that it takes."
+    ]
+    for key, value in rounded.items():
+        if key in TABLES:
+            lines += [f"{key}:", *(f"- {flow(row)}" for row in value)]
+        elif isinstance(value, dict):
+            lines += [f"{key}:", *(f"  {name}: {json.dumps(entry)}" for name, entry in value.items())]
+        else:
+            lines.append(f"{key}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def write_cluster(path: Path, sections: Mapping[str, Any]) -> Cluster:
+    """Write a cluster file, which is replaced as a whole, and return what the planner reads in it."""
+    text = cluster_text(sections)
+    cluster = parse_cluster(text, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+    return cluster

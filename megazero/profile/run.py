@@ -1,0 +1,151 @@
+"""Runs a profile on the ranks at hand: what is not measured yet, point by point, and then the cluster file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.config import ConfigError, RunConfig, make_config
+from megazero.mesh.launch import Launch
+from megazero.mesh.mesh import discover_ranks_per_node
+from megazero.plan.cluster import Cluster, parse_cluster
+from megazero.profile.chart import draw
+from megazero.profile.collectives import measure_wire
+from megazero.profile.model import measure_modules
+from megazero.profile.options import Request
+from megazero.profile.points import modules, sizes, wires
+from megazero.profile.rates import measure_codecs, measure_device
+from megazero.profile.record import Progress, Rows, cluster_text, links, write_cluster
+from megazero.profile.timing import Clock
+from megazero.train.parallelize import DTYPES
+from megazero.train.ranks import start_rank
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def profile(request: Request, launch: Launch) -> None:
+    """Measure and write the cluster file. Collective. Raises ConfigError, ValueError."""
+    config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
+    device, notes = start_rank(config.training, launch, TIMEOUT)
+    try:
+        per_node = discover_ranks_per_node(launch, config.parallel.ranks_per_node)
+        run = Profile(request, config, launch, per_node, device)
+        for note in notes:
+            run.say(note)
+        run.measure()
+        if launch.rank == 0:
+            run.write()
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Profile:
+    """One profile. ``point`` measures what is not known yet; all ranks have the same rows."""
+
+    def __init__(
+        self, request: Request, config: RunConfig, launch: Launch, per_node: int, device: torch.device
+    ) -> None:
+        self.request, self.config, self.first = request, config, launch.rank == 0
+        self.world, self.per_node = launch.world_size, per_node
+        self.clock = Clock(device, request.options.profile_rounds)
+        of = {
+            "flags": {name: str(value) for name, value in sorted(request.values.items())},
+            "largest_bytes": request.options.profile_largest_bytes,
+            "rounds": request.options.profile_rounds,
+            "ranks": [self.world, per_node],
+            "device": device.type,
+            "torch": torch.__version__,
+        }
+        self.progress = self._progress(of)
+
+    def _progress(self, of: dict[str, Any]) -> Progress:
+        """Read what was measured before: the first rank's file counts. Raises ConfigError on every rank."""
+        told: list[Any] = [None]
+        progress = Progress(None, of)
+        if self.first:
+            try:
+                progress = Progress(self.request.options.progress, of, self.request.options.profile_fresh)
+                told = [progress.done]
+            except ConfigError as error:
+                told = [list(error.errors)]
+        if self.world > 1:
+            dist.broadcast_object_list(told, 0)
+        if isinstance(told[0], list):
+            raise ConfigError(told[0])
+        progress.done = told[0]
+        return progress
+
+    def say(self, text: str) -> None:
+        if self.first:
+            print(text, file=sys.stderr, flush=True)
+
+    def point(self, name: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Rows:
+        """Return the rows of a point, measured now if they are not known. Collective."""
+        if name not in self.progress.done:
+            self.progress.add(name, list(rows()))
+            worst = max((row.get("spread", 0.0) for row in self.progress.done[name]), default=0.0)
+            self.say(f"{name}: {len(self.progress.done[name])} rows, spread at most {worst:.0%}")
+        return self.progress.done[name]
+
+    def measure(self) -> None:
+        """Measure everything. Collective."""
+        self.point("device", lambda: [measure_device(self.config, self.clock)])
+        self.point("codecs", lambda: measure_codecs(self.config, self.clock))
+        dtype = DTYPES[self.config.precision.params_dtype]
+        ladder = sizes(self.request.options.profile_largest_bytes)
+        for wire in wires(self.world // self.per_node, self.per_node):
+            self.point(
+                f"collectives {wire}",
+                lambda w=wire: measure_wire(w, ladder, self.per_node, dtype, self.clock),  # type: ignore[misc]
+            )
+        cluster = self.cluster()
+        for size in modules(self.per_node, self.request.options.profile_micro_batches):
+            self.point(f"{size}", lambda s=size: self._modules(s, cluster))  # type: ignore[misc]
+
+    def _modules(self, size: Any, cluster: Cluster) -> Iterator[dict[str, Any]]:
+        try:
+            yield from measure_modules(size, self.request.values, cluster, self.clock)
+        except ConfigError as error:  # the model does not run so: nothing to know of it
+            self.say(f"{size}: not measured: {'; '.join(error.errors)}")
+
+    def sections(self) -> dict[str, Any]:
+        """Return the cluster file of what was measured so far."""
+        done = self.progress.done
+        collectives, layers = (
+            [row for name, rows in done.items() if name.startswith(kind) for row in rows]
+            for kind in ("collectives", "modules")
+        )
+        (device,) = done["device"]
+        options = self.request.options
+        return {
+            "name": options.cluster_name,
+            "source": f"measured by megazero profile, {options.profile_rounds} rounds, torch {torch.__version__}",
+            "nodes": self.world // self.per_node,
+            "ranks_per_node": self.per_node,
+            **device,
+            **links(collectives, device["device"]["memory_gbytes_per_s"]),
+            "collectives": collectives,
+            "codecs": done["codecs"],
+            "layers": layers,
+        }
+
+    def cluster(self) -> Cluster:
+        return parse_cluster(cluster_text(self.sections()), "the profile")
+
+    def write(self) -> None:
+        """Write the cluster file and its chart."""
+        output = self.request.options.output
+        cluster = write_cluster(output, self.sections())
+        print(f"{output}: {len(cluster.collectives)} collectives, {len(cluster.layers)} modules", flush=True)
+        try:
+            print(f"{draw(cluster, output.with_suffix('.png'))}: the chart", flush=True)
+        except ValueError as error:
+            print(error, flush=True)

@@ -1,0 +1,76 @@
+"""A profile on local ranks: 2 nodes of 2, with the engine's own collectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.config import ConfigError, World, make_config
+from megazero.mesh.launch import Launch
+from megazero.plan.cluster import load_cluster
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
+from megazero.plan.seconds import Collectives
+from megazero.plan.simulate import simulate
+from megazero.profile import rates, timing
+from megazero.profile.options import read_request
+from megazero.profile.run import Profile
+from tests.dist.pool import run_ranks
+
+MODEL = ["--model-family", "llama", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"]
+MODEL += ["--seq-length", "16", "--vocab-size", "64"]
+
+
+def profile(output: str, more: list[str]) -> str:
+    """Return what a rank was told of its flags, or ''."""
+    timing.ROUND_S, rates.ELEMENTS["cpu"], rates.MATRIX["cpu"] = 1e-4, 1 << 12, 64
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    words = ["--cluster-output", output, "--profile-rounds", "3", "--profile-largest-bytes", "4096"]
+    request = read_request([*MODEL, *words, *more])
+    config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
+    launch = Launch(rank, world, rank % 2, 2)
+    try:
+        run = Profile(request, config, launch, 2, torch.device("cpu"))
+    except ConfigError as error:
+        return f"{error}"
+    run.measure()
+    if rank == 0:
+        run.write()
+    return ""
+
+
+def test_profile_is_measured_once_and_planned_with(tmp_path: Path) -> None:
+    output = tmp_path / "lab.yaml"
+    small = ["--profile-micro-batches", "2"]
+    assert run_ranks(4, profile, str(output), small) == [""] * 4
+    cluster = load_cluster(str(output))
+    assert (cluster.nodes, cluster.ranks_per_node) == (2, 2) and cluster.cores is not None
+    assert {(r.operation, r.ranks, r.nodes) for r in cluster.collectives} == {
+        *((name, 2, nodes) for name in ("gather", "exchange", "message") for nodes in (1, 2)),
+        ("sum", 2, 1),
+    }
+    assert {(r.module, r.tp) for r in cluster.layers} == {
+        (name, tp) for name in ("embedding", "layer", "head") for tp in (1, 2)
+    }
+    assert {row.bits for row in cluster.codecs} == {32, 8, 4, 2}
+
+    kept = tmp_path / "lab.yaml.measured.jsonl"
+    lines = kept.read_text().splitlines()
+    kept.write_text("\n".join(lines[:-1]) + "\n")  # as if stopped before the last point
+    assert run_ranks(4, profile, str(output), small) == [""] * 4
+    again = kept.read_text().splitlines()
+    assert again[:-1] == lines[:-1] and json.loads(again[-1])["point"] == json.loads(lines[-1])["point"]
+    assert again[-1] != lines[-1], "the last point was measured anew"
+    refused = run_ranks(
+        4, profile, str(output), ["--profile-micro-batches", "2", "--swiglu", "--fp32", "--seed", "7"]
+    )
+    assert all("another flags" in said for said in refused), refused
+
+    world = World(4, 2)
+    values = {"micro_batch_size": 2, "global_batch_size": 16, "zero_preset": "zero3", "ranks_per_node": 2}
+    config = make_config({**read_request(MODEL).values, **values}, world)
+    timing_ = simulate(Layout(Frame(config, world, cluster, Collectives(cluster)), config.zero))
+    assert sum(timing_.bill.values()) == pytest.approx(timing_.seconds)
