@@ -15,7 +15,7 @@ from megazero.config.pipeline_rules import OF_PIPELINES
 from megazero.config.published import is_published
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.shards import resolve_shards
+from megazero.config.shards import AUTO, resolve_shards
 from megazero.config.wire import quantizes_gradients, quantizes_weights
 from megazero.families import FAMILIES
 
@@ -104,7 +104,8 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
 
 def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     """Yield what the options of quantised messages need."""
-    weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
+    planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
+    weights, gradients = (f(config.zero) or planned for f in (quantizes_weights, quantizes_gradients))
     of_weights = ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"]
     of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
     of_gradients += [f"zero_gradient_{name}" for name in ("clip_search", "error_bound")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,8 +153,12 @@ def report_start(
     progress: Progress,
     start: Start,
     console: TrainConsole,
+    predicted: Sequence[str] = (),
 ) -> None:
-    """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
+    """Print what is about to run: the model's size, where it starts, every option, the layout, the notes.
+
+    predicted: lines on what the planner predicts of it.
+    """
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     facts: dict[str, object] = {
         **start.header(),
@@ -165,7 +169,7 @@ def report_start(
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
     remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
-    for line in (*start.notes, *progress.notes, *config.describe(world), *remarks):
+    for line in (*start.notes, *progress.notes, *config.describe(world), *remarks, *predicted):
         console.note(line)
 
 

@@ -80,8 +80,8 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeout: timedelta) -> Mesh:
-    """Arrange the ranks in the mesh that the configuration asks for. Collective.
+def find_world(config: RunConfig, launch: Launch) -> World:
+    """Find how many ranks a node has, now that the ranks have joined. Collective.
 
     Raises ValueError, the same on all ranks, if they were started with different options or if the nodes differ.
     """
@@ -90,7 +90,7 @@ def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeo
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     if launch.local_world_size is None and (errors := find_errors(config, world)):
         raise ConfigError(errors)  # what the first check of the flags could not ask yet
-    return make_mesh(config, world, device, timeout)
+    return world
 
 
 def make_mesh(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -21,6 +22,7 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
+from megazero.train.forecast import Forecast
 from megazero.train.guards import LocalStep, NonFiniteGuard
 from megazero.train.history import Start
 from megazero.train.learning_rate import DECOUPLED, LearningRate
@@ -35,6 +37,7 @@ from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
 Batch = dict[str, Any]  # of tensors
+STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
 
 class Trainer:
@@ -59,6 +62,7 @@ class Trainer:
         profiler: Profiler,
         progress: Progress,
         start: Start,
+        forecast: Forecast | None = None,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
@@ -67,6 +71,8 @@ class Trainer:
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.stragglers, self.start = stragglers, start
         self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
+        self.forecast = forecast
+        self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
         # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, its last times by kind.
         self.scalars = torch.zeros(2 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
@@ -94,6 +100,7 @@ class Trainer:
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
+        self._compare()
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
@@ -106,6 +113,11 @@ class Trainer:
             )
         self._export()
         return ExitStatus.FINISHED
+
+    def _compare(self) -> None:
+        """Print what was predicted beside what was measured."""
+        if self.forecast and (line := self.forecast.beside(self.mesh, self.step_seconds)):
+            self.outputs.console.note(line)
 
     def _iterate(self, batches: Batches) -> None:
         self._take_stalls()  # of an evaluation
@@ -143,7 +155,9 @@ class Trainer:
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
-        self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
+        took = time.perf_counter() - began
+        self._log(loss, info, rates, took, batches.consumed - consumed)
+        self.step_seconds.append(took)
 
     def _take_stalls(self) -> None:
         """Bill for what the compute stream stood waiting, on CUDA."""
