@@ -9,6 +9,7 @@ from megazero.config import RunConfig
 from megazero.mesh.launch import Launch
 from megazero.train.exit_status import ExitStatus
 from megazero.train.history import record_end
+from megazero.train.words import duration
 
 if TYPE_CHECKING:
     from megazero.train.trainer import Trainer
@@ -65,18 +66,3 @@ def end_line(why: str, facts: dict[str, Any]) -> str:
             f"why: {why}",
         ]
     )
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words: 12.3 s, 4 min 05 s, 3 h 20 min, 2 d 04 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, unit, smaller, part in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller:02d} {part}"
-    raise AssertionError(seconds)

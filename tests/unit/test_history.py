@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from megazero.mesh.launch import Launch, is_first, read_launch
-from megazero.train.ending import Ending, duration
+from megazero.train.ending import Ending
 from megazero.train.exit_status import ExitStatus, read_status, record_status
 from megazero.train.history import RUN_FILE, Start, identify, read_events
 from megazero.train.metrics import read_metrics
 from megazero.train.trainer import Trainer
+from megazero.train.words import duration
 from tests.unit.test_train_seams import SMALL, run
 
 ROOT = Path(__file__).parents[2]
