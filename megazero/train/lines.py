@@ -57,6 +57,18 @@ class LineFile:
             self.lost += 1
             self._say(f"{self._most:,} bytes wait for room on the disk: the oldest lines are being lost")
 
+    def reopen(self, prepare: Callable[[], None]) -> None:
+        """Prepare the file anew, by another function: the lines that are in it change."""
+        self._write()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._prepare, self._prepared = prepare, False
+        try:
+            self._open()
+        except OSError as error:
+            self._failed(error)
+
     def close(self) -> None:
         """Write what waits, if there is room now, and say how many lines are lost if there is none."""
         self._write()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config.secrets import redact
+from megazero.config.skipping import range_around
 from megazero.train.lines import LineFile
 
 METRICS_FILE = "metrics.jsonl"
@@ -106,19 +107,28 @@ class MetricsWriter:
     """Appends lines to LOG_DIR/metrics.jsonl. It is made on one rank only.
 
     iteration: training continues after this iteration (0: it starts from the beginning). On opening, lines of later
-    iterations, which this run is about to write again, move to metrics.superseded.jsonl. A torn line (the process was
-    killed while it wrote) moves there as {"torn": text}. The first iteration line has the extra keys of ``start``
-    and, after a resume, resumed_from.
+    iterations, which this run is about to write again, and of those that were undone, (first, last), move to
+    metrics.superseded.jsonl. A torn line (the process was killed while it wrote) moves there as {"torn": text}. The
+    first iteration line has the extra keys of ``start`` and, after a resume, resumed_from.
 
     Each line is one unbuffered write. What a full disk does not take waits in memory (LineFile); training goes on.
     """
 
     def __init__(
-        self, log_dir: str | os.PathLike[str], *, iteration: int, start: Mapping[str, Any] | None = None
+        self,
+        log_dir: str | os.PathLike[str],
+        *,
+        iteration: int,
+        undone: Sequence[tuple[int, int]] = (),
+        start: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(log_dir) / METRICS_FILE
-        self._file = LineFile(self.path, lambda: _supersede(self.path, iteration))
+        self._file = LineFile(self.path, lambda: _supersede(self.path, iteration, undone))
         self._first = {**({"resumed_from": iteration} if iteration else {}), **(start or {})}
+
+    def undo(self, first: int, last: int) -> None:
+        """Move the lines of these iterations, whose updates were undone, to metrics.superseded.jsonl."""
+        self._file.reopen(lambda: _supersede(self.path, last, [(first, last)]))
 
     def iteration(self, metrics: IterationMetrics) -> None:
         self._write(metrics.as_dict() | self._first)
@@ -195,8 +205,10 @@ def read_lines(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[by
     return good, torn
 
 
-def _supersede(path: Path, iteration: int) -> None:
-    """Leave in `path` the whole lines up to `iteration`, and move the rest beside it. This is safe to repeat.
+def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) -> None:
+    """Leave in `path` the whole lines up to `iteration` that were not `undone`, and move the rest beside it.
+
+    This is safe to repeat.
 
     The moved lines are on disk before the file loses them. A kill in between makes the move happen again; its lines
     are then not appended twice.
@@ -205,8 +217,10 @@ def _supersede(path: Path, iteration: int) -> None:
         return
     data = path.read_bytes()
     good, torn = read_lines(data)
-    keep = [raw for raw, line in good if line.get("iteration", 0) <= iteration]
-    move = [raw for raw, line in good if line.get("iteration", 0) > iteration]
+    keep, move = list[bytes](), list[bytes]()
+    for raw, line in good:
+        at = line.get("iteration", 0)
+        (move if at > iteration or range_around(undone, at) else keep).append(raw)
     move += [encode({"torn": raw.decode("utf-8", "replace")}).encode("ascii") for raw in torn]
     kept = b"".join(raw + b"\n" for raw in keep)
     if kept == data:

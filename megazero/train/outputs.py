@@ -30,6 +30,7 @@ from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogg
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
+from megazero.train.skipping import LeftOut
 from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"
@@ -66,6 +67,13 @@ class Outputs:
         self.loggers.flush()
         self.tell("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
 
+    def went_back(self, why: str, out: LeftOut) -> None:
+        """Report that the updates of the iterations ``out`` were undone, and why."""
+        self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
+        if self.metrics is not None:
+            self.metrics.undo(out.first, out.last)
+        self.tell("rollback", why=why, first=out.first, last=out.last)
+
     def tell(self, event: str, **values: Any) -> None:
         """Write a line of events.jsonl, on the first rank."""
         if self.events is not None:
@@ -99,7 +107,8 @@ def open_outputs(
     if not first:
         return Outputs(console, Loggers(), None)
     resolved = redact(config.to_dict())
-    metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, start=start.facts())
+    undone = [(each.first, each.last) for each in progress.left_out]
+    metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts())
     stack.callback(metrics.close)
     events = LineFile(Path(log.log_dir) / EVENTS_FILE)
     stack.callback(events.close)

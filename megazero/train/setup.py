@@ -33,6 +33,8 @@ from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import find_world, make_mesh, start_rank
+from megazero.train.rollback import LossSpike
+from megazero.train.spikes import SpikeMonitor
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.stragglers import Stragglers
 from megazero.train.timebill import TimeBill
@@ -65,7 +67,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
         except RankFailure as error:
             lookout.ask(f"{error}")
             _fail(lookout, error)
-        except (ValueError, NonFiniteLoss, OSError) as error:
+        except (ValueError, NonFiniteLoss, LossSpike, OSError) as error:
             _fail(lookout, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
@@ -171,8 +173,9 @@ def prepare(
     scaling = LossScaling.of(config.precision)
     named = tokenizer_options(config.data)
     files = read_tokenizer_files(config.data.tokenizer_type, named) if mesh.rank == 0 else {}
+    spikes = SpikeMonitor(config.skipping)
     checkpointing = Checkpointing(
-        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, files
+        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, spikes, files
     )
     checkpointing.load(origin)
 
