@@ -46,7 +46,8 @@ class Launch:
 
     ``attempt`` is how often torchrun has started the ranks again, at the same store. ``agent_store`` tells that its
     agent holds the store at which the ranks meet; otherwise rank 0 does. ``hosts`` are the nodes in the order of the
-    ranks, where the launcher lists them.
+    ranks, where the launcher lists them. ``node`` is SLURM's name of this node, whatever has launched the
+    rank; None where SLURM did not give the node.
     ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not
     say it.
     """
@@ -61,6 +62,7 @@ class Launch:
     attempt: int = 0
     agent_store: bool = False
     hosts: tuple[str, ...] = ()
+    node: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -127,6 +129,7 @@ def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None
         )
     if launch.local_rank is None and launch.local_world_size:
         launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
+    launch = replace(launch, node=env.get("SLURMD_NODENAME"))
     return launch if local_rank is None else replace(launch, local_rank=local_rank)
 
 

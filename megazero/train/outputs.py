@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogg
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
+from megazero.train.skipping import LeftOut
 from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"
@@ -49,6 +51,12 @@ class Outputs:
             line = {key: {name: value} if key.startswith("eval_") else value for key, value in line.items()}
         self.loggers.log(at.iteration, line)
 
+    def went_back(self, why: str, out: LeftOut) -> None:
+        """Report that the updates of the iterations ``out`` were undone, and why."""
+        self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
+        if self.metrics is not None:
+            self.metrics.undo(out.first, out.last)
+
 
 def agree_on_run_id(progress: Progress) -> str:
     """The id of this run at outside loggers: the one of ``progress``, or a new one. Collective."""
@@ -73,7 +81,8 @@ def open_outputs(
     members: list[Logger] = []
     if first:
         resolved = config.to_dict()
-        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration)
+        undone = [(each.first, each.last) for each in progress.left_out]
+        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone)
         stack.callback(metrics.close)
         with replacing(Path(log.log_dir) / RESOLVED_FILE) as file:
             file.write(yaml.safe_dump(resolved, sort_keys=False).encode())
@@ -96,9 +105,17 @@ def open_outputs(
 
 
 def report_start(
-    config: RunConfig, mesh: Mesh, decoder: Decoder, progress: Progress, console: TrainConsole
+    config: RunConfig,
+    mesh: Mesh,
+    decoder: Decoder,
+    progress: Progress,
+    console: TrainConsole,
+    predicted: Sequence[str] = (),
 ) -> None:
-    """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
+    """Print what is about to run: the model's size, where it starts, every option, the layout, the notes.
+
+    predicted: lines on what the planner predicts of it.
+    """
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     facts: dict[str, object] = {
         "device": str(mesh.device),
@@ -108,7 +125,7 @@ def report_start(
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
     remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
-    for line in (*progress.notes, *config.describe(world), *remarks):
+    for line in (*progress.notes, *config.describe(world), *remarks, *predicted):
         console.note(line)
 
 

@@ -28,7 +28,7 @@ from megazero.comm.traffic import Traffic
 from megazero.comm.waits import Waits
 from megazero.config import RunConfig, World
 from megazero.config.optimizers import OPTIMIZERS
-from megazero.config.wire import Coding
+from megazero.config.wire import Coding, Wire
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.models.positions import Documents
@@ -88,16 +88,21 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         block=wire.block,
         exact_numel=wire.exact_numel,
         loss_scaled=config.precision.params_dtype == "fp16",  # train/loss_scaling.py
-        codecs=zero.Codecs(
-            weights=_codec(wire.weights),
-            gradients_intra=_codec(wire.gradients_intra),
-            gradients_inter=_codec(wire.gradients_inter),
-            delta=wire.delta,
-            feedback=wire.feedback,
-        ),
+        codecs=make_codecs(wire),
         seed=config.training.seed,
         weight_error_bound=config.zero.zero_weight_error_bound,
         gradient_error_bound=config.zero.zero_gradient_error_bound,
+    )
+
+
+def make_codecs(wire: Wire) -> zero.Codecs:
+    """Return the codecs of the configuration's formats."""
+    return zero.Codecs(
+        weights=_codec(wire.weights),
+        gradients_intra=_codec(wire.gradients_intra),
+        gradients_inter=_codec(wire.gradients_inter),
+        delta=wire.delta,
+        feedback=wire.feedback,
     )
 
 

@@ -29,7 +29,7 @@ OWN_SECTIONS = {"logging"}
 
 
 def start_rank(
-    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None]
+    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None] | None = None
 ) -> tuple[torch.device, tuple[str, ...]]:
     """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
 
@@ -44,7 +44,8 @@ def start_rank(
         torch.use_deterministic_algorithms(True)
     if launch.world_size > 1 and not dist.is_initialized():
         store = _meet(training.distributed_init_timeout_minutes, launch)
-        met()
+        if met is not None:
+            met()
         init_distributed(launch, device, timeout, store)
     return device, notes if device.type == "cuda" else ()
 
@@ -80,8 +81,8 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeout: timedelta) -> Mesh:
-    """Arrange the ranks in the mesh that the configuration asks for. Collective.
+def find_world(config: RunConfig, launch: Launch) -> World:
+    """Find how many ranks a node has, now that the ranks have joined. Collective.
 
     Raises ValueError, the same on all ranks, if they were started with different options or if the nodes differ.
     """
@@ -90,7 +91,7 @@ def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeo
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     if launch.local_world_size is None and (errors := find_errors(config, world)):
         raise ConfigError(errors)  # what the first check of the flags could not ask yet
-    return make_mesh(config, world, device, timeout)
+    return world
 
 
 def make_mesh(

@@ -22,7 +22,9 @@ from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.exit_status import record_status, status_of
+from megazero.train.forecast import foresee
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
+from megazero.train.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.train.learning_rate import LearningRate
 from megazero.train.lookout import Lookout
 from megazero.train.loss_scaling import LossScaling
@@ -30,7 +32,9 @@ from megazero.train.origin import find_origin
 from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
-from megazero.train.ranks import arrange_ranks, start_rank
+from megazero.train.ranks import find_world, make_mesh, start_rank
+from megazero.train.rollback import LossSpike
+from megazero.train.spikes import SpikeMonitor
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.train.stragglers import Stragglers
 from megazero.train.timebill import TimeBill
@@ -47,6 +51,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     lookout = Lookout(config, launch)
     if launch.rank == 0:
         record_status(config.logging.log_dir, None)
+        record_bad_nodes(config.logging.log_dir, ())
     with ExitStack() as stack:
         try:
             with readable_failures(
@@ -62,7 +67,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
         except RankFailure as error:
             lookout.ask(f"{error}")
             _fail(config, launch, error)
-        except (ValueError, NonFiniteLoss, OSError) as error:
+        except (ValueError, NonFiniteLoss, LossSpike, OSError) as error:
             _fail(config, launch, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
@@ -85,6 +90,8 @@ def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
         isinstance(error, RankFailure) and not error.told
     ):  # which may be about the first rank
         record_status(config.logging.log_dir, status)
+        if isinstance(error, Unhealthy):
+            record_bad_nodes(config.logging.log_dir, error.nodes)
     if not _is_told(error):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -146,7 +153,9 @@ def prepare(
     device, notes = start_rank(config.training, launch, timeout, lookout.begin)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    mesh = arrange_ranks(config, launch, device, timeout)
+    world = find_world(config, launch)
+    config, forecast, planned = foresee(config, world, device)  # before anything is allocated
+    mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
     lookout.joining = False
     _look_for_kill_switch(config.training.kill_switch_path)
 
@@ -157,23 +166,25 @@ def prepare(
     data, progress = make_datasets(config, tokenizer, length, origin.progress)
 
     bill = TimeBill()
+    forecast = forecast and forecast.before_the_model(device)
     decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     scaling = LossScaling.of(config.precision)
     named = tokenizer_options(config.data)
     files = read_tokenizer_files(config.data.tokenizer_type, named) if mesh.rank == 0 else {}
+    spikes = SpikeMonitor(config.skipping)
     checkpointing = Checkpointing(
-        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, files
+        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, spikes, files
     )
     checkpointing.load(origin)
 
     if length.halt is not None:
         notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
+    notes = (*progress.notes, *found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(config, mesh, decoder, progress, outputs.console)
+    report_start(config, mesh, decoder, progress, outputs.console, forecast.lines() if forecast else ())
     exits = ExitConditions(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
@@ -199,4 +210,5 @@ def prepare(
         Stragglers.of(mesh, stack),
         profiler,
         progress,
+        forecast,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config.flops import training_flops
+from megazero.config.skipping import iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
@@ -21,19 +23,23 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
-from megazero.train.guards import LocalStep, NonFiniteGuard
+from megazero.train.forecast import Forecast
+from megazero.train.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.rollback import go_back
+from megazero.train.skipping import just_before, leave_out, next_to_leave_out
 from megazero.train.stopping import ExitConditions
 from megazero.train.stragglers import KINDS, Stragglers
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
 Batch = dict[str, Any]  # of tensors
+STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
 
 class Trainer:
@@ -57,14 +63,18 @@ class Trainer:
         stragglers: Stragglers,
         profiler: Profiler,
         progress: Progress,
+        forecast: Forecast | None = None,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
+        self.guard, self.scaling, self.spikes = NonFiniteGuard(), checkpointing.scaling, checkpointing.spikes
+        self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
         self.stragglers = stragglers
-        self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
+        self.forecast = forecast
+        self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
         # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, its last times by kind.
         self.scalars = torch.zeros(2 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
@@ -79,18 +89,21 @@ class Trainer:
         owed = self.progress.owes_evaluation
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
-            reason = self.told
+            reason, save_due = self.told, False
             while not reason and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
-                self._iterate(batches)
+                if not self._leave_out(batches):
+                    save_due |= self._iterate_or_go_back(batches)
                 iteration = self.progress.iteration
                 self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
                 reason = self.told or self.exits.planned(iteration)
-                if reason or self._due(self.config.checkpoint.save_interval, iteration):
-                    saved_at = self._save(saved_at)
+                save_due |= self._due(self.config.checkpoint.save_interval, iteration)
+                if reason or save_due and not self.spikes.beyond:  # else it may be in a spike
+                    saved_at, save_due = self._save(saved_at), False
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
+        self._compare()
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
@@ -104,7 +117,48 @@ class Trainer:
         self._export()
         return ExitStatus.FINISHED
 
-    def _iterate(self, batches: Batches) -> None:
+    def _leave_out(self, batches: Batches) -> bool:
+        """Pass over the iterations that --skip-train-iteration-range names from here on. Tells if there were any."""
+        last = next_to_leave_out(self.ranges, self.progress, self.length.last_iteration)
+        if last is not None:
+            self.progress = leave_out(self.progress, last, self.length.batch_sizes)
+            batches.seek(self.progress.consumed_samples)
+            self.outputs.console.note(f"left out: {self.progress.left_out[-1]}: --skip-train-iteration-range")
+        return last is not None
+
+    def _iterate_or_go_back(self, batches: Batches) -> bool:
+        """Train one iteration. If it makes a spike and --rollback-on-spike is given, go back to before the spike.
+
+        Then it returns True: a save is due, so that a resume goes on behind what is left out. Raises LossSpike if
+        there is no way back (any more).
+        """
+        reached, watching = self.progress.iteration + 1, self.config.skipping.rollback_on_spike
+        try:
+            info = self._iterate(batches)
+            updated = watching and not info.skipped
+            why = self.spikes.observe(self.progress.losses["lm_loss"], info.grad_norm) if updated else None
+            begin = reached - self.spikes.beyond + 1
+        except NonFiniteLoss as error:
+            if not watching:
+                raise
+            why, begin = f"{error}", reached - max(self.spikes.beyond, self.guard.skipped_in_a_row - 1)
+        if why is None:
+            return False
+        self.phase = f"going back from iteration {reached}"
+        before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
+        self.progress = leave_out(before, reached, self.length.batch_sizes, rollback=True)
+        batches.seek(self.progress.consumed_samples)
+        self.guard = NonFiniteGuard()
+        self.engine.traffic.take()  # of no iteration
+        self.outputs.went_back(why, self.progress.left_out[-1])
+        return True
+
+    def _compare(self) -> None:
+        """Print what was predicted beside what was measured."""
+        if self.forecast and (line := self.forecast.beside(self.mesh, self.step_seconds)):
+            self.outputs.console.note(line)
+
+    def _iterate(self, batches: Batches) -> StepInfo:
         self._take_stalls()  # of an evaluation
         self.bill.reset()
         began = time.perf_counter()
@@ -140,7 +194,10 @@ class Trainer:
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
-        self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
+        took = time.perf_counter() - began
+        self._log(loss, info, rates, took, batches.consumed - consumed)
+        self.step_seconds.append(took)
+        return info
 
     def _take_stalls(self) -> None:
         """Bill for what the compute stream stood waiting, on CUDA."""
@@ -168,7 +225,7 @@ class Trainer:
 
     def _set_learning_rates(self) -> dict[str, float]:
         """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
-        position = self.length.position(self.progress) - self.scaling.skipped(self.length.by_samples)
+        position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
         rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
@@ -270,13 +327,13 @@ class Trainer:
     def moved(self) -> tuple[object, ...]:
         """Return what changes whenever this rank gets on: the phase, the bytes sent in it, the modules gone through.
 
-        Writing of files has no limit here: it sends nothing for as long as a disk takes. What waits for it in a
-        collective has that one's.
+        Writing and reading of files has no limit here: it sends nothing for as long as a disk takes. What waits for
+        it in a collective has that one's.
         """
         program = self.engine.gatherer.program
         order = program.orders.get(program.current) if program.current else None
         sent = sum(list(self.engine.traffic.bytes.values()))
-        writing = time.monotonic() if self.phase.startswith(("saving", "writing")) else 0
+        writing = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
         return self.phase, sent, program.at, order.position if order else 0, writing
 
     # -- small parts -----------------------------------------------------------------------------
@@ -336,6 +393,7 @@ class Trainer:
             extra={
                 "batch_size": samples,
                 **rates,
+                **just_before(self.progress, self.progress.iteration),
                 **events(info),
                 **self.scaling.metrics(),
                 "bytes": traffic,
