@@ -43,7 +43,9 @@ class Facts:
 def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:
     """Try this rank's device, and read its memory and clock. Collective."""
     wrong = tuple(device_faults(device))
-    device_memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    # A device that failed may fail at this, too.
+    asks = device.type == "cuda" and not wrong
+    device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
     gather(None)  # all ranks have come: they read their clocks now
     return Facts(node, device.type, wrong, device_memory, host_memory(), read_clock())
 
