@@ -143,12 +143,13 @@ def _write(path: Path, make: bool = False) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Wait for a file that another node wrote. Listing the folder makes a network's file system ask again."""
+    """Wait for a file that another node wrote."""
     deadline = time.monotonic() + SEEN
-    while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):
+    while not path.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
+        _attempt(lambda: os.listdir(path.parent))  # makes a network's file system ask again
     return True
 
 
