@@ -145,7 +145,7 @@ def _write(path: Path, make: bool = False) -> None:
 def _appears(path: Path) -> bool:
     """Wait for a file that another node wrote."""
     deadline = time.monotonic() + SEEN
-    while not path.exists():
+    while not os.path.exists(path):  # which no error of a broken folder leaves
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
