@@ -45,6 +45,7 @@ class Lookout:
             self.launch.world_size,
             where=self.where,
             moved=self.moved,
+            awaits=self.awaits,
             limit=self.limit,
             folder=Path(self.config.logging.log_dir) / "hang",
             end=self._end,
@@ -69,6 +70,9 @@ class Lookout:
         if self.trainer is not None:
             return self.trainer.moved()
         return "joining" if self.joining else time.monotonic()
+
+    def awaits(self) -> tuple[int, str, float] | None:
+        return None if self.trainer is None else self.trainer.pipeline.links.awaited
 
     def limit(self) -> Limit:
         name = "distributed_init_timeout_minutes" if self.joining else "distributed_timeout_minutes"
