@@ -11,7 +11,8 @@ from pathlib import Path
 from megazero.config import RunConfig
 from megazero.mesh.launch import Launch
 from megazero.train.beats import Where
-from megazero.train.exit_status import ExitStatus, record_status
+from megazero.train.ending import Ending
+from megazero.train.exit_status import ExitStatus
 from megazero.train.trainer import Trainer
 from megazero.train.watch import Limit, Watch, connect
 
@@ -25,7 +26,7 @@ class Lookout:
     """
 
     def __init__(self, config: RunConfig, launch: Launch) -> None:
-        self.config, self.launch = config, launch
+        self.config, self.launch, self.ending = config, launch, Ending(config, launch)
         self.joining = True
         self.trainer: Trainer | None = None
         self._watch: Watch | None = None
@@ -98,6 +99,6 @@ class Lookout:
 
     def _end(self, line: str | None) -> None:
         if line is not None:  # on one rank, which need not be the first
-            record_status(self.config.logging.log_dir, ExitStatus.RANK_LOST, first=True)
             print(f"[rank {self.launch.rank}] RankFailure: {line}", file=sys.stderr, flush=True)
+            self.ending.tell(ExitStatus.RANK_LOST, line, first=True)
         os._exit(ExitStatus.RANK_LOST)

@@ -25,6 +25,7 @@ from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
 from megazero.train.forecast import Forecast
 from megazero.train.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
+from megazero.train.history import Start
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
@@ -63,6 +64,7 @@ class Trainer:
         stragglers: Stragglers,
         profiler: Profiler,
         progress: Progress,
+        start: Start,
         forecast: Forecast | None = None,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
@@ -72,7 +74,7 @@ class Trainer:
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling, self.spikes = NonFiniteGuard(), checkpointing.scaling, checkpointing.spikes
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
-        self.stragglers = stragglers
+        self.stragglers, self.start = stragglers, start
         self.forecast = forecast
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
@@ -100,6 +102,7 @@ class Trainer:
                 save_due |= self._due(self.config.checkpoint.save_interval, iteration)
                 if reason or save_due and not self.spikes.beyond:  # else it may be in a spike
                     saved_at, save_due = self._save(saved_at), False
+        self.told = reason
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
@@ -295,7 +298,8 @@ class Trainer:
         self.phase = f"saving iteration {iteration}"
         began = time.perf_counter()
         path = self.checkpointing.save(self.progress)
-        self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.outputs.saved(iteration, path, time.perf_counter() - began)
+        self.progress = replace(self.progress, checkpoint=str(path))
         return iteration
 
     def _export(self) -> None:

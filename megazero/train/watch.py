@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.train.beats import Beat, Where, in_words, innermost, missing_ranks, started, waits
@@ -213,7 +214,7 @@ class Watch:
         text = "".join(traceback.format_stack(self._frame()))
         with suppress(OSError):  # a full log disk: the line that names the ranks is told all the same
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.where())}\n{text}")
+            (self.folder / f"rank_{self.rank}.txt").write_text(redact(f"{in_words(self.where())}\n{text}"))
 
     def _leave(self, line: str | None, missing: Sequence[Beat]) -> None:
         if self.rank == 0 or any(beat.rank == 0 for beat in missing):
