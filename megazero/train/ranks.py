@@ -29,7 +29,7 @@ OWN_SECTIONS = {"logging"}
 
 
 def start_rank(
-    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None]
+    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None] | None = None
 ) -> tuple[torch.device, tuple[str, ...]]:
     """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
 
@@ -44,7 +44,8 @@ def start_rank(
         torch.use_deterministic_algorithms(True)
     if launch.world_size > 1 and not dist.is_initialized():
         store = _meet(training.distributed_init_timeout_minutes, launch)
-        met()
+        if met is not None:
+            met()
         init_distributed(launch, device, timeout, store)
     return device, notes if device.type == "cuda" else ()
 

@@ -97,8 +97,13 @@ def test_a_job_that_is_cancelled_stays_so(scripts, state, again) -> None:
 def test_a_launchers_status_counts_where_the_run_said_none(scripts) -> None:
     (scripts.run / "logs").mkdir(parents=True)
     (scripts.run / "logs" / "exit_status").write_text("75\n")  # of an earlier job
-    assert scripts.end("pretrain.sbatch", ends=143)[0] == 143
+    assert scripts.end("pretrain.sbatch", ends=1)[0] == 1
     assert "scontrol requeue 7" not in scripts.calls
+
+
+def test_ranks_that_were_all_killed_are_lost(scripts) -> None:
+    assert scripts.end("pretrain.sbatch", ends=137)[0] == ExitStatus.RANK_LOST
+    assert "scontrol requeue 7" in scripts.calls
 
 
 def test_restarts_without_a_new_checkpoint_have_an_end(scripts) -> None:
