@@ -30,10 +30,18 @@ from megazero.checkpoint import directory
 from megazero.checkpoint.directory import Retention
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local, gather_to_first
 from megazero.checkpoint.image import Staging
-from megazero.checkpoint.manifest import MANIFEST_FILE, FileEntry, Manifest, checksum, to_json, write_file
+from megazero.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    FileEntry,
+    Manifest,
+    checksum,
+    to_json,
+    write_file,
+)
 from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
 from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
-from megazero.checkpoint.reading import STATE_FILE, rank_file
+from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.storage import Writer
 

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
 from megazero.checkpoint.image import Staging
-from megazero.checkpoint.manifest import Manifest, read_manifest, to_json
+from megazero.checkpoint.manifest import STATE_FILE, Manifest, read_manifest, to_json
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import stored_tensors
 from megazero.checkpoint.reading import (
-    STATE_FILE,
     StoredKind,
     check_files,
     open_manifest,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from megazero.checkpoint import store
@@ -24,16 +24,31 @@ from megazero.train.origin import Progress
 
 
 class Saver:
-    """Saves one run. limit_s: a save behind the training fails where the disk has stood still for these seconds."""
+    """Saves one run.
 
-    def __init__(self, checkpointing: Checkpointing, console: TrainConsole, limit_s: float) -> None:
-        self._checkpointing, self._console, self._limit_s = checkpointing, console, limit_s
+    saved: is called on every rank when a checkpoint is complete, with its iteration, its path, and the seconds since
+    the save began. limit_s: a save behind the training fails where the disk has stood still for these seconds.
+    """
+
+    def __init__(
+        self,
+        checkpointing: Checkpointing,
+        console: TrainConsole,
+        saved: Callable[[int, Path, float], None],
+        limit_s: float,
+    ) -> None:
+        self._checkpointing, self._console, self._saved, self._limit_s = (
+            checkpointing,
+            console,
+            saved,
+            limit_s,
+        )
         self._behind = checkpointing.config.checkpoint.async_save
         self._staging = store.Staging()
         self._parts: Generator[store.Part, None, Path] | None = None
         self._part: store.Part | None = None
         self._failed: store.CheckpointError | None = None
-        self._began = 0.0
+        self._began, self._iteration = 0.0, 0
 
     def save(self, progress: Progress) -> None:
         """Save, or begin to. Collective.
@@ -41,10 +56,9 @@ class Saver:
         Raises CheckpointError, the same on every rank, if that cannot be, or if the save before this one failed.
         """
         self.wait()
-        self._began = time.perf_counter()
+        self._began, self._iteration = time.perf_counter(), progress.iteration
         if not self._behind:
-            path = self._checkpointing.save(progress)
-            self._console.note(f"saved {path} in {time.perf_counter() - self._began:.1f} s")
+            self._complete(self._checkpointing.save(progress))
             return
         self._parts = self._checkpointing.saving(progress, self._staging)
         self._next_part()
@@ -96,9 +110,10 @@ class Saver:
             self._part = next(self._parts)
         except StopIteration as end:
             self._part = None
-            self._console.note(
-                f"saved {end.value} in {time.perf_counter() - self._began:.1f} s, behind the training"
-            )
+            self._complete(end.value)
             return
         # A daemon: where a disk hangs for ever, the process can end.
         threading.Thread(target=self._part.run, name="save", daemon=True).start()
+
+    def _complete(self, path: Path) -> None:
+        self._saved(self._iteration, path, time.perf_counter() - self._began)
