@@ -8,8 +8,8 @@ A training of a few seconds in which each rank counts, besides the seconds of it
   of ranks. The counting itself is in it;
 - heartbeat: the seconds of the watch's threads and of the link meter, which hold the interpreter for no longer.
 
-All are seconds of CPU of a thread, so that what else runs on the cores does not count; timing is divided by those of the
-main thread in its steps, which are at most the steps' real ones, heartbeats by the real ones: they come once a second.
+All are seconds of CPU of a thread, so that what else runs on the cores does not count. Timing is divided by those of
+the main thread in its steps, which are at most the real ones; heartbeats by real ones: they come once a second.
 The largest ratio of the ranks is printed.
 """
 
@@ -72,10 +72,11 @@ def count(rank: int) -> None:
     train, iterate = Trainer.run, Trainer._iterate
     steps: list[float] = []
 
-    def iterated(self: Trainer, *arguments: Any) -> None:
+    def iterated(self: Trainer, *arguments: Any) -> Any:
         began = time.thread_time()
-        iterate(self, *arguments)
+        info = iterate(self, *arguments)
         steps.append(time.thread_time() - began)
+        return info
 
     def run(self: Trainer) -> Any:
         meter = LinkMeter()  # it looks at what there is, though all ranks are on one host
@@ -113,7 +114,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model of 4 layers")
     options = parser.parse_args()
     print(
-        "| 4 ranks | CPU of a step | calls a step | timing / step | heartbeat / time | together |\n|---|---|---|---|---|---|"
+        "| 4 ranks | CPU of a step | calls a step | timing / step | heartbeat / time | together |\n"
+        "|---|---|---|---|---|---|"
     )
     for name, layout in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
