@@ -152,7 +152,7 @@ def prepare(
     device, notes = start_rank(config.training, launch, timeout, lookout.begin)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    world = find_world(config, launch)
+    config, world = find_world(config, launch)
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
     lookout.joining = False
