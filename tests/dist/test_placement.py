@@ -25,7 +25,9 @@ def trained(order: tuple[int, ...]) -> tuple[int, Any]:
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("placed", store), rank=rank, world_size=4)
-    config = make_config({**TINY, "zero_preset": "zeropp", "zero_exact_numel": 64, "ranks_per_node": 2}, WORLD)
+    config = make_config(
+        {**TINY, "zero_preset": "zeropp", "zero_exact_numel": 64, "ranks_per_node": 2}, WORLD
+    )
     mesh, traffic = make_mesh(config, WORLD, torch.device("cpu")), Traffic()
     decoder = build_decoder(config, mesh, traffic)
     engine = shard_decoder(decoder, config, mesh)
