@@ -1,5 +1,6 @@
 """Pretrain a decoder-only language model: torchrun ... pretrain/pretrain_gpt.py FLAGS (see --help)."""
 
+import signal
 import sys
 import time
 
@@ -23,7 +24,10 @@ def main() -> int:
         if launch.rank == 0:
             print(f"{error}\n--help lists every flag", file=sys.stderr)
         else:
-            time.sleep(1)  # torchrun ends all ranks with the first that leaves: let the one that speaks be it
+            # Launchers end all ranks with the first that leaves: let the one that speaks be it, and say the same
+            # status all the same (srun's is the highest of all ranks').
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1)
         return ExitStatus.MISTAKE
     return run(config, launch)
 

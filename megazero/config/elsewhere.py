@@ -19,7 +19,7 @@ TORCHTITAN: Mapping[str, str] = MappingProxyType(
         "checkpoint.initial-load-path": "load",
         "checkpoint.interval": "save_interval",
         "checkpoint.keep-latest-k": "save_keep_last",
-        "comm.init-timeout-seconds": "distributed_timeout_minutes",
+        "comm.init-timeout-seconds": "distributed_init_timeout_minutes",
         "comm.train-timeout-seconds": "distributed_timeout_minutes",
         "debug.deterministic": "deterministic_mode",
         "debug.seed": "seed",

@@ -18,9 +18,12 @@ from megazero.config.data_inputs import (
     parse_split,
     parse_weighted_splits,
 )
+from megazero.config.errors import ConfigError
 from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import RunConfig, World, all_options
+from megazero.config.shards import AUTO
+from megazero.config.skipping import legal_ranges
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -190,6 +193,21 @@ def _exportable(config: RunConfig) -> Iterator[str]:
         yield f"--save-hf {config.checkpoint.save_hf}: {error}"
 
 
+def _planned(config: RunConfig) -> Iterator[str]:
+    if config.planning.cluster is not None:
+        from megazero.plan.cluster import load_cluster  # only where a run names one
+
+        try:
+            load_cluster(config.planning.cluster)
+        except ConfigError as error:
+            yield from error.errors
+    elif config.zero.zero_preset == AUTO:
+        yield (
+            "--zero-preset auto needs --cluster FILE, the cluster by which the planner chooses (megazero plan --help "
+            "lists those that come with it); without one: --zero-preset zero1"
+        )
+
+
 # (options that must be known and legal by themselves, rule)
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
@@ -228,7 +246,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
+    (("skip_train_iteration_range",), legal_ranges),
     (("save_hf", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), _exportable),
+    (("zero_preset",), _planned),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

@@ -28,13 +28,15 @@ from megazero.config.sections import (
     DataConfig,
     LoggingConfig,
     ParallelConfig,
+    PlanningConfig,
     PrecisionConfig,
     ProfilingConfig,
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.config.shards import DEFAULT_PRESET, Shards, resolve_shards
-from megazero.config.summary import model_summary, zero_summary
+from megazero.config.shards import AUTO, DEFAULT_PRESET, Shards, resolve_shards
+from megazero.config.skipping import SkippingConfig
+from megazero.config.summary import AUTO_SUMMARY, model_summary, zero_summary
 from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.families import FAMILIES
 from megazero.mesh.grid import data_ranks_per_node
@@ -79,10 +81,12 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    skipping: SkippingConfig = field(default_factory=SkippingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    planning: PlanningConfig = field(default_factory=PlanningConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def get(self, name: str) -> Any:
@@ -280,7 +284,7 @@ class RunConfig:
             data = f"{inner} x {outer}, innermost first"
         return [
             f"{world.world_size} ranks, {self.ranks_per_node(world)} per node: {ranks} x {data}",
-            zero_summary(self.zero, shards, wire, d, h),
+            AUTO_SUMMARY if self.zero.zero_preset == AUTO else zero_summary(self.zero, shards, wire, d, h),
             f"{micro_batches} micro-batches of {self.batch.micro_batch_size} samples on each rank",
             *(self._pipeline(pp, micro_batches) if pp > 1 else ()),
         ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megazero.config.data_inputs import TOKENIZERS
 from megazero.config.fields import option
-from megazero.config.shards import GRADIENT_LIFETIMES, LIFETIMES, PRESETS
+from megazero.config.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
@@ -71,8 +71,9 @@ class ZeroConfig:
     zero_preset: str | None = option(
         None,
         "sharding by name (default: zero1; mics and hsdp are one). zeropp shards parameters and gradients inside a "
-        "node, quantises what crosses nodes and sends it once per step",
-        choices=PRESETS,
+        "node, quantises what crosses nodes and sends it once per step. auto: the fastest that fits, lifetimes and "
+        "messages too, by the planner and the file of --cluster",
+        choices=(*PRESETS, AUTO),
     )
     zero_shard: tuple[int, ...] | None = option(
         None,
@@ -226,6 +227,12 @@ class TrainingConfig:
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
     distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
+    health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
+    distributed_init_timeout_minutes: float = option(
+        5.0,
+        "limit of the start: until all ranks have come, and again until their communicators are made",
+        above=0,
+    )
     device: str = option(
         "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")
     )
@@ -319,6 +326,26 @@ class CheckpointConfig:
     finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
     load_optim: bool = option(True, "load optimizer states")
     load_rng: bool = option(True, "load RNG states")
+
+
+@dataclass(frozen=True)
+class PlanningConfig:
+    """What is predicted of a run before it allocates, and printed beside what was measured at its end."""
+
+    cluster: str | None = option(
+        None,
+        "cluster file, or the name of one that comes with the planner: step times are predicted by it, and "
+        "--zero-preset auto chooses by it",
+    )
+    loss_policy: str = option(
+        "exact",
+        "what messages that the planner chooses may round: nothing; what ZeRO++ rounds, as measured in docs/loss.md; "
+        "or more than that",
+        choices=("exact", "zeropp", "aggressive"),
+    )
+    memory_check: bool = option(
+        True, "refuse a run whose predicted memory is more than its devices have, before it allocates"
+    )
 
 
 @dataclass(frozen=True)

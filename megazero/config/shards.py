@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from megazero.mesh.grid import copy_lifetime, shard_problem
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz", "zeropp")
+AUTO = "auto"  # chosen by the planner at the start; until then it is judged as zero1, which is always legal
 STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
 DEFAULT_PRESET = "zero1"  # the fewest bytes of the exact presets, and less memory than ddp
 LIFETIMES = ("use", "step", "resident", "gathered")
@@ -113,6 +114,7 @@ def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple
         "hsdp": (h, h, h),
         "hpz": (partition or h, d, d),
         "zeropp": (partition or h, h, d),
+        AUTO: (1, 1, d),
     }
     if preset not in table:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")

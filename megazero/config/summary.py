@@ -42,6 +42,9 @@ def model_summary(model: ModelConfig, tp: int) -> str:
     return " | ".join([*parts, f"{parameter_count(m):,} parameters{more}"])
 
 
+AUTO_SUMMARY = "ZeRO: preset auto, chosen by the planner when the ranks have met"
+
+
 def zero_summary(zero: ZeroConfig, shards: Shards, wire: Wire, d: int, h: int) -> str:
     """Describe the ZeRO policy hop by hop, on d data-parallel ranks of which h share a node."""
     axes = make_grid(d, h, shards=shards.factors).data_axes

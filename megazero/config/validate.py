@@ -15,7 +15,7 @@ from megazero.config.pipeline_rules import OF_PIPELINES
 from megazero.config.published import is_published
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.shards import resolve_shards
+from megazero.config.shards import AUTO, resolve_shards
 from megazero.config.wire import quantizes_gradients, quantizes_weights
 from megazero.families import FAMILIES
 
@@ -46,9 +46,11 @@ def ignored(config: RunConfig) -> list[str]:
 
 def _own(name: str) -> bool:
     """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
-    return name.startswith("zero_") or name in ("allow_fresh_start", "accept_field", "save_hf")
+    return name.startswith(("zero_", "spike_")) or name in OWN
 
 
+OWN = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
+_SAVES = "--save and --save-interval"
 Condition = tuple[
     Collection[str], bool, str
 ]  # options, whether they mean something here, and what that takes
@@ -97,6 +99,10 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     yield ["allow_fresh_start", "finetune", "load_optim", "load_rng"], files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
     yield ["accept_field"], published, "--load hf:DIR"
+    rollback = config.skipping.rollback_on_spike
+    of_rollback = ["max_rollbacks", *(name for name in all_options() if name.startswith("spike_"))]
+    yield ["rollback_on_spike"], files.save is not None and files.save_interval is not None, _SAVES
+    yield of_rollback, rollback, "--rollback-on-spike"
     yield ["load_optim", "load_rng"], not files.finetune, "continuing the run (no --finetune)"
     yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"
     yield ["wandb_entity", "wandb_exp_name", "wandb_save_dir"], wandb, "--wandb-project"
@@ -104,7 +110,8 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
 
 def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     """Yield what the options of quantised messages need."""
-    weights, gradients = quantizes_weights(config.zero), quantizes_gradients(config.zero)
+    planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
+    weights, gradients = (f(config.zero) or planned for f in (quantizes_weights, quantizes_gradients))
     of_weights = ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"]
     of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
     of_gradients += [f"zero_gradient_{name}" for name in ("clip_search", "error_bound")]

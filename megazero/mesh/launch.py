@@ -44,7 +44,10 @@ PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
 class Launch:
     """This is what the launcher says of this process. ``local_world_size`` is its word for ranks per node.
 
-    ``attempt`` is how often torchrun has started the ranks again, at the same store.
+    ``attempt`` is how often torchrun has started the ranks again, at the same store. ``agent_store`` tells that its
+    agent holds the store at which the ranks meet; otherwise rank 0 does. ``hosts`` are the nodes in the order of the
+    ranks, where the launcher lists them. ``node`` is SLURM's name of this node, whatever has launched the
+    rank; None where SLURM did not give the node.
     ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not
     say it.
     """
@@ -57,6 +60,9 @@ class Launch:
     master_port: int = 29500
     launcher: str = "single process"
     attempt: int = 0
+    agent_store: bool = False
+    hosts: tuple[str, ...] = ()
+    node: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -65,8 +71,8 @@ class Launch:
             )
 
     @property
-    def init_method(self) -> str:
-        """Return where ranks meet, as torch.distributed takes it.
+    def address(self) -> tuple[str, int]:
+        """Return host and port at which the ranks meet.
 
         Raises ValueError if nobody said where rank 0 is.
         """
@@ -75,8 +81,7 @@ class Launch:
                 f"{self.launcher} does not say where rank 0 runs: set MASTER_ADDR to its host name on every rank "
                 "(mpirun: -x MASTER_ADDR=HOST or -genv MASTER_ADDR HOST)"
             )
-        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
-        return f"tcp://{host}:{self.master_port}"
+        return self.master_addr, self.master_port
 
     def found_nodes(self, ranks_per_node: int) -> tuple[str, ...]:
         """Return a note of the size that was taken for a node, where the launcher does not say it."""
@@ -124,6 +129,7 @@ def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None
         )
     if launch.local_rank is None and launch.local_world_size:
         launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
+    launch = replace(launch, node=env.get("SLURMD_NODENAME"))
     return launch if local_rank is None else replace(launch, local_rank=local_rank)
 
 
@@ -173,7 +179,7 @@ def _read_variables(env: Mapping[str, str], launcher: str, names: tuple[str, ...
             f"{names[0]}={env[names[0]]!r} and {names[1]}={env[names[1]]!r} are not both numbers"
         )
     ranks_here = 1 if world == 1 else ranks_here
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    hosts = _hosts(env)
     local = "127.0.0.1" if ranks_here == world else None
     identity = env.get("PMIX_NAMESPACE")  # the same for all ranks of one mpirun, another one for each
     port = FIRST_PORT + zlib.crc32(identity.encode()) % PORTS if identity else 29500
@@ -182,10 +188,11 @@ def _read_variables(env: Mapping[str, str], launcher: str, names: tuple[str, ...
         world_size=world,
         local_rank=local_rank,
         local_world_size=ranks_here,
-        master_addr=env.get("MASTER_ADDR") or local or (first_host(nodes) if nodes else None),
+        master_addr=env.get("MASTER_ADDR") or local or next(iter(hosts), None),
         master_port=_number(env, "MASTER_PORT") or port,
         launcher=launcher,
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0) or 0,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -196,16 +203,17 @@ def _read_slurm(env: Mapping[str, str], world: int) -> Launch:
         raise ValueError(
             f"SLURM gives nodes different numbers of tasks ({said}); ask for --ntasks-per-node={max(tasks)}"
         )
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    hosts = _hosts(env)
     job, step = _number(env, "SLURM_JOB_ID", 0) or 0, _number(env, "SLURM_STEP_ID", 0) or 0
     return Launch(
         rank=_number(env, "SLURM_PROCID") or 0,
         world_size=world,
         local_rank=_number(env, "SLURM_LOCALID"),
         local_world_size=tasks[0] if tasks else None,
-        master_addr=env.get("MASTER_ADDR") or (first_host(nodes) if nodes else None),
+        master_addr=env.get("MASTER_ADDR") or next(iter(hosts), None),
         master_port=_number(env, "MASTER_PORT") or FIRST_PORT + (job * STEPS + step) % PORTS,
         launcher="SLURM",
+        hosts=hosts,
     )
 
 
@@ -220,13 +228,38 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return out
 
 
-def first_host(nodelist: str) -> str:
-    """Return the first host of a SLURM node list: 'gpu[03-07,11],login1' gives 'gpu03'."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
-    if match is None:
-        raise ValueError(f"SLURM node list {nodelist!r}")
-    prefix, inside, suffix = match[1], match[2], match[3]
-    return prefix + re.split(r"[-,]", inside)[0] + suffix if inside else prefix
+def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    return tuple(expand_hosts(nodes)) if nodes else ()
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """Expand a SLURM node list: 'gpu[03-05,11],login1' becomes ['gpu03', 'gpu04', 'gpu05', 'gpu11', 'login1'].
+
+    Raises ValueError if it is none.
+    """
+    out: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", nodelist):
+        if item == ",":
+            continue
+        hosts = [""]
+        for text, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", item):
+            hosts = [host + each for host in hosts for each in ([text] if text else _expand_numbers(inside))]
+        if "" in hosts:
+            raise ValueError(f"SLURM node list {nodelist!r}")
+        out += hosts
+    return out
+
+
+def _expand_numbers(text: str) -> list[str]:
+    """Expand '03-05,11' to ['03', '04', '05', '11']."""
+    out: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            raise ValueError(f"SLURM node list with {part!r} in brackets")
+        out += [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
+    return out
 
 
 def cuda_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:

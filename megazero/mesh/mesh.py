@@ -168,8 +168,30 @@ def create_mesh(
     axes = {spec.name: _make_axis(spec, rank, timeout) for spec in grid.axes}
     joined = _join_ends(grid, rank, timeout) if ends and pp > 1 else None
     mesh = Mesh(grid, rank, device, axes, joined)
-    _connect(mesh)
+    _connect((*axes.values(), *([joined] if joined else [])), device)
     return mesh
+
+
+def create_axes(
+    wanted: Sequence[tuple[AxisSpec, Sequence[int]]],
+    device: torch.device,
+    timeout: timedelta | None = None,
+) -> tuple[Axis, ...]:
+    """Make axes over ranks that a program with process groups of its own names, each with this rank in it.
+
+    The ranks of an axis are by index along it; the spec's stride is not used. This is collective over the
+    default group: every rank calls it with as many axes, and axes of the same ranks stand at the same place. An axis
+    of one rank has no communicators.
+    """
+    rank = dist.get_rank()
+    _level_group_counts(dist.get_world_size(), rank, device, timeout)
+    axes = []
+    for spec, ranks in wanted:
+        pair = [_new_group(ranks, timeout) for _ in range(2)]  # of one rank, too: ranks keep as many groups
+        gather, reduce = pair if len(ranks) > 1 else (None, None)
+        axes.append(Axis(spec, list(ranks).index(rank), tuple(ranks), gather, reduce))
+    _connect(axes, device)
+    return tuple(axes)
 
 
 def _level_group_counts(world_size: int, rank: int, device: torch.device, timeout: timedelta | None) -> None:
@@ -186,7 +208,7 @@ def _level_group_counts(world_size: int, rank: int, device: torch.device, timeou
         _new_group([rank], timeout)
 
 
-def _connect(mesh: Mesh) -> None:
+def _connect(axes: Sequence[Axis], device: torch.device) -> None:
     """Run one small collective on every communicator of the axes, in the order of the axes, which all ranks share.
 
     NCCL makes a communicator, and the connections that a verb needs, at the first use. In that, the ranks wait for
@@ -194,10 +216,10 @@ def _connect(mesh: Mesh) -> None:
     may be waiting for this rank. The communicators of a pipeline are for pairs, which its schedule knows:
     ``pp/links.py: connect``.
     """
-    for axis in (*mesh.axes.values(), *([mesh.ends] if mesh.ends else [])):
+    for axis in axes:
         if axis.spec.role == "pp" or axis.size == 1:
             continue
-        row = torch.zeros(axis.size, device=mesh.device)
+        row = torch.zeros(axis.size, device=device)
         all_gather_flat(row, row[:1].clone(), group=axis.gather_group)
         if axis.reduce_group is not axis.gather_group:
             dist.all_to_all_single(torch.empty_like(row), row, group=axis.reduce_group)
@@ -230,10 +252,11 @@ def _new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessG
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
-def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -> None:
-    """Join the default process group. CPU tensors always have gloo, and CUDA tensors have NCCL."""
-    if dist.is_initialized():
-        return
+def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
+    """Form the default process group. CPU tensors always have gloo, and CUDA tensors have NCCL.
+
+    ``store`` is where the ranks met (``mesh/rendezvous.py``).
+    """
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
@@ -241,7 +264,7 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta) -
     # pipeline posts ahead would stand before its sends.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=launch.init_method,  # under torchrun torch takes the agent's store there
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,

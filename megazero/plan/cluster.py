@@ -212,6 +212,25 @@ def load_cluster(name: str) -> Cluster:
     return parse_cluster(text, str(path))
 
 
+def cluster_of_run(name: str, world_size: int, ranks_per_node: int) -> Cluster:
+    """Return the cluster of that name or file, with as many nodes as a run of ``world_size`` ranks has.
+
+    Raises ConfigError if the file is wrong, or describes other nodes than ranks_per_node ranks each (fewer may be on
+    a single node).
+    """
+    cluster, nodes = load_cluster(name), -(-world_size // ranks_per_node)
+    if ranks_per_node != cluster.ranks_per_node and not (
+        nodes == 1 and ranks_per_node < cluster.ranks_per_node
+    ):
+        raise ConfigError(
+            [
+                f"--cluster {name} has nodes of {cluster.ranks_per_node} ranks, but this run has {ranks_per_node} on "
+                f"each of {nodes}: start {cluster.ranks_per_node} ranks per node, or describe these nodes in a file"
+            ]
+        )
+    return replace(cluster, nodes=nodes, ranks_per_node=ranks_per_node)
+
+
 def parse_cluster(text: str, where: str) -> Cluster:
     """Return the cluster that a YAML text describes. Raises ConfigError with every fault; ``where`` begins each."""
     import yaml  # 0.03 s, only when a file is read

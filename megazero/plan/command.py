@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def _plan(request: Request) -> int:
     values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
     cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
-    search = Search(values, cluster, options.loss_policy)
+    search = Search(values, cluster, request.loss_policy)
     best = search.best()
     if not best:
         print("\n".join(advice(values, cluster, search)), file=sys.stderr)
@@ -58,7 +58,7 @@ def _plan(request: Request) -> int:
     folder = Path(options.plan_output)
     if request.topology is not None:
         print("\n".join(["", *_placed(request, request.topology, first.layout, folder)]))
-    write_json(folder / "plan.json", cluster, options.loss_policy, request.values, best)
+    write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best)
     print(f"\n{folder / 'plan.json'}: all of it")
     try:
         print(f"{draw(best, folder / 'plan.png', headline(first.layout.config, cluster))}: the chart")

@@ -12,10 +12,13 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from megazero.config import RunConfig
+from megazero.config.model import ModelConfig
+from megazero.config.parameters import parameter_count
 from megazero.config.shards import Shards
+from megazero.config.wire import Wire
 from megazero.mesh.grid import INTER, Grid
 from megazero.plan.communication import EXCHANGE, Formats, UnitShape, gradient_hops, message
-from megazero.plan.units import RankUnits
+from megazero.plan.units import WIDTHS, RankUnits
 
 # Of all that is allocated: what the allocator's blocks leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06
@@ -139,6 +142,16 @@ def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, 
         "optimizer": elements / os * max(states.formats.width, 4) * (1 + MOMENTS[optimizer]),
         "residuals": residuals,
     }
+
+
+def checkpoint_bytes(model: ModelConfig, dtype: str, optimizer: str, wire: Wire) -> int:
+    """Return the bytes of a checkpoint's tensors, on all ranks together (zero/records.py: save_records).
+
+    ``dtype`` is that of the parameters. Generators and descriptions, some KB for each rank, are left out.
+    """
+    width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
+    master = sums if width != sums or wire.delta else 0
+    return parameter_count(model) * (width + master + (MOMENTS[optimizer] + wire.feedback) * sums)
 
 
 def _crossing(grid: Grid) -> int:

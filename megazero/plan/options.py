@@ -8,14 +8,13 @@ from typing import Any
 
 from megazero.config import ConfigError, make_config
 from megazero.config.deepspeed import read_deepspeed
-from megazero.config.fields import option, section_options
+from megazero.config.fields import fault, option, section_options
 from megazero.config.files import read_yaml
 from megazero.config.flags import options_help, read_flags, read_section
 from megazero.config.layers import merge
 from megazero.config.resolve import complete_megatron, unfused_gelu
 from megazero.config.run import all_options
 from megazero.plan.cluster import Cluster, known_clusters, load_cluster
-from megazero.plan.policies import LOSS_POLICIES
 from megazero.plan.topology import Topology, check_nodes, expand, read_topology
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
@@ -37,15 +36,7 @@ STAND_INS = {"lr": 1e-4, "train_iters": 1, "mock_data": True}
 class PlanConfig:
     """The plan itself."""
 
-    cluster: str | None = option(
-        None, "cluster file, or the name of one that comes with the planner", required=True
-    )
     nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1)
-    loss_policy: str = option(
-        "exact",
-        "what messages may round: nothing; what ZeRO++ rounds, as measured in docs/loss.md; or more than that",
-        choices=tuple(LOSS_POLICIES),
-    )
     plan_output: str = option("plan", "folder of plan.json and plan.png")
     topology: str | None = option(
         None,
@@ -67,6 +58,7 @@ class Request:
 
     values: dict[str, Any]
     cluster: Cluster
+    loss_policy: str
     options: PlanConfig
     explain: dict[str, Any] | None
     topology: Topology | None = None
@@ -75,7 +67,8 @@ class Request:
 
 def help_text() -> str:
     """Return what ``megazero plan --help`` prints."""
-    return "\n".join([USAGE, *options_help(section_options("plan", PlanConfig))])
+    shared = [all_options()[name] for name in ("cluster", "loss_policy")]
+    return "\n".join([USAGE, *options_help([*shared, *section_options("plan", PlanConfig)])])
 
 
 def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -106,10 +99,15 @@ def read_request(argv: Sequence[str]) -> Request:
         errors += faults
         if not explain and not faults:
             errors.append(f"{EXPLAIN} takes the flags of a layout after it, such as --zero-preset zero3")
+    named, policy = (values.pop(name, all_options()[name].default) for name in ("cluster", "loss_policy"))
     cluster = None
+    if named is None:
+        errors.append(f"--cluster is required: {all_options()['cluster'].help.partition(':')[0]}")
+    elif fault(all_options()["loss_policy"], policy):
+        errors.append(str(fault(all_options()["loss_policy"], policy)))
     try:
-        if options.cluster is not None:
-            cluster = load_cluster(options.cluster)
+        if named is not None:
+            cluster = load_cluster(named)
             cluster = replace(cluster, nodes=options.nodes or cluster.nodes)
     except ConfigError as error:
         errors += error.errors
@@ -124,7 +122,7 @@ def read_request(argv: Sequence[str]) -> Request:
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Request(values, cluster, options, explain, topology, hosts)
+    return Request(values, cluster, policy, options, explain, topology, hosts)
 
 
 def _topology(

@@ -15,7 +15,7 @@ from megazero.config.parameters import parameter_count
 from megazero.config.run import all_options
 from megazero.plan.cluster import Cluster
 from megazero.plan.layout import Layout
-from megazero.plan.memory import GIB
+from megazero.plan.memory import GIB, Memory
 from megazero.plan.search import PARALLEL, STAGES, ZERO, Found
 from megazero.plan.simulate import BILL, Timing
 
@@ -104,16 +104,19 @@ def table(best: Sequence[Found]) -> list[str]:
     return lines
 
 
+def memory_items(memory: Memory) -> str:
+    """Return what the memory of a rank is made of, in GiB."""
+    least = min(memory.total, GIB) / 200
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items().items() if size >= least)
+
+
 def details(found: Found) -> list[str]:
     """Return the bill and the memory of one layout."""
     layout, timing = found.layout, found.timing
     bill = ", ".join(f"{WORDS[name]} {timing.bill[name]:.3f}" for name in BILL if timing.bill[name] >= 0.0005)
-    memory = ", ".join(
-        f"{name} {size / GIB:.2f}" for name, size in layout.memory.items().items() if size >= GIB / 200
-    )
     return [
         f"seconds of a step: {timing.seconds:.3f} = {bill}",
-        f"GiB of a rank: {layout.memory.total / GIB:.2f} of {layout.room / GIB:.2f} = {memory}",
+        f"GiB of a rank: {layout.memory.total / GIB:.2f} of {layout.room / GIB:.2f} = {memory_items(layout.memory)}",
         f"{tokens_per_second(layout, timing.seconds):,.0f} tokens per second",
     ]
 

@@ -10,7 +10,7 @@ sequence parallelism where that is legal (the same bytes at more memory), P copi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -251,8 +251,10 @@ class Search:
 
     # -- search ----------------------------------------------------------------------------------
 
-    def best(self, number: int = BEST) -> list[Found]:
+    def best(self, number: int = BEST, frames: Iterable[Frame] | None = None) -> list[Found]:
         """Return the fastest layouts that fit, the best first. There may be fewer than ``number``.
+
+        frames: those to choose from, if not every legal one.
 
         Frames, families, layouts and results stand in one queue by the least time that they can come to, and the
         first is taken: a frame turns into its families, a family into its layouts, a layout into a result. So nothing
@@ -264,7 +266,7 @@ class Search:
         def put(bound: float, tie: float, item: Frame | Family | Layout | Found, name: str = "") -> None:
             heappush(queue, (bound, tie, next(order), item, name))
 
-        for frame in self.frames():
+        for frame in self.frames() if frames is None else frames:
             put(frame.least_seconds, 0.0, frame)
         refined: set[int] = set()
         best: list[Found] = []

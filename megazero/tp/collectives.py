@@ -13,20 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm.waits import Waits
 from megazero.mesh.collectives import all_gather_flat, reduce_scatter_flat
 from megazero.tp.context import TensorParallel
 
 
 class Pending(NamedTuple):
-    """A collective that is under way. ``inputs`` keeps its buffers alive until ``wait``."""
+    """A collective that is under way. ``inputs`` keeps its buffers alive until ``wait``, which ``waits`` times."""
 
     work: Any
+    waits: Waits
     inputs: Tensor
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
         """Return the result once the collective is done (on CUDA: once the current stream waits for it)."""
-        self.work.wait()
+        with self.waits("exposed_tp_intra"):
+            self.work.wait()
         return self.finish()
 
 
@@ -40,7 +43,7 @@ def start_all_reduce(x: Tensor, tp: TensorParallel) -> Pending:
     x = x.contiguous()
     tp.count(2 * (tp.size - 1) * x.nbytes // tp.size)  # a ring's share
     work = dist.all_reduce(x, group=_group(tp), async_op=True)
-    return Pending(work, x, lambda: x)
+    return Pending(work, tp.waits, x, lambda: x)
 
 
 def start_all_gather(x: Tensor, tp: TensorParallel) -> Pending:
@@ -49,7 +52,7 @@ def start_all_gather(x: Tensor, tp: TensorParallel) -> Pending:
     tp.count((tp.size - 1) * x.nbytes)
     out = x.new_empty(tp.size * x.shape[0], *x.shape[1:])
     work = all_gather_flat(out, x, group=_group(tp), async_op=True)
-    return Pending(work, x, lambda: out)
+    return Pending(work, tp.waits, x, lambda: out)
 
 
 def start_reduce_scatter(x: Tensor, tp: TensorParallel) -> Pending:
@@ -64,10 +67,10 @@ def start_reduce_scatter(x: Tensor, tp: TensorParallel) -> Pending:
     if x.is_cuda:
         out = x.new_empty(shape)
         work = reduce_scatter_flat(out, x, group=_group(tp), async_op=True)
-        return Pending(work, x, lambda: out)
+        return Pending(work, tp.waits, x, lambda: out)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=_group(tp), async_op=True)
-    return Pending(work, x, lambda: parts.view(tp.size, *shape).sum(0))
+    return Pending(work, tp.waits, x, lambda: parts.view(tp.size, *shape).sum(0))
 
 
 class _ReduceForward(torch.autograd.Function):

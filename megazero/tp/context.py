@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch.distributed import ProcessGroup
 
 from megazero.comm.traffic import Traffic
+from megazero.comm.waits import Waits
 from megazero.mesh.grid import INTRA
 from megazero.tp.deferred import DeferredGradients
 
@@ -22,6 +23,7 @@ class TensorParallel:
     sequence_parallel: Between the parallel linears, activations are cut along the sequence (dim 0) over the axis
         (Korthikanti et al. 2022, section 4.2.2).
     traffic: It counts the bytes this rank sends, if given. The axis never leaves a node.
+    waits: It times what is waited for the other ranks of the axis.
     deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
     """
 
@@ -30,6 +32,7 @@ class TensorParallel:
     size: int = 1
     sequence_parallel: bool = False
     traffic: Traffic | None = field(default=None, compare=False, repr=False)
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
     deferred: DeferredGradients | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -131,6 +131,14 @@ class RunLength:
         """Return the iterations done or, where the length is in samples, the samples consumed."""
         return progress.consumed_samples if self.by_samples else progress.iteration
 
+    def scheduled(self, progress: Progress) -> int:
+        """Return the position in the learning rate's schedule, which waits while iterations are left out."""
+        left_out = sum(
+            each.end - each.begin if self.by_samples else each.last - each.first + 1
+            for each in progress.left_out
+        )
+        return self.position(progress) - left_out
+
 
 def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLength:
     """Return the length of a run on ``data_parallel`` ranks that begins at ``begin``.

@@ -9,7 +9,7 @@ error feedback, its own residuals.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from megazero.checkpoint.directory import checkpoint_name
 from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
+from megazero.config.skipping import SkippingConfig
 from megazero.convert.export import converted_from, finish, write_folder
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
 from megazero.mesh.mesh import Mesh
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import Origin, Progress, world_group
+from megazero.train.spikes import SpikeMonitor
 from megazero.zero import Engine
 from megazero.zero.records import (
     MASTER,
@@ -45,7 +47,8 @@ from megazero.zero.records import (
 @dataclass(frozen=True)
 class Checkpointing:
     """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data. scaling: the run's own
-    loss scale. files: small ones by name that every checkpoint holds, those of the tokenizer; on the first rank."""
+    loss scale. spikes: its own watch for them. files: small ones by name that every checkpoint holds, those of the
+    tokenizer; on the first rank."""
 
     config: RunConfig
     mesh: Mesh
@@ -53,6 +56,7 @@ class Checkpointing:
     placements: Mapping[str, Placement]
     fingerprint: str
     scaling: LossScaling = field(default_factory=LossScaling)
+    spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -88,8 +92,10 @@ class Checkpointing:
             "optimizer": self.engine.optimizer.scalars(),
             "engine": self.engine.state(),
             "loss_scaling": self.scaling.state(),
+            "spikes": self.spikes.state(),
             "tokenizer": self.fingerprint,
             "losses": dict(progress.losses),
+            "left_out": [asdict(each) for each in progress.left_out],
         }
         snapshot = store.Snapshot(
             step=progress.iteration,
@@ -104,9 +110,10 @@ class Checkpointing:
         # A run that resumed from an older checkpoint writes its iterations again.
         return store.save(options.save, snapshot, group=world_group(), retention=retention, overwrite=True)
 
-    def load(self, origin: Origin) -> None:
+    def load(self, origin: Origin, whole: bool = False) -> None:
         """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.
 
+        whole: the checkpoint is this run's own: load all of it, whatever the flags leave out at the start.
         Raises CheckpointError if the checkpoint does not fit this run.
         """
         if origin.published is not None:
@@ -116,6 +123,8 @@ class Checkpointing:
         if path is None or manifest is None:
             return
         options = self.config.checkpoint
+        if whole:
+            options = replace(options, finetune=False, load_optim=True, load_rng=True)
         with_optimizer = options.load_optim and not options.finetune
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
         residual = with_optimizer and RESIDUAL in manifest.kinds
@@ -137,6 +146,7 @@ class Checkpointing:
         if "engine" in state:  # not in checkpoints of before quantised messages
             self.engine.load_state(state["engine"])
         self.scaling.load_state(state.get("loss_scaling", {}))  # not in checkpoints of before fp16
+        self.spikes.load_state(state.get("spikes", {}))
         if options.load_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
 

@@ -56,6 +56,7 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
         if status is None:
             (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
         elif not (first and (Path(log_dir) / STATUS_FILE).exists()):
+            Path(log_dir).mkdir(parents=True, exist_ok=True)  # at the start there is none
             with replacing(Path(log_dir) / STATUS_FILE) as file:
                 file.write(f"{status:d}\n".encode())
     except OSError:

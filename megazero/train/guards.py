@@ -98,9 +98,13 @@ def _shortened(samples: Sequence[int]) -> str:
 
 
 class RankFailure(RuntimeError):
-    """A collective failed because another rank died, hung or left."""
+    """A collective failed because another rank died, hung or left. ``told``: another rank says it, too."""
 
     exit_status = ExitStatus.RANK_LOST
+
+    def __init__(self, text: str, told: bool = False) -> None:
+        super().__init__(text)
+        self.told = told
 
 
 # What gloo, NCCL and the store say (torch 2.11 to 2.13), lower case, and what it means.

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megazero.config.skipping import range_around
+
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
 
@@ -102,20 +104,30 @@ class MetricsWriter:
     """Appends lines to LOG_DIR/metrics.jsonl. It is made on one rank only.
 
     iteration: training continues after this iteration (0: it starts from the beginning). On opening, lines of later
-    iterations, which this run is about to write again, move to metrics.superseded.jsonl. A torn line (the process was
-    killed while it wrote) moves there as {"torn": text}. The first iteration line after a resume has the extra key
-    resumed_from.
+    iterations, which this run is about to write again, and of those that were undone, (first, last), move to
+    metrics.superseded.jsonl. A torn line (the process was killed while it wrote) moves there as {"torn": text}. The
+    first iteration line after a resume has the extra key resumed_from.
 
     Each line is one unbuffered write. If a write fails (disk full), there is one warning and training goes on.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str], *, iteration: int) -> None:
+    def __init__(
+        self, log_dir: str | os.PathLike[str], *, iteration: int, undone: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.path = Path(log_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _supersede(self.path, iteration)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._resumed_from = iteration
         self._torn = self._failed = False
+        self._open(iteration, undone)
+
+    def _open(self, iteration: int, undone: Sequence[tuple[int, int]]) -> None:
+        _supersede(self.path, iteration, undone)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def undo(self, first: int, last: int) -> None:
+        """Move the lines of these iterations, whose updates were undone, to metrics.superseded.jsonl."""
+        self.close()
+        self._open(last, [(first, last)])
 
     def iteration(self, metrics: IterationMetrics) -> None:
         line = metrics.as_dict()
@@ -204,8 +216,10 @@ def _parse(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[bytes]
     return good, torn
 
 
-def _supersede(path: Path, iteration: int) -> None:
-    """Leave in `path` the whole lines up to `iteration`, and move the rest beside it. This is safe to repeat.
+def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) -> None:
+    """Leave in `path` the whole lines up to `iteration` that were not `undone`, and move the rest beside it.
+
+    This is safe to repeat.
 
     The moved lines are on disk before the file loses them. A kill in between makes the move happen again; its lines
     are then not appended twice.
@@ -214,8 +228,10 @@ def _supersede(path: Path, iteration: int) -> None:
         return
     data = path.read_bytes()
     good, torn = _parse(data)
-    keep = [raw for raw, line in good if line.get("iteration", 0) <= iteration]
-    move = [raw for raw, line in good if line.get("iteration", 0) > iteration]
+    keep, move = list[bytes](), list[bytes]()
+    for raw, line in good:
+        at = line.get("iteration", 0)
+        (move if at > iteration or range_around(undone, at) else keep).append(raw)
     move += [encode({"torn": raw.decode("utf-8", "replace")}).encode("ascii") for raw in torn]
     kept = b"".join(raw + b"\n" for raw in keep)
     if kept == data:

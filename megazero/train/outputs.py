@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -19,6 +23,8 @@ from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogg
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
+from megazero.train.skipping import LeftOut
+from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"
 
@@ -45,6 +51,12 @@ class Outputs:
             line = {key: {name: value} if key.startswith("eval_") else value for key, value in line.items()}
         self.loggers.log(at.iteration, line)
 
+    def went_back(self, why: str, out: LeftOut) -> None:
+        """Report that the updates of the iterations ``out`` were undone, and why."""
+        self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
+        if self.metrics is not None:
+            self.metrics.undo(out.first, out.last)
+
 
 def agree_on_run_id(progress: Progress) -> str:
     """The id of this run at outside loggers: the one of ``progress``, or a new one. Collective."""
@@ -69,7 +81,8 @@ def open_outputs(
     members: list[Logger] = []
     if first:
         resolved = config.to_dict()
-        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration)
+        undone = [(each.first, each.last) for each in progress.left_out]
+        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone)
         stack.callback(metrics.close)
         with replacing(Path(log.log_dir) / RESOLVED_FILE) as file:
             file.write(yaml.safe_dump(resolved, sort_keys=False).encode())
@@ -92,9 +105,17 @@ def open_outputs(
 
 
 def report_start(
-    config: RunConfig, mesh: Mesh, decoder: Decoder, progress: Progress, console: TrainConsole
+    config: RunConfig,
+    mesh: Mesh,
+    decoder: Decoder,
+    progress: Progress,
+    console: TrainConsole,
+    predicted: Sequence[str] = (),
 ) -> None:
-    """Print what is about to run: the model's size, where it starts, every option, the layout and the notes."""
+    """Print what is about to run: the model's size, where it starts, every option, the layout, the notes.
+
+    predicted: lines on what the planner predicts of it.
+    """
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     facts: dict[str, object] = {
         "device": str(mesh.device),
@@ -104,7 +125,7 @@ def report_start(
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
     remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
-    for line in (*progress.notes, *config.describe(world), *remarks):
+    for line in (*progress.notes, *config.describe(world), *remarks, *predicted):
         console.note(line)
 
 
@@ -115,3 +136,19 @@ def export_note(config: RunConfig) -> str | None:
     except ValueError as error:
         return f"checkpoints of this run cannot be exported: {error}"
     return None
+
+
+def events(info: StepInfo) -> dict[str, Any]:
+    """The extra metrics of a step: if it was skipped, what rounding lost, what is sent exactly from now on."""
+    out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
+    if info.errors:
+        out["quantization_unit"] = info.sampled
+        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
+    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
+
+
+def peak_memory(device: torch.device) -> int:
+    """The peak of the memory in bytes: what was allocated on a CUDA device, or what was resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

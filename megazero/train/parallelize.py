@@ -25,9 +25,10 @@ from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
+from megazero.comm.waits import Waits
 from megazero.config import RunConfig, World
 from megazero.config.optimizers import OPTIMIZERS
-from megazero.config.wire import Coding
+from megazero.config.wire import Coding, Wire
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.models.positions import Documents
@@ -42,10 +43,15 @@ from megazero.zero.optimizer import OptimizerFactory
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None) -> Decoder:
+def build_decoder(
+    config: RunConfig,
+    mesh: Mesh,
+    traffic: Traffic | None = None,
+    timed: Callable[[str], Any] = no_timing,
+) -> Decoder:
     """Build the decoder on the meta device, with this rank's stages and its share of every tensor-parallel parameter.
 
-    traffic: counts the bytes that tensor parallelism sends.
+    traffic: counts the bytes that tensor parallelism sends. timed: as in ``shard_decoder``.
     """
     splits = SCHEDULES[config.pipeline_schedule].splits_backward and mesh.pp.size > 1
     tp = TensorParallel(
@@ -54,6 +60,7 @@ def build_decoder(config: RunConfig, mesh: Mesh, traffic: Traffic | None = None)
         size=mesh.tp.size,
         sequence_parallel=config.parallel.sequence_parallel,
         traffic=traffic,
+        waits=Waits(mesh.device, timed),
         deferred=DeferredGradients() if splits else None,
     )
     dtype = DTYPES[config.precision.params_dtype]
@@ -81,16 +88,21 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         block=wire.block,
         exact_numel=wire.exact_numel,
         loss_scaled=config.precision.params_dtype == "fp16",  # train/loss_scaling.py
-        codecs=zero.Codecs(
-            weights=_codec(wire.weights),
-            gradients_intra=_codec(wire.gradients_intra),
-            gradients_inter=_codec(wire.gradients_inter),
-            delta=wire.delta,
-            feedback=wire.feedback,
-        ),
+        codecs=make_codecs(wire),
         seed=config.training.seed,
         weight_error_bound=config.zero.zero_weight_error_bound,
         gradient_error_bound=config.zero.zero_gradient_error_bound,
+    )
+
+
+def make_codecs(wire: Wire) -> zero.Codecs:
+    """Return the codecs of the configuration's formats."""
+    return zero.Codecs(
+        weights=_codec(wire.weights),
+        gradients_intra=_codec(wire.gradients_intra),
+        gradients_inter=_codec(wire.gradients_inter),
+        delta=wire.delta,
+        feedback=wire.feedback,
     )
 
 

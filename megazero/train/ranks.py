@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,8 @@ from megazero.config.sections import TrainingConfig
 from megazero.config.validate import find_errors
 from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
+from megazero.mesh.rendezvous import RanksMissing, meet
+from megazero.train.guards import RankFailure
 
 # Options that may differ between ranks: what only the first one uses, and where files lie on a node.
 OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
@@ -27,20 +29,36 @@ OWN_SECTIONS = {"logging"}
 
 
 def start_rank(
-    training: TrainingConfig, launch: Launch, timeout: timedelta
+    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None] | None = None
 ) -> tuple[torch.device, tuple[str, ...]]:
     """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
 
-    Raises ValueError if the device that was asked for is not there.
+    timeout: of a collective. met: called when all ranks are there, before the first collective.
+
+    Raises ValueError if the device that was asked for is not there, RankFailure if ranks do not come.
     """
     notes = prepare_cuda()  # before anyone asks for devices: that starts CUDA
     device = pick_device(training.device, launch)
     if training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
         torch.use_deterministic_algorithms(True)
-    if launch.world_size > 1:
-        init_distributed(launch, device, timeout)
+    if launch.world_size > 1 and not dist.is_initialized():
+        store = _meet(training.distributed_init_timeout_minutes, launch)
+        if met is not None:
+            met()
+        init_distributed(launch, device, timeout, store)
     return device, notes if device.type == "cuda" else ()
+
+
+def _meet(minutes: float, launch: Launch) -> dist.Store:
+    try:
+        return meet(launch, minutes * 60)
+    except RanksMissing as error:
+        raise RankFailure(
+            f"{error}. Waited {minutes * 60:g} s (--distributed-init-timeout-minutes); look for the first error in "
+            "the logs of those ranks, or for a node to exclude",
+            told=error.told,
+        ) from error
 
 
 def pick_device(wanted: str, launch: Launch) -> torch.device:
@@ -63,8 +81,8 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeout: timedelta) -> Mesh:
-    """Arrange the ranks in the mesh that the configuration asks for. Collective.
+def find_world(config: RunConfig, launch: Launch) -> World:
+    """Find how many ranks a node has, now that the ranks have joined. Collective.
 
     Raises ValueError, the same on all ranks, if they were started with different options or if the nodes differ.
     """
@@ -73,7 +91,7 @@ def arrange_ranks(config: RunConfig, launch: Launch, device: torch.device, timeo
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
     if launch.local_world_size is None and (errors := find_errors(config, world)):
         raise ConfigError(errors)  # what the first check of the flags could not ask yet
-    return make_mesh(config, world, device, timeout)
+    return world
 
 
 def make_mesh(

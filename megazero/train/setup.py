@@ -11,7 +11,6 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -22,19 +21,25 @@ from megazero.mesh.launch import Launch
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
-from megazero.train.exit_status import ExitStatus, record_status, status_of
+from megazero.train.exit_status import record_status, status_of
+from megazero.train.forecast import foresee
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
+from megazero.train.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.train.learning_rate import LearningRate
+from megazero.train.lookout import Lookout
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
 from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
-from megazero.train.ranks import arrange_ranks, start_rank
+from megazero.train.ranks import find_world, make_mesh, start_rank
+from megazero.train.rollback import LossSpike
+from megazero.train.spikes import SpikeMonitor
 from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
+from megazero.train.stragglers import Stragglers
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
-from megazero.train.watch import Watch, connect, judging_s
+from megazero.train.watch import judging_s
 
 
 def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
@@ -43,27 +48,26 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     signals: what notes the signals that stop the run, already at work. Raises NotStarted.
     """
     began = time.monotonic()
-    trainer: Trainer | None = None
-    watch: Watch | None = None
+    lookout = Lookout(config, launch)
     if launch.rank == 0:
         record_status(config.logging.log_dir, None)
+        record_bad_nodes(config.logging.log_dir, ())
     with ExitStack() as stack:
         try:
             with readable_failures(
                 rank=launch.rank,
                 host=socket.gethostname(),
                 timeout_s=config.training.distributed_timeout_minutes * 60,
-                phase=lambda: trainer.phase if trainer else "the preparation",
+                phase=lambda: lookout.phase,
             ):
-                trainer = prepare(config, launch, stack, began, signals)
-                watch = _watch(config, launch, trainer)
+                trainer = prepare(config, launch, stack, began, signals, lookout)
+                lookout.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
         except RankFailure as error:
-            if watch is not None:
-                watch.ask(f"{error}")  # who is missing, if that can be known; it ends this process
+            lookout.ask(f"{error}")
             _fail(config, launch, error)
-        except (ValueError, NonFiniteLoss, OSError) as error:
+        except (ValueError, NonFiniteLoss, LossSpike, OSError) as error:
             _fail(config, launch, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
@@ -72,53 +76,35 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
         record_status(config.logging.log_dir, status)
     if dist.is_initialized():
         dist.barrier()
-        if watch is not None:
-            watch.stop()
+        lookout.stop()
         # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED; rank 0 may hold the store.
         dist.barrier()
         dist.destroy_process_group()
     return status
 
 
-def _watch(config: RunConfig, launch: Launch, trainer: Trainer) -> Watch | None:
-    """Start to watch for ranks that hang, if there is more than one."""
-    if launch.world_size == 1 or launch.master_addr is None:
-        return None
-
-    minutes = config.training.distributed_timeout_minutes
-
-    def end(line: str | None) -> None:
-        if line is not None:  # on one rank, which need not be the first
-            record_status(config.logging.log_dir, ExitStatus.RANK_LOST, first=True)
-            print(f"[rank {launch.rank}] RankFailure: {line}", file=sys.stderr, flush=True)
-        os._exit(ExitStatus.RANK_LOST)
-
-    watch = Watch(
-        connect(launch.master_addr, launch.master_port, launch.attempt, timedelta(minutes=minutes)),
-        launch.rank,
-        launch.world_size,
-        minutes * 60,
-        where=trainer.where,
-        moved=trainer.moved,
-        folder=Path(config.logging.log_dir) / "hang",
-        end=end,
-    )
-    watch.start()
-    return watch
-
-
 def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
     """Say it and leave without waiting for collectives that can no longer complete."""
     status = status_of(error)
-    if launch.rank == 0:
+    if launch.rank == 0 or (
+        isinstance(error, RankFailure) and not error.told
+    ):  # which may be about the first rank
         record_status(config.logging.log_dir, status)
-    # A user's mistake is mostly the same on all ranks and said once; what is about one rank is said by it.
-    if not isinstance(error, ValueError) or _first_to_say(f"{error}"):
+        if isinstance(error, Unhealthy):
+            record_bad_nodes(config.logging.log_dir, error.nodes)
+    if not _is_told(error):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if launch.rank == 0 and launch.world_size > 1:
         time.sleep(1)  # it may hold the store where the others ask whether the message was said
     os._exit(status)
+
+
+def _is_told(error: Exception) -> bool:
+    """Tell whether another rank says it. A user's mistake is mostly the same on all ranks; others are about one."""
+    if isinstance(error, RankFailure):
+        return error.told
+    return isinstance(error, ValueError) and not _first_to_say(f"{error}")
 
 
 def _first_to_say(text: str) -> bool:
@@ -146,21 +132,31 @@ def _look_for_kill_switch(path: str | None) -> None:
 
 
 def prepare(
-    config: RunConfig, launch: Launch, stack: ExitStack, began: float, signals: StopSignals | None = None
+    config: RunConfig,
+    launch: Launch,
+    stack: ExitStack,
+    began: float,
+    signals: StopSignals | None = None,
+    lookout: Lookout | None = None,
 ) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
-    stack: closes what is opened here. began: time.monotonic() at the start of the process. Raises NotStarted.
+    stack: closes what is opened here. began: time.monotonic() at the start of the process. lookout: told
+    how far this is. Raises NotStarted.
     """
+    lookout = lookout or Lookout(config, launch)
     # Collectives wait a little longer than the watch, which can say who is missing.
     limit = timedelta(minutes=config.training.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=judging_s(launch.world_size))
     # First of all the ranks join: from then on the others notice when one of them fails alone (a file that its node
     # does not see).
-    device, notes = start_rank(config.training, launch, timeout)
+    device, notes = start_rank(config.training, launch, timeout, lookout.begin)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    mesh = arrange_ranks(config, launch, device, timeout)
+    world = find_world(config, launch)
+    config, forecast, planned = foresee(config, world, device)  # before anything is allocated
+    mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
+    lookout.joining = False
     _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
@@ -170,23 +166,25 @@ def prepare(
     data, progress = make_datasets(config, tokenizer, length, origin.progress)
 
     bill = TimeBill()
-    decoder = build_decoder(config, mesh, Traffic())
+    forecast = forecast and forecast.before_the_model(device)
+    decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     scaling = LossScaling.of(config.precision)
     named = tokenizer_options(config.data)
     files = read_tokenizer_files(config.data.tokenizer_type, named) if mesh.rank == 0 else {}
+    spikes = SpikeMonitor(config.skipping)
     checkpointing = Checkpointing(
-        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, files
+        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, spikes, files
     )
     checkpointing.load(origin)
 
     if length.halt is not None:
         notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    notes = (*progress.notes, *launch.found_nodes(mesh.grid.ranks_per_node), *notes)
+    notes = (*progress.notes, *found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
     progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
     outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(config, mesh, decoder, progress, outputs.console)
+    report_start(config, mesh, decoder, progress, outputs.console, forecast.lines() if forecast else ())
     exits = ExitConditions(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
@@ -209,6 +207,8 @@ def prepare(
         outputs,
         exits,
         bill,
+        Stragglers.of(mesh, stack),
         profiler,
         progress,
+        forecast,
     )

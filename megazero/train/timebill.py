@@ -13,11 +13,15 @@ from typing import Self
 
 from megazero.comm.labels import Label, no_label
 
-# Waits for communication, by hop: refresh across nodes, gather inside a node, ...; of the pipeline with the bubble.
-EXPOSED = tuple(
-    f"exposed_{kind}_{link}"
-    for kind in ("refresh", "gather", "reduce", "pipeline")
-    for link in ("intra", "inter")
+# Waits for communication, by hop: refresh across nodes, gather inside a node, ...; of the pipeline with the bubble;
+# of the exchange of scalars for the slowest rank. Tensor parallelism never leaves a node.
+EXPOSED = (
+    *(
+        f"exposed_{kind}_{link}"
+        for kind in ("refresh", "gather", "reduce", "pipeline", "scalar")
+        for link in ("intra", "inter")
+    ),
+    "exposed_tp_intra",
 )
 ITEMS = ("compute", *EXPOSED, "optimizer", "data", "other")
 _TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an iteration err by less

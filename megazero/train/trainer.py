@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config.flops import training_flops
+from megazero.config.skipping import iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.models import Decoder
@@ -22,18 +23,23 @@ from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
-from megazero.train.guards import LocalStep, NonFiniteGuard
+from megazero.train.forecast import Forecast
+from megazero.train.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
-from megazero.train.outputs import Outputs
+from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
+from megazero.train.rollback import go_back
+from megazero.train.skipping import just_before, leave_out, next_to_leave_out
 from megazero.train.stopping import ExitConditions
+from megazero.train.stragglers import KINDS, Stragglers
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
 Batch = dict[str, Any]  # of tensors
+STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
 
 class Trainer:
@@ -54,17 +60,24 @@ class Trainer:
         outputs: Outputs,
         exits: ExitConditions,
         bill: TimeBill,
+        stragglers: Stragglers,
         profiler: Profiler,
         progress: Progress,
+        forecast: Forecast | None = None,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
         self.config = checkpointing.config
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
-        self.guard, self.scaling = NonFiniteGuard(), checkpointing.scaling
-        # The summed loss, and whether there is a reason to stop: each rank's own, exchanged with the step's norm.
-        self.scalars = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.guard, self.scaling, self.spikes = NonFiniteGuard(), checkpointing.scaling, checkpointing.spikes
+        self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
+        self.stragglers = stragglers
+        self.forecast = forecast
+        self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
+        self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
+        # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, its last times by kind.
+        self.scalars = torch.zeros(2 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
         self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -76,18 +89,21 @@ class Trainer:
         owed = self.progress.owes_evaluation
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
-            reason = self.told
+            reason, save_due = self.told, False
             while not reason and self.progress.iteration < self.length.last_iteration:
                 self.profiler.at(self.progress.iteration)
-                self._iterate(batches)
+                if not self._leave_out(batches):
+                    save_due |= self._iterate_or_go_back(batches)
                 iteration = self.progress.iteration
                 self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
                 reason = self.told or self.exits.planned(iteration)
-                if reason or self._due(self.config.checkpoint.save_interval, iteration):
-                    saved_at = self._save(saved_at)
+                save_due |= self._due(self.config.checkpoint.save_interval, iteration)
+                if reason or save_due and not self.spikes.beyond:  # else it may be in a spike
+                    saved_at, save_due = self._save(saved_at), False
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
+        self._compare()
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
@@ -101,10 +117,50 @@ class Trainer:
         self._export()
         return ExitStatus.FINISHED
 
-    def _iterate(self, batches: Batches) -> None:
+    def _leave_out(self, batches: Batches) -> bool:
+        """Pass over the iterations that --skip-train-iteration-range names from here on. Tells if there were any."""
+        last = next_to_leave_out(self.ranges, self.progress, self.length.last_iteration)
+        if last is not None:
+            self.progress = leave_out(self.progress, last, self.length.batch_sizes)
+            batches.seek(self.progress.consumed_samples)
+            self.outputs.console.note(f"left out: {self.progress.left_out[-1]}: --skip-train-iteration-range")
+        return last is not None
+
+    def _iterate_or_go_back(self, batches: Batches) -> bool:
+        """Train one iteration. If it makes a spike and --rollback-on-spike is given, go back to before the spike.
+
+        Then it returns True: a save is due, so that a resume goes on behind what is left out. Raises LossSpike if
+        there is no way back (any more).
+        """
+        reached, watching = self.progress.iteration + 1, self.config.skipping.rollback_on_spike
+        try:
+            info = self._iterate(batches)
+            updated = watching and not info.skipped
+            why = self.spikes.observe(self.progress.losses["lm_loss"], info.grad_norm) if updated else None
+            begin = reached - self.spikes.beyond + 1
+        except NonFiniteLoss as error:
+            if not watching:
+                raise
+            why, begin = f"{error}", reached - max(self.spikes.beyond, self.guard.skipped_in_a_row - 1)
+        if why is None:
+            return False
+        self.phase = f"going back from iteration {reached}"
+        before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
+        self.progress = leave_out(before, reached, self.length.batch_sizes, rollback=True)
+        batches.seek(self.progress.consumed_samples)
+        self.guard = NonFiniteGuard()
+        self.engine.traffic.take()  # of no iteration
+        self.outputs.went_back(why, self.progress.left_out[-1])
+        return True
+
+    def _compare(self) -> None:
+        """Print what was predicted beside what was measured."""
+        if self.forecast and (line := self.forecast.beside(self.mesh, self.step_seconds)):
+            self.outputs.console.note(line)
+
+    def _iterate(self, batches: Batches) -> StepInfo:
+        self._take_stalls()  # of an evaluation
         self.bill.reset()
-        for lane in (self.engine.gathers, self.engine.reductions):
-            lane.take_stalls()  # of an evaluation
         began = time.perf_counter()
         iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
         self.phase = f"iteration {iteration}"
@@ -122,8 +178,10 @@ class Trainer:
             self.scalars[0].copy_(self._forward_backward(step, ids, factor))
             own_reason = self.exits.own_reason()
             self.scalars[1].fill_(float(own_reason is not None))
+            for place, time_of_kind in enumerate(self.stragglers.own, 2):
+                self.scalars[place].fill_(time_of_kind)
             info = self.engine.step(self.scalars)
-            losses, reasons = zip(*info.scalars, strict=True)
+            losses, reasons, *_ = zip(*info.scalars, strict=True)
             self.told = self.exits.told(own_reason, any(reasons))
             loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
             own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
@@ -131,14 +189,21 @@ class Trainer:
                 self.guard.check_loss(iteration, loss, own, self._gather)
             self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
             self.scaling.update(info.skipped, batches.consumed - consumed)
-            for lane in (self.engine.gathers, self.engine.reductions):
-                for name, seconds in lane.take_stalls().items():
-                    self.bill.add(name, seconds)
+            self._take_stalls()
         last = {**self.progress.losses, "lm_loss": loss}
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
         )
-        self._log(loss, info, rates, time.perf_counter() - began, batches.consumed - consumed)
+        took = time.perf_counter() - began
+        self._log(loss, info, rates, took, batches.consumed - consumed)
+        self.step_seconds.append(took)
+        return info
+
+    def _take_stalls(self) -> None:
+        """Bill for what the compute stream stood waiting, on CUDA."""
+        for each in self.timed:
+            for name, seconds in each.take_stalls().items():
+                self.bill.add(name, seconds)
 
     def _forward_backward(
         self, step: Sequence[Batch], ids: Sequence[Sequence[int]], loss_factor: float
@@ -160,7 +225,7 @@ class Trainer:
 
     def _set_learning_rates(self) -> dict[str, float]:
         """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
-        position = self.length.position(self.progress) - self.scaling.skipped(self.length.by_samples)
+        position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
         rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
@@ -262,13 +327,13 @@ class Trainer:
     def moved(self) -> tuple[object, ...]:
         """Return what changes whenever this rank gets on: the phase, the bytes sent in it, the modules gone through.
 
-        Writing of files has no limit here: it sends nothing for as long as a disk takes. What waits for it in a
-        collective has that one's.
+        Writing and reading of files has no limit here: it sends nothing for as long as a disk takes. What waits for
+        it in a collective has that one's.
         """
         program = self.engine.gatherer.program
         order = program.orders.get(program.current) if program.current else None
         sent = sum(list(self.engine.traffic.bytes.values()))
-        writing = time.monotonic() if self.phase.startswith(("saving", "writing")) else 0
+        writing = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
         return self.phase, sent, program.at, order.position if order else 0, writing
 
     # -- small parts -----------------------------------------------------------------------------
@@ -293,7 +358,8 @@ class Trainer:
         if not self.config.data.eod_mask_loss:
             return float(tokens)
         own = torch.stack([b["loss_mask"].sum(dtype=torch.float64) for b in step]).sum()
-        rows = self.mesh.gather_rows(own.reshape(1))
+        with self.bill.span(self.engine.scalars.hop):
+            rows = self.mesh.gather_rows(own.reshape(1))
         return max(1.0, self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item())
 
     def _gather(self, own: LocalStep) -> list[LocalStep]:
@@ -306,7 +372,8 @@ class Trainer:
     def _log(
         self, loss: float, info: StepInfo, rates: dict[str, float], seconds: float, samples: int
     ) -> None:
-        traffic = self.engine.traffic.take()
+        traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
+        ranks, slow = self.stragglers.take([row[2:] for row in info.scalars], bill, seconds)
         length = self.config.model.seq_length
         assert length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
@@ -322,34 +389,20 @@ class Trainer:
             intra_node_bytes=traffic.pop("intra_node_bytes"),
             inter_node_bytes=traffic.pop("inter_node_bytes"),
             memory_bytes=peak_memory(self.mesh.device),
-            time_bill=self.bill.close(seconds),
+            time_bill=bill,
             extra={
                 "batch_size": samples,
                 **rates,
-                **_events(info),
+                **just_before(self.progress, self.progress.iteration),
+                **events(info),
                 **self.scaling.metrics(),
                 "bytes": traffic,
+                **ranks,
             },
         )
-        for line in info.fallbacks:
+        for line in (*info.fallbacks, *slow):
             self.outputs.console.warning(line)
         self.outputs.console.iteration(metrics)
         if self.outputs.metrics is not None:
             self.outputs.metrics.iteration(metrics)
             self.outputs.loggers.log(metrics.iteration, metrics.as_dict())
-
-
-def _events(info: StepInfo) -> dict[str, Any]:
-    """The extra metrics of a step: if it was skipped, what rounding lost, what is sent exactly from now on."""
-    out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
-    if info.errors:
-        out["quantization_unit"] = info.sampled
-        out |= {f"quantization_error_{kind}": error for kind, error in info.errors.items()}
-    return out | ({"fallbacks": list(info.fallbacks)} if info.fallbacks else {})
-
-
-def peak_memory(device: torch.device) -> int:
-    """The peak of the memory in bytes: what was allocated on a CUDA device, or what was resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -17,35 +17,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from megazero.mesh import rendezvous
+from megazero.mesh.launch import Launch
+from megazero.train.beats import Beat, Where, in_words, innermost, missing_ranks, started, waits
 
 INTERVAL = 1.0  # seconds between beats of up to RANKS_PER_SECOND ranks; more ranks beat less often
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
 ANSWER = 1.5  # seconds that the store, and ranks that are asked for their stacks, have to answer
-# Where a main thread stands that waits for others: modules in whose frames the wait is.
-# On CUDA the host waits where it reads the step's scalars.
-WAITING = (
-    f"torch{os.sep}distributed{os.sep}",
-    *(
-        f"megazero{os.sep}{os.path.join(*path)}"
-        for path in (
-            ("comm", "lane.py"),
-            ("pp", "links.py"),
-            ("tp", "collectives.py"),
-            ("zero", "grad_norm.py"),
-        )
-    ),
-)
-INNERMOST = 8  # frames that are looked at for it
-
-Where = Mapping[str, str]  # what a rank says of itself: phase, action, unit, in words
 
 
 class Store(Protocol):
@@ -57,36 +44,20 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-@dataclass(frozen=True)
-class Beat:
-    """What one rank last said. ``count`` grows with every beat; ``since`` is how long it has not moved, in seconds.
+class Limit(NamedTuple):
+    """How long a rank may stand still, in seconds, and the flag that says so."""
 
-    ``start`` is when its process started, in clock ticks since the host did: with it, a process id of this host
-    means this process and no other.
-    """
-
-    rank: int
-    count: int
-    host: str
-    pid: int
-    start: int
-    since: float
-    waiting: bool
-    where: Where
-    stack: str
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} on {self.host} (process {self.pid}), in {in_words(self.where)}"
+    seconds: float
+    flag: str
 
 
 class Watch:
     """Beats for one rank from ``start()`` to ``stop()``, and ends the process when the ranks hang.
 
-    where: called by the thread; what the main thread does now. moved: called by the thread; a value that changes
-    whenever the main thread gets on (a count). limit_s: seconds without a move after which the run is hanging.
-    folder: where stacks go. end: called with the line that says who is missing, or with None on a rank that need not
-    say it; it ends the process.
+    where: what the main thread does now. moved: a value that changes whenever the main thread gets on (a count).
+    awaits: as Beat's. limit: if it does not move for longer, the run hangs. The thread calls these. folder: where
+    stacks go. end: called with the line that says who is missing, or with None on a rank that need not say it; it
+    ends the process.
     """
 
     def __init__(
@@ -94,15 +65,17 @@ class Watch:
         store: Store,
         rank: int,
         world_size: int,
-        limit_s: float,
         *,
         where: Callable[[], Where],
         moved: Callable[[], Any],
+        awaits: Callable[[], tuple[int, str, float] | None] = lambda: None,
+        limit: Callable[[], Limit],
         folder: Path,
         end: Callable[[str | None], None],
     ) -> None:
-        self.store, self.rank, self.world_size, self.limit_s = _Timed(store), rank, world_size, limit_s
-        self.where, self.moved, self.folder, self.end = where, moved, folder, end
+        self.store, self.rank, self.world_size = _Timed(store), rank, world_size
+        self.where, self.moved, self.awaits, self.limit = where, moved, awaits, limit
+        self.folder, self.end = folder, end
         self.interval = interval_s(world_size)
         self.error = ""  # of the collective that failed on this rank
         self._main = threading.main_thread().ident or 0
@@ -110,10 +83,10 @@ class Watch:
         self._stopped, self._wanted = threading.Event(), threading.Event()
         self._answering = False
         self._count, self._seen, self._since = 0, None, time.monotonic()
-        self._first: list[
-            Beat
-        ] = []  # rank 0, once it has been heard: to be ended if the store in it is silent
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._mind_store)]
+        self._first: list[Beat] = []  # rank 0, once heard: to be ended if the store in it is silent
+        self._threads = [
+            threading.Thread(target=run, daemon=True, name="watch") for run in (self._run, self._mind_store)
+        ]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -138,7 +111,12 @@ class Watch:
 
     @property
     def _late(self) -> bool:
-        return bool(self.error) or time.monotonic() - self._since > self.limit_s
+        return bool(self.error) or time.monotonic() - self._since > self.limit().seconds
+
+    @property
+    def _why(self) -> str:
+        seconds, flag = self.limit()
+        return self.error or f"nothing moved for {seconds:g} s ({flag})"
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -173,6 +151,7 @@ class Watch:
             "waiting": bool(self.error) or waits(frame),
             "where": dict(self.where()),
             "stack": innermost(frame),
+            "awaits": self.awaits(),
         }
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if not self._first and self.store.check(["beat/0"]):
@@ -210,8 +189,8 @@ class Watch:
         known = [beat for beat in after.values() if beat not in silent]
         busy = [beat for beat in known if not beat.waiting]
         never = sorted(set(ranks) - after.keys())
-        why = self.error or f"nothing moved for {self.limit_s:g} s (--distributed-timeout-minutes)"
-        return [*silent, *busy], f"{why}; {missing_ranks(silent, busy, never, known)}. Stacks: {self.folder}"
+        words = missing_ranks(silent, busy, never, known)
+        return [*silent, *busy], f"{self._why}; {words}. Stacks: {self.folder}"
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         keys = {rank: f"beat/{rank}" for rank in ranks}
@@ -223,10 +202,9 @@ class Watch:
         }
 
     def _without_store(self, symptom: str) -> str:
-        why = self.error or f"nothing moved for {self.limit_s:g} s (--distributed-timeout-minutes)"
         return (
-            f"{why}; missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the link "
-            f"to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
+            f"{self._why}; missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the "
+            f"link to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
             f"{in_words(self.where())}"
         )
 
@@ -269,60 +247,11 @@ class _Timed:
         return call
 
 
-def missing_ranks(
-    silent: Sequence[Beat], busy: Sequence[Beat], never: Sequence[int], known: Sequence[Beat]
-) -> str:
-    """Who is missing, and why it looks so.
-
-    silent: no beat came. busy: not in a collective. never: no beat ever came.
-    """
-    said = [
-        f"{beat.words}: no answer, so its process is stopped or lost, or the link to it is" for beat in silent
-    ]
-    said += [f"{beat.words}: not in a collective but at {beat.stack}" for beat in busy]
-    said += [f"rank {rank}: it never came" for rank in never]
-    if not said:
-        longest = max(known, key=lambda beat: beat.since)
-        return f"missing: none, all wait in collectives, longest {longest.words}, at {longest.stack}"
-    return f"missing: {'; '.join(said)}"
-
-
-def in_words(where: Where) -> str:
-    return ", ".join(value if name == "phase" else f"{name} {value}" for name, value in where.items())
-
-
-def waits(frame: FrameType | None) -> bool:
-    """Whether a thread in this frame is waiting for other ranks."""
-    files = [each.f_code.co_filename for each in islice(_frames(frame), INNERMOST)]
-    return any(part in file for file in files for part in WAITING)
-
-
-def innermost(frame: FrameType | None) -> str:
-    """The innermost frame in words, and the innermost one of megazero if that is another."""
-    frames = list(_frames(frame))
-    ours = [each for each in frames if f"{os.sep}megazero{os.sep}" in each.f_code.co_filename]
-    shown = (
-        f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}" for f in (*frames[:1], *ours[:1])
-    )
-    return " in ".join(dict.fromkeys(shown))
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def connect(host: str, port: int, attempt: int, timeout: timedelta) -> Store:
-    """A connection of its own to the store at which the ranks met: the main thread may be waiting in the other.
-
-    attempt: how often the launcher has started the ranks again at the same store.
-    """
-    import torch.distributed as dist
-
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+def connect(launch: Launch, timeout: timedelta) -> Store:
+    """A connection of its own to the store at which the ranks met: the main thread may be waiting in the other."""
+    store = rendezvous.connect(launch, timeout)
     store.set_timeout(timedelta(seconds=ANSWER))
-    return dist.PrefixStore(f"megazero/watch/{attempt}", store)
+    return dist.PrefixStore("watch", store)
 
 
 def judging_s(world_size: int) -> float:
@@ -333,11 +262,3 @@ def judging_s(world_size: int) -> float:
 def interval_s(world_size: int) -> float:
     """The seconds between two beats of a rank."""
     return max(INTERVAL, world_size / RANKS_PER_SECOND)
-
-
-def started(pid: int) -> int:
-    """When a process of this host started, in clock ticks since the host did; 0 if there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return 0

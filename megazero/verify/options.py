@@ -9,6 +9,7 @@ from megazero.config import ConfigError, RunConfig, World, parse
 from megazero.config.fields import option, section_options
 from megazero.config.flags import options_help, read_section
 from megazero.config.run import all_options
+from megazero.config.shards import AUTO
 
 USAGE = """usage: megazero verify TRAINING FLAGS [--config FILE] [flags below]
 
@@ -61,6 +62,10 @@ def read_request(argv: Sequence[str]) -> Request:
         config = parse(rest, World(size, size))
     except ConfigError as error:
         raise ConfigError([*errors, *error.errors]) from None
+    if config.zero.zero_preset == AUTO:
+        errors.append(
+            "--zero-preset auto is no layout yet: verify the flags that `megazero plan` prints for the same run"
+        )
     if errors:
         raise ConfigError(errors)
     return Request(config, World(size, config.ranks_per_node(World(size, size))), options)

@@ -49,6 +49,8 @@ RESET = (
     "eval_interval",
     "eval_at_start",
     "distributed_timeout_minutes",
+    "health_check",
+    "distributed_init_timeout_minutes",
     "zero_weight_error_bound",
     "zero_gradient_error_bound",
     "num_layers_per_virtual_pipeline_stage",

@@ -24,6 +24,7 @@ from torch import nn
 
 from megazero.comm.lane import Lane
 from megazero.comm.traffic import Traffic
+from megazero.comm.waits import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
 from megazero.zero.build import Plan
@@ -86,7 +87,8 @@ class Engine:
             unit.arena = self.arena
         names = unit_names(mesh, self.units)
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, self.arena, names)
-        self.scalars = StepScalars(mesh)
+        self.waits = Waits(mesh.device, timed)
+        self.scalars = StepScalars(mesh, self.waits)
         self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued, self.arena)
@@ -305,7 +307,7 @@ class Engine:
         """Write this rank's row: norm over unique slices, hash of what was issued, rounding errors, caller's own."""
         tp, ends = self.mesh.tp, self.mesh.ends
         with self.arena.frame(self.mesh.device) as frame:
-            sum_partial(self.optimizer.runs, tp, frame, self.traffic)
+            sum_partial(self.optimizer.runs, tp, frame, self.traffic, self.waits)
         row = self.scalars.open(extra)
         if self.mesh.is_replica:  # another rank counts the same slices
             row[0].zero_()

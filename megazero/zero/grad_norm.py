@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megazero.comm.traffic import Traffic
+from megazero.comm.waits import Waits
 from megazero.kernels.arena import Frame
 from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import INTER, INTRA
@@ -19,7 +20,7 @@ OWN = 2 + 2 * len(KINDS)  # the engine's scalars of a row: square, order, and th
 Rows = tuple[tuple[float, ...], ...]
 
 
-def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic) -> None:
+def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
     """Sum the gradients that are partial on tp ranks, over the ranks that hold them, in rank order.
 
     These are the gradients of norms under sequence parallel, and of key/value heads that several ranks hold.
@@ -27,10 +28,10 @@ def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic) -
     """
     partial = [r for r in runs if r.traits.partial]
     for span in sorted({r.traits.span for r in partial} if tp.size > 1 else ()):
-        _sum_over_holders([r for r in partial if r.traits.span == span], tp, frame, traffic)
+        _sum_over_holders([r for r in partial if r.traits.span == span], tp, frame, traffic, waits)
 
 
-def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic) -> None:
+def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
     """Sum the partial runs, which have the same holders.
 
     All ranks' runs are gathered. The bytes stay inside a node, once per step, and to send fewer would need
@@ -42,7 +43,8 @@ def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: T
     for run, part in zip(partial, own.split(sizes), strict=True):
         part.copy_(run.grad)
     traffic.add("tp", tp.link, (tp.size - 1) * own.nbytes)
-    all_gather_flat(every.view(-1), own, group=tp.gather_group)
+    with waits("exposed_tp_intra"):
+        all_gather_flat(every.view(-1), own, group=tp.gather_group)
     holders = partial[0].traits.holders(tp.index, tp.size)
     total, *rest = every[holders.start : holders.stop].unbind(0)
     for row in rest:
@@ -58,8 +60,12 @@ class StepScalars:
     and the caller's own. Its tensors are used in every step: ``row`` [k] is written, then ``exchange`` sends it.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, waits: Waits) -> None:
+        self.mesh, self.waits = mesh, waits
+        self.link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
+        self.hop = (
+            f"exposed_scalar_{self.link.removesuffix('_node')}"  # of waits in an exchange among all ranks
+        )
         self._make(0)
 
     def _make(self, extra: int) -> None:
@@ -80,9 +86,9 @@ class StepScalars:
 
     def exchange(self, traffic: Traffic) -> None:
         """Send the row, and sum up what the ranks sent. On CUDA this is only enqueued."""
-        self.mesh.gather_rows(self.row, self.rows)
-        link = INTER if self.mesh.grid.ranks_per_node < self.mesh.world_size else INTRA
-        traffic.add("scalar", link, (self.mesh.world_size - 1) * self.row.nbytes)
+        with self.waits(self.hop):
+            self.mesh.gather_rows(self.row, self.rows)
+        traffic.add("scalar", self.link, (self.mesh.world_size - 1) * self.row.nbytes)
         torch.sum(self.rows[:, 0], 0, out=self.sums[0])
         torch.sum(self.rows[:, 2:OWN], 0, out=self.sums[2:])
 

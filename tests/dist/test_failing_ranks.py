@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,9 @@ import pytest
 
 from megazero.checkpoint import store
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
+from megazero.train import ranks as start
 from megazero.train import setup
-from megazero.train.exit_status import ExitStatus
+from megazero.train.exit_status import ExitStatus, read_status
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Processes, digest, free_port, train_all, write_data
 
@@ -75,6 +78,43 @@ def test_a_rank_that_hangs_ends_the_other_at_the_time_out(tmp_path: Path) -> Non
     assert kind == "RankFailure" and "nothing moved for 12 s (--distributed-timeout-minutes)" in words, words
     assert "missing: rank 1 on " in words and "no answer" in words
     assert ranks.ranks[1].exitcode == -signal.SIGKILL  # a stopped process ends by nothing else
+
+
+def miss_the_meeting(rank: int) -> None:
+    """Rank 1 dies before it comes."""
+    if rank == 1:
+        os._exit(9)
+
+
+def stop_after_the_meeting(rank: int) -> None:
+    """Rank 1 comes and is stopped before the first collective."""
+    if rank == 1:
+        start.init_distributed = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("what", [miss_the_meeting, stop_after_the_meeting])
+def test_a_rank_that_is_missing_at_the_start_is_named_within_its_own_limit(
+    tmp_path: Path, what: Callable[[int], None]
+) -> None:
+    """The start has 6 s here, a collective 10 minutes."""
+    values = {
+        **LONG,
+        "global_batch_size": 3,
+        "distributed_timeout_minutes": 10,
+        "log_dir": str(tmp_path / "logs"),
+    }
+    values["distributed_init_timeout_minutes"] = 0.1
+    started = Processes.start(3, values, tmp_path, prepare=what)
+    codes = started.statuses(300)  # else None: less than the limit of a collective
+    gone = 9 if what is miss_the_meeting else -signal.SIGKILL
+    assert codes == [ExitStatus.RANK_LOST, gone, ExitStatus.RANK_LOST], started.texts()
+    ((kind, words),) = [line for text in started.texts() for line in errors(text)]
+    assert kind == "RankFailure" and "6 s (--distributed-init-timeout-minutes)" in words, words
+    if what is miss_the_meeting:
+        assert f"1 of 3 ranks did not come: rank 1 on {socket.gethostname()}" in words
+    else:
+        assert "missing: rank 1 on " in words and "in the start: no answer" in words
+    assert read_status(str(tmp_path / "logs")) == ExitStatus.RANK_LOST
 
 
 def die_at_the_second_sync(rank: int) -> None:

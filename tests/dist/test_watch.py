@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.mesh.launch import Launch
+from megazero.mesh.rendezvous import meet
 from megazero.train.exit_status import ExitStatus
-from megazero.train.watch import INTERVAL, Watch, connect
+from megazero.train.watch import INTERVAL, Limit, Watch, connect
 from tests.dist.runs import free_port
 
 WORLD, LIMIT, HANGS_AT = 3, 2.0, 5
@@ -36,9 +38,9 @@ def hang(kind: str, folder: Path) -> None:
 
 def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> None:
     sys.stderr = (folder / f"rank{rank}.log").open("w", buffering=1)
-    address, at, came = "127.0.0.1", [0], list[float]()
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"tcp://{address}:{port}", limit, WORLD, rank)
+    at, came = [0], list[float]()
+    limit, launch = timedelta(seconds=60), Launch(rank, WORLD, rank, WORLD, master_port=port)
+    dist.init_process_group("gloo", store=meet(launch, 60), timeout=limit, world_size=WORLD, rank=rank)
 
     def end(line: str | None) -> None:
         if line is not None:
@@ -46,12 +48,12 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
         os._exit(ExitStatus.RANK_LOST)
 
     watch = Watch(
-        connect(address, port, 0, limit),
+        connect(launch, limit),
         rank,
         WORLD,
-        LIMIT,
         where=lambda: {"phase": f"iteration {at[0]}"},
         moved=lambda: at[0],
+        limit=lambda: Limit(LIMIT, "--limit"),
         folder=folder / "hang",
         end=end,
     )

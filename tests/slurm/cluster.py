@@ -24,6 +24,7 @@ from tests.netlab.lab import SOCKETS, Lab, LabUnavailable
 
 PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
 HEAD, HEAD_ADDRESS = "switch", "10.0.0.250"
+DISK = "16m"  # bytes of each disk that is to be filled
 START = 60.0  # seconds that daemons have to answer
 # cred_expire is also how long SLURM holds a requeued job back: 120 s by itself.
 CONFIGURATION = """\
@@ -68,19 +69,27 @@ PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF State=UP
 class Cluster:
     """``nodes`` nodes of 12 CPUs; a context manager. Partitions: work, graceful (preempted with grace), urgent.
 
+    disks: how many small disks all nodes share, to be filled; ``disks`` are their folders.
+
     Raises LabUnavailable on entry, with what is missing.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2, *, grace: int = 60, kill_wait: int = 15) -> None:
+    def __init__(
+        self, folder: Path, nodes: int = 2, *, grace: int = 60, kill_wait: int = 15, disks: int = 0
+    ) -> None:
         self.lab, self.folder = Lab(nodes), folder
         self.grace, self.kill_wait = grace, kill_wait
         self.environ = {**SOCKETS, "SLURM_CONF": f"{folder}/slurm.conf", "OMP_NUM_THREADS": "1"}
         self.daemons: list[subprocess.Popen] = []
+        self.disks = [folder / f"disk-{i}" for i in range(disks)]
 
     def __enter__(self) -> Cluster:
         missing = sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)})
         if missing:
             raise LabUnavailable(f"packages not installed: {', '.join(missing)} (apt-get install)")
+        for disk in self.disks:  # before the nodes, which see what is mounted when they begin
+            disk.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(disk)], check=True)
         self.lab.__enter__()
         try:
             self._start()
@@ -96,6 +105,8 @@ class Cluster:
         self.lab.close()  # all processes of its namespaces die with them
         for daemon in self.daemons:
             daemon.wait()
+        for disk in self.disks:
+            subprocess.run(["umount", "--lazy", str(disk)], capture_output=True)
 
     # -- what a user does ----------------------------------------------------------------------------------
 
@@ -139,6 +150,25 @@ class Cluster:
 
         until(reached, timeout, lambda: f"job {number} is {job.get('JobState')}, not {' or '.join(wanted)}")
         return job
+
+    def wait_for_jobs(self, *chosen: str, timeout: float = 300.0) -> list[str]:
+        """Wait until all the jobs that ``squeue`` chooses by these options are over. Returns their states."""
+        states: list[str] = []
+
+        def over() -> bool:
+            nonlocal states
+            states = self.call("squeue", "-h", "-r", "-t", "all", "-o", "%T", *chosen).split()
+            return bool(states) and not {"PENDING", "RUNNING", "COMPLETING"} & set(states)
+
+        until(over, timeout, lambda: f"jobs of {chosen} are {states}")
+        return states
+
+    def preempt(self, number: int, folder: Path) -> None:
+        """Submit a short job of the urgent partition, whose script lies in ``folder``, for the nodes of another."""
+        urgent = folder / f"urgent-{number}.sh"
+        urgent.write_text("#!/bin/bash\nsleep 1\n")
+        options = ("--partition=urgent", f"--nodelist={self.job(number)['NodeList']}", "--exclusive")
+        self.wait(self.submit(urgent, options=(*options, f"--output={folder}/urgent-%j.out")))
 
     # -- what happens to nodes -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The fixture ``slurm``: a real cluster of two nodes. Without one the test is skipped and says what to install."""
+"""The fixture ``slurm``: a real cluster of eight nodes. Without one the test is skipped and says what to install."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.slurm.cluster import Cluster
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder: Path = tmp_path_factory.mktemp("slurm")
     try:
-        cluster = Cluster(folder, nodes=2).__enter__()
+        cluster = Cluster(folder, nodes=8, disks=4).__enter__()
     except LabUnavailable as error:
         pytest.skip(f"no SLURM: {error}")
     yield cluster

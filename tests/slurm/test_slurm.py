@@ -1,56 +1,20 @@
-"""pretrain/slurm/pretrain.sbatch on a real SLURM, as it stands: stopped, preempted, robbed of a node, it comes back.
+"""pretrain/slurm on a real SLURM, as it stands: stopped, preempted, robbed of a node, a run comes back.
 
 make slurm-test runs these (some minutes; slurm-wlm and munge installed, as root).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.dist.runs import TINY
-from tests.slurm.cluster import Cluster, until
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import ITERATIONS, curve, log, nodes_of, submit, wait_for_iterations, words
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[2] / "pretrain" / "slurm" / "pretrain.sbatch"
-ITERATIONS = 150
-FLAGS = {
-    **{name: value for name, value in TINY.items() if name != "mock_data"},
-    "model_family": "llama",
-    "train_iters": ITERATIONS,
-    "lr_decay_iters": ITERATIONS,
-    "save_interval": 40,
-    "log_interval": 50,
-}
-
-
-def words() -> list[str]:
-    return [
-        "--mock-data",
-        *(w for name, value in FLAGS.items() for w in (f"--{name.replace('_', '-')}", str(value))),
-    ]
-
-
-def submit(slurm: Cluster, folder: Path, *options: str) -> int:
-    environ = {"RUN": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    sizes = ("--nodes=2", "--ntasks-per-node=2", f"--output={folder}-%j.out")
-    return slurm.submit(SCRIPT, words(), options=(*sizes, *options), environ=environ)
-
-
-def iterations(folder: Path) -> int:
-    metrics = folder / "logs" / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
-def curve(folder: Path) -> dict[int, float]:
-    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert len(rows) == len({row["iteration"] for row in rows}), "an iteration is there twice"
-    return {row["iteration"]: row["lm_loss"] for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +22,7 @@ def whole(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     """The curve of a run that nothing stopped."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     job = slurm.wait(submit(slurm, folder))
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), folder.with_name("run").parent
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), log(folder)
     return curve(folder)
 
 
@@ -71,14 +35,16 @@ def stop_through_the_script(slurm: Cluster, number: int) -> None:
 
 
 def kill_a_rank(slurm: Cluster, number: int) -> None:
+    node = f"node{nodes_of(slurm, number)[1]}"
     slurm.call(
-        "srun", f"--jobid={number}", "--overlap", "-N1", "-n1", "-w", "node1", "pkill", "-9", "-n", "python"
+        "srun", f"--jobid={number}", "--overlap", "-N1", "-n1", "-w", node, "pkill", "-9", "-n", "python"
     )
 
 
 def lose_a_node(slurm: Cluster, number: int) -> None:
-    slurm.lose(1)
-    slurm.bring_back(1)
+    node = nodes_of(slurm, number)[1]
+    slurm.lose(node)
+    slurm.bring_back(node)
 
 
 def requeue(slurm: Cluster, number: int) -> None:
@@ -90,33 +56,87 @@ def requeue(slurm: Cluster, number: int) -> None:
 )
 def test_a_job_comes_back_and_its_curve_is_whole(slurm, whole, tmp_path, happens) -> None:
     number = submit(slurm, tmp_path / "run")
-    until(lambda: iterations(tmp_path / "run") > 50, 120, lambda: "the run does not begin")
+    wait_for_iterations(tmp_path / "run", 50)
     happens(slurm, number)
     job = slurm.wait(number, timeout=240)
-    log = (tmp_path / f"run-{number}.out").read_text()
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
     assert curve(tmp_path / "run") == whole
 
 
 def test_preempted_with_grace_it_saves_and_comes_back(slurm, whole, tmp_path) -> None:
     number = submit(slurm, tmp_path / "run", "--partition=graceful")
-    until(lambda: iterations(tmp_path / "run") > 50, 120, lambda: "the run does not begin")
-    urgent = tmp_path / "urgent.sh"
-    urgent.write_text("#!/bin/bash\nsleep 1\n")
-    slurm.wait(slurm.submit(urgent, options=("--partition=urgent", "--nodes=2", "--exclusive")))
+    wait_for_iterations(tmp_path / "run", 50)
+    slurm.preempt(number, tmp_path)
     job = slurm.wait(number, timeout=240)
     assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1
     assert curve(tmp_path / "run") == whole
 
 
-def test_a_mistake_is_not_tried_again(slurm, tmp_path) -> None:
-    number = submit(slurm, tmp_path / "run")
-    until(lambda: iterations(tmp_path / "run") > 0, 120, lambda: "the run does not begin")
-    slurm.call("scancel", str(number))
-    slurm.wait(number)
-    environ = {"RUN": str(tmp_path / "other"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    wrong = slurm.submit(
-        SCRIPT, [*words(), "--lr", "-1"], options=("--nodes=2", "--ntasks-per-node=2"), environ=environ
+@pytest.mark.parametrize("happens", [stop_by_signal, stop_through_the_script])
+def test_ranks_of_torchrun_stop_and_come_back(slurm, whole, tmp_path, happens) -> None:
+    options = {"script": "torchrun.sbatch", "environ": {"RANKS": "2"}}
+    number = submit(slurm, tmp_path / "run", "--ntasks-per-node=1", **options)
+    wait_for_iterations(tmp_path / "run", 50)
+    happens(slurm, number)
+    job = slurm.wait(number, timeout=240)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
+    assert curve(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("kind", ["array", "singleton"])
+def test_a_chain_of_jobs_goes_on_until_the_run_is_finished(slurm, whole, tmp_path, kind) -> None:
+    """Of four jobs the first is stopped, the second finishes, and the others leave the queue."""
+    folder, script = tmp_path / "run", {"script": "chain.sbatch"}
+    if kind == "array":
+        submit(slurm, folder, "--array=1-4%1", "--job-name=array", **script)
+    else:
+        for _ in range(4):
+            submit(slurm, folder, "--dependency=singleton", "--job-name=singleton", **script)
+    wait_for_iterations(folder, 50)
+    (running,) = slurm.call("squeue", "-h", f"--name={kind}", "--states=RUNNING", "-o", "%A").split()
+    stop_by_signal(slurm, int(running))
+    states = slurm.wait_for_jobs(f"--name={kind}")
+    assert sorted(states) == ["CANCELLED", "CANCELLED", "COMPLETED", "FAILED"], log(folder)
+    assert curve(folder) == whole
+
+
+def test_a_mistake_is_not_tried_again(slurm, tmp_path: Path) -> None:
+    job = slurm.wait(submit(slurm, tmp_path / "run", flags=[*words(), "--lr", "-1"]))
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log(
+        tmp_path / "run"
     )
-    job = slurm.wait(wrong)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0")
+
+
+@pytest.fixture
+def bad_node(slurm, tmp_path) -> Iterator[str]:
+    """A node that has another folder in the place of the runs'. Jobs get it: SLURM takes nodes in their order."""
+    (tmp_path / "run").mkdir()
+    member = slurm.lab.members[1 + 1]
+    subprocess.run([*member.inside, "mount", "-t", "tmpfs", "none", str(tmp_path / "run")], check=True)
+    yield member.name
+    subprocess.run([*member.inside, "umount", "--lazy", str(tmp_path / "run")], check=True)
+
+
+OF_THREE = words(global_batch_size=6)  # the batch of 3 ranks
+
+
+def test_a_job_is_requeued_without_a_bad_node(slurm, tmp_path, bad_node) -> None:
+    number = submit(slurm, tmp_path / "run", "--nodes=3", "--ntasks-per-node=1", flags=OF_THREE)
+    job = slurm.wait(number, timeout=300)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
+    assert job["ExcNodeList"] == bad_node and f"--exclude={bad_node}" in log(tmp_path / "run")
+
+
+@pytest.mark.parametrize("happens", [lose_a_node, None])
+def test_a_spare_node_takes_a_bad_ones_place_inside_the_job(slurm, tmp_path, happens, request) -> None:
+    """A node is lost, or the health check names one."""
+    bad = "" if happens else request.getfixturevalue("bad_node")
+    run, nodes = tmp_path / "run", ("--nodes=4", "--ntasks-per-node=1")
+    number = submit(slurm, run, *nodes, script="spare.sbatch", flags=OF_THREE, environ={"NODES": "3"})
+    if happens:
+        wait_for_iterations(run, 50)
+        happens(slurm, number)
+    job = slurm.wait(number, timeout=300)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), log(run)
+    assert "again, inside the job" in log(run) and bad in log(run)
+    assert sorted(curve(run)) == list(range(1, ITERATIONS + 1))

@@ -47,7 +47,7 @@ def test_a_bare_checkout_runs_the_engine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    for name in ("megazero", "kernels"):
+    for name in ("megazero", "kernels", "megatron_core_patch"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -57,7 +57,7 @@ def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         held = {name for name in packed.namelist() if name.endswith(".py")}
         packed.extractall(target)
-    own = {path.relative_to(source).as_posix() for path in source.glob("megazero/**/*.py")}
+    own = {path.relative_to(source).as_posix() for path in source.glob("mega*/**/*.py")}
     assert held == own | {f"megazero/kernels/{path.name}" for path in source.glob("kernels/*.py")}
     files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, target, *PACKAGES)
     assert files == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import World, parse
-from megazero.mesh.launch import Launch, first_host, read_launch, take_local_rank
+from megazero.mesh.launch import expand_hosts, read_launch, take_local_rank
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "7777"}
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", **MASTER}
@@ -138,10 +138,11 @@ def test_local_rank_of_the_command_line() -> None:
 
 
 def test_ranks_meet_where_rank_0_is_or_are_told_how_to_say_it() -> None:
-    assert read_launch(TORCHRUN).init_method == "tcp://gpu1:7777"
-    assert Launch(master_addr="fd00::2").init_method == "tcp://[fd00::2]:29500"
+    assert read_launch(TORCHRUN).address == ("gpu1", 7777)
+    assert not read_launch(TORCHRUN).agent_store
+    assert read_launch({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
     with pytest.raises(ValueError, match="Open MPI does not say where rank 0 runs: set MASTER_ADDR"):
-        _ = read_launch(OMPI).init_method
+        _ = read_launch(OMPI).address
 
 
 def test_a_node_size_that_nobody_says_is_noted_and_not_taken_for_one_node() -> None:
@@ -162,4 +163,10 @@ def test_a_node_size_that_nobody_says_is_noted_and_not_taken_for_one_node() -> N
 
 
 def test_host_lists() -> None:
-    assert first_host("n1,n2") == "n1" and first_host("gpu[03-07,11],login1") == "gpu03"
+    assert expand_hosts("n1,n2") == ["n1", "n2"]
+    assert expand_hosts("gpu[03-05,11],login1") == ["gpu03", "gpu04", "gpu05", "gpu11", "login1"]
+    assert expand_hosts("rack[0-1]n[9-10]x") == ["rack0n9x", "rack0n10x", "rack1n9x", "rack1n10x"]
+    assert read_launch(SLURM).hosts == ("gpu03", "gpu04")
+    for wrong in ("gpu[", "gpu[a-b]", "]"):
+        with pytest.raises(ValueError, match="SLURM node list"):
+            expand_hosts(wrong)

@@ -1,0 +1,218 @@
+"""Carry the collectives of Megatron's bucket groups over megazero's hops.
+
+Megatron's own ``start_param_sync`` and ``start_grad_sync`` of a bucket group run as they are; what they call of
+torch.distributed is replaced while they run (``Sync``). What a bucket's parameters hold is followed (``Held``): a
+gather that follows no update is exact at first and sends nothing later, and differences are taken to what the other
+ranks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from megazero.kernels.arena import Arena
+
+from megatron_core_patch.chains import Passing, gather_columns, reduce_columns
+from megatron_core_patch.options import PatchOptions
+from megatron_core_patch.two_hops import TwoHops
+from megazero.comm.codec import Blockwise
+from megazero.comm.lane import Chain, Lane, Ticket, no_timing
+from megazero.comm.traffic import Traffic
+from megazero.train.parallelize import make_codecs
+from megazero.zero.context import leg
+
+CODED = (torch.bfloat16, torch.float16)  # of fp32 buffers the optimizer's master weights are a part
+
+
+@dataclass
+class Held:
+    """What ranks hold of one bucket's parameters.
+
+    equal: all ranks hold the same, as Megatron takes for granted at the start, and as they do since the last gather.
+    updated: the optimizer has written this rank's shard since then.
+    stepped: it has done so once, so updates are known.
+    shard: what the other ranks hold of this rank's shard [n], where differences to it are sent.
+    """
+
+    equal: bool = True
+    updated: bool = False
+    stepped: bool = False
+    shard: torch.Tensor | None = None
+
+
+class Carrier:
+    """The lanes, the groups and the state of every bucket, from the first DistributedDataParallel on."""
+
+    def __init__(
+        self,
+        options: PatchOptions,
+        groups: Mapping[tuple[int, ...], TwoHops],
+        device: torch.device,
+        at_once: bool,
+        traffic: Traffic,
+    ) -> None:
+        """Take ``groups`` by their ranks. at_once: nothing is left in flight (see ``Sync.collect``)."""
+        self.options, self.groups, self.at_once = options, groups, at_once
+        self.codecs = make_codecs(options.wire)
+        self.passing = Passing(traffic, Arena(), device)
+        rank = dist.get_rank()
+        self.gathers = Lane("gather", device, rank, no_timing)
+        self.reductions = Lane("reduce", device, rank, no_timing)
+        self.held: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
+
+    def hops_of(self, group: dist.ProcessGroup) -> TwoHops:
+        """Return the two axes of a process group. Raises ValueError for one that was not cut at the start."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self.groups:
+            raise ValueError(
+                f"megatron_core_patch: the ranks {list(ranks)} share gradients, but were no data-parallel group of "
+                f"the first DistributedDataParallel, whose groups are {[list(known) for known in self.groups]}: give "
+                "all of a rank's model chunks the same process groups"
+            )
+        return self.groups[ranks]
+
+    def state(self, bucket: Any) -> Held:
+        return self.held.setdefault(bucket, Held())
+
+    def weights_codec(self, hops: TwoHops, dtype: torch.dtype) -> Blockwise | None:
+        """Return the format of parameters of this dtype in this group. None is exact."""
+        codec = self.codecs.weights
+        coded = isinstance(codec, Blockwise) and hops.inter.size > 1 and dtype in CODED
+        return codec if coded and isinstance(codec, Blockwise) else None
+
+    def updating(self, buckets: Iterable[Any], group: dist.ProcessGroup) -> None:
+        """Note that the optimizer is about to write this rank's shards of these buckets."""
+        hops = self.hops_of(group)
+        for bucket in buckets:
+            held = self.state(bucket)
+            if self.codecs.delta and held.equal and self.weights_codec(hops, bucket.param_data.dtype):
+                n = bucket.param_data.numel() // len(hops.ranks)
+                shard = bucket.param_data[hops.index * n : (hops.index + 1) * n]
+                held.shard = shard.clone() if held.shard is None else held.shard.copy_(shard)
+            held.equal, held.updated, held.stepped = False, True, True
+
+    def loaded(self, buckets: Iterable[Any]) -> None:
+        """Note that a checkpoint may have written these buckets' parameters: the next gather is exact."""
+        for bucket in buckets:
+            self.held.pop(bucket, None)
+
+    def gather(self, bucket: Any, hops: TwoHops) -> list[Ticket]:
+        """Start the gathers of a bucket's parameters; return what to wait for."""
+        held, params = self.state(bucket), bucket.param_data
+        if held.equal and held.stepped:  # nothing was written since the last gather
+            return []
+        codec = self.weights_codec(hops, params.dtype) if held.updated else None
+        known = held.shard if self.codecs.delta else None
+        if (
+            self.codecs.delta and known is None
+        ):  # an update that follows no gather: nobody knows what the others hold
+            codec = None
+        held.equal, held.updated = True, False
+        plan = tuple(leg("refresh", axis) for axis in reversed(hops.axes))
+        self.gathers.follow()
+        return [
+            self.gathers.submit(
+                f"{id(bucket)} {columns.start}",
+                plan,
+                gather_columns(params, columns, hops, codec, known if codec else None, self.passing),
+            )
+            for columns in self._columns(params.numel() // len(hops.ranks), hops)
+        ]
+
+    def reduce(self, bucket: Any, hops: TwoHops, average: bool) -> list[Ticket]:
+        """Start the reductions of a bucket's gradients into this rank's shard; return what to wait for."""
+        grads, d = bucket.grad_data, len(hops.ranks)
+        plan = tuple(leg("reduce", axis) for axis in hops.axes)
+        self.reductions.follow()  # the gradients are the compute stream's latest
+
+        def chain(columns: slice) -> Chain:
+            return reduce_columns(grads, columns, hops, self.codecs, 1 / d if average else 1.0, self.passing)
+
+        return [
+            self.reductions.submit(f"{id(bucket)} {columns.start}", plan, chain(columns))
+            for columns in self._columns(grads.numel() // d, hops)
+        ]
+
+    def poll(self) -> None:
+        """Let chains in flight move on."""
+        self.reductions.poll()
+        self.gathers.poll()
+
+    def drain(self) -> None:
+        """Wait for every chain."""
+        self.reductions.drain()
+        self.gathers.drain()
+
+    def _columns(self, n: int, hops: TwoHops) -> Sequence[slice]:
+        """Cut a shard of n elements into what moves together: whole blocks of every format, but for the end."""
+        block = self.options.wire.block
+        size = max(1, self.options.zero_chunk_numel // len(hops.ranks) // block) * block
+        return [slice(low, min(n, low + size)) for low in range(0, n, size)]
+
+
+class Sync:
+    """One start of a bucket group's collectives. It stands for Megatron's names, and is the handle they give.
+
+    Megatron calls its collective once for each bucket of the group, in their order.
+    """
+
+    def __init__(self, carrier: Carrier, bucket_group: Any) -> None:
+        self.carrier = carrier
+        self.hops = carrier.hops_of(collective_group(bucket_group))
+        self.buckets: Iterator[Any] = iter(bucket_group.buckets)
+        self.waits: list[tuple[Lane, Ticket]] = []
+
+    @contextmanager
+    def collect(
+        self, group: Any = None, device: Any = None, async_ops: bool | None = False
+    ) -> Iterator[Sync]:
+        """Stand for torch's coalescing manager.
+
+        With gloo a chain moves only while its rank polls it. Stages of a pipeline wait for each other between polls,
+        so there (``at_once``) nothing is left in flight: ranks of a data-parallel group run the same program, and
+        so meet here.
+        """
+        yield self
+        if not async_ops or self.carrier.at_once:
+            self.wait()
+
+    def all_gather(
+        self, out: torch.Tensor, own: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Sync:
+        bucket = next(self.buckets)
+        assert out is bucket.param_data
+        lane = self.carrier.gathers
+        self.waits += [(lane, ticket) for ticket in self.carrier.gather(bucket, self.hops)]
+        return self
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        grads: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Sync:
+        bucket = next(self.buckets)
+        assert grads is bucket.grad_data and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        lane = self.carrier.reductions
+        tickets = self.carrier.reduce(bucket, self.hops, average=op == dist.ReduceOp.AVG)
+        self.waits += [(lane, ticket) for ticket in tickets]
+        return self
+
+    def wait(self) -> None:
+        """Return when the results may be used on the current stream."""
+        for lane, ticket in self.waits:
+            lane.wait(ticket)
+        self.waits.clear()
+
+
+def collective_group(bucket_group: Any) -> dist.ProcessGroup:
+    """Return the process group whose ranks share the optimizer states of a bucket group."""
+    return bucket_group.intra_distributed_optimizer_instance_group

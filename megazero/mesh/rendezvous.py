@@ -1,0 +1,166 @@
+"""Ranks meet at a store before they form a process group, within one time limit. Who does not come is named.
+
+Left to itself, torch waits for a rank that never comes in several places, one after the other and each for its whole
+time limit, and does not say which rank it was. Here the waits are short sleeps, so that a signal is heard in them.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import groupby
+
+import torch.distributed as dist
+
+from megazero.mesh.launch import Launch
+
+SHORTEST, LONGEST = 0.02, 0.5  # seconds between two looks
+ALL = "all came"
+ANSWER = timedelta(seconds=30)  # that a store which has been reached has for one answer
+
+
+class RanksMissing(RuntimeError):
+    """Not all ranks came. ``told`` is True on a rank that has it from another one, which says it, too."""
+
+    def __init__(self, text: str, told: bool = False) -> None:
+        super().__init__(text)
+        self.told = told
+
+
+def meet(launch: Launch, timeout_s: float) -> dist.Store:
+    """Wait until all ranks are there, at most ``timeout_s`` seconds in all. Returns the store at which they met.
+
+    Raises RanksMissing, which names who did not come, with hosts as far as they are known. Raises ValueError if the
+    port is taken, or if two processes come as the same rank.
+    """
+    looks = _looks(timeout_s)
+    store = _reach(launch, looks)
+    try:
+        verdict = _wait_for_all(store, launch, looks)
+        told = True
+        if verdict is None:
+            hosts = [_host(store, rank) for rank in range(launch.world_size)]
+            own = missing_ranks(hosts, launch)
+            # Whose time is out first speaks for all. The others leave with its words, also those that come later.
+            verdict = store.compare_set("met", "", own).decode()
+            told = store.add("told", 1) > 1
+    except dist.DistError as error:
+        raise RanksMissing(f"rank 0 left while ranks were joining ({_first_line(error)})") from error
+    if verdict != ALL:
+        raise RanksMissing(verdict, told)
+    return store
+
+
+def connect(launch: Launch, timeout: timedelta, *, serve: bool = False) -> dist.Store:
+    """Return a new connection to the store at which the ranks of this launch meet; ``serve`` makes it here.
+
+    Raises ValueError if the port is taken on this host, RuntimeError if the store does not answer.
+    """
+    host, port = launch.address
+    try:
+        store = dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in f"{error}":
+            raise
+        raise ValueError(
+            f"port {port} on {socket.gethostname()} is in use, by another run or program: the ranks cannot meet "
+            "there; set MASTER_PORT to a free port, the same on all ranks"
+        ) from error
+    return dist.PrefixStore(f"megazero/{launch.attempt}", store)
+
+
+def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
+    """Connect as soon as there is something to connect to. torch's own attempts take twice its limit, and traces."""
+    if launch.rank == 0 and not launch.agent_store:
+        return connect(launch, ANSWER, serve=True)
+    why = OSError("no answer")
+    for left in looks:
+        try:
+            socket.create_connection(launch.address, timeout=left).close()
+            return connect(launch, ANSWER)
+        except OSError as error:
+            why = error
+        except dist.DistNetworkError as error:
+            why = OSError(_first_line(error))
+    holder = (
+        "the launcher's store" if launch.agent_store else "rank 0, which holds the store at which ranks meet"
+    )
+    raise RanksMissing(
+        f"rank {launch.rank} on {socket.gethostname()} did not reach {holder}, at {_place(launch)} ({why}): it did "
+        "not come, MASTER_ADDR or MASTER_PORT are another's, or there is no way to it"
+    )
+
+
+def _wait_for_all(store: dist.Store, launch: Launch, looks: Iterator[float]) -> str | None:
+    """Say that this rank is there, and wait for what is said of all. None if the time is over."""
+    rank = launch.rank
+    store.set(f"host/{rank}", socket.gethostname())
+    if store.add(f"rank/{rank}", 1) > 1:
+        raise ValueError(
+            f"two processes came as rank {rank} to {_place(launch)}: two runs meet at one port; "
+            "give one of them another MASTER_PORT, the same on all of its ranks"
+        )
+    if store.add("ranks", 1) == launch.world_size:
+        store.compare_set("met", "", ALL)
+    for _ in looks:
+        if store.check(["met"]):
+            return store.get("met").decode()
+    return None
+
+
+def _looks(seconds: float) -> Iterator[float]:
+    """Sleep between looks, which are further and further apart. Yields the seconds that are left, at least once."""
+    deadline, pause = time.monotonic() + seconds, SHORTEST
+    yield seconds
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause, left))
+        pause = min(1.2 * pause, LONGEST)
+        yield max(SHORTEST, deadline - time.monotonic())
+
+
+def _place(launch: Launch) -> str:
+    return ":".join(map(str, launch.address))
+
+
+def _host(store: dist.Store, rank: int) -> str | None:
+    return store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else None
+
+
+def missing_ranks(came: Sequence[str | None], launch: Launch) -> str:
+    """Say which ranks have not come, and where they are to be looked for.
+
+    came: by rank, the host that it came from, or None. The host of a rank that did not come is that of the others
+    of its node, or the launcher's word.
+    """
+    per_node = launch.local_world_size
+    parts = []
+    for node, ranks in groupby(range(len(came)), key=lambda rank: rank // per_node if per_node else 0):
+        members = list(ranks)
+        missing = [rank for rank in members if came[rank] is None]
+        if not missing:
+            continue
+        known = next((came[rank] for rank in members if came[rank]), None) if per_node else None
+        named = launch.hosts[node] if per_node and len(launch.hosts) * per_node == len(came) else None
+        words = f"{'rank' if len(missing) == 1 else 'ranks'} {in_ranges(missing)}"
+        host = known or named or (f"node {node}" if per_node else None)
+        every = ", which is all of it" if host and len(missing) == len(members) > 1 else ""
+        parts.append(words + (f" on {host}{every}" if host else ""))
+    absent = sum(host is None for host in came)
+    return f"{absent} of {len(came)} ranks did not come: {'; '.join(parts)}"
+
+
+def in_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers in short: 1, 4-7, 9."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{error}".splitlines()[0][:120]

@@ -1,0 +1,223 @@
+"""What the planner predicts of a run: it chooses for --zero-preset auto, and refuses what would not fit.
+
+The memory needs no cluster file: it follows from the configuration, and what there is of it is asked of the devices.
+Step times need one (plan/cluster.py).
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.config import RunConfig, World
+from megazero.config.run import all_options
+from megazero.config.shards import AUTO
+from megazero.mesh.mesh import Mesh
+from megazero.plan.cluster import Cluster, Device, InterNode, IntraNode, cluster_of_run
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
+from megazero.plan.memory import GIB, Memory
+from megazero.plan.report import describe, layout_flags, memory_items, table
+from megazero.plan.search import CHOICES, ZERO, Search
+from megazero.plan.seconds import Collectives
+from megazero.plan.shortage import smallest_layout
+from megazero.plan.simulate import simulate
+from megazero.train.outputs import peak_memory
+
+# What is given up for a layout that fits, one after the other: the first costs the least.
+RELEASED = (ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is predicted of a run. memory: of the rank that needs the most, at the peak of a step.
+
+    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is made.
+    """
+
+    memory: Memory
+    seconds: float | None
+    resident: int = 0
+
+    def before_the_model(self, device: torch.device) -> Forecast:
+        """Return the forecast with the bytes that are in use now."""
+        return replace(self, resident=resident_memory(device))
+
+    def lines(self) -> list[str]:
+        """Return what to print at the start."""
+        said = [
+            f"predicted memory of the fullest rank: {self.memory.total / GIB:.2f} GiB = {memory_items(self.memory)}"
+        ]
+        return said + ([] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s"])
+
+    def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
+        """Return predicted beside measured, or None if there was no step. Collective.
+
+        step_seconds: of this run's latest iterations. Their median leaves out what the first ones take to warm up.
+        """
+        own = torch.tensor([float(peak_memory(mesh.device) - self.resident)], dtype=torch.float64)
+        most = float(mesh.gather_rows(own.to(mesh.device)).max())
+        if not step_seconds:
+            return None
+        words = [f"memory {self.memory.total / GIB:.3f} GiB predicted, {most / GIB:.3f} measured"]
+        measured = median(step_seconds)
+        if self.seconds is not None:
+            words.append(f"step {self.seconds:.4g} s predicted, {measured:.4g} measured")
+        return "; ".join(words)
+
+
+def foresee(
+    config: RunConfig, world: World, device: torch.device
+) -> tuple[RunConfig, Forecast | None, list[str]]:
+    """Choose for --zero-preset auto, and predict. Collective. Returns the configuration, the forecast and notes.
+
+    Nothing is predicted where the planner does not know the dtype. Raises ValueError, the same on all ranks, if the
+    cluster file is not of these nodes or if the run would not fit.
+    """
+    name, notes = config.planning.cluster, list[str]()
+    room = room_of(device, config.ranks_per_node(world))
+    try:
+        if name is not None:
+            cluster = cluster_of_run(name, world.world_size, config.ranks_per_node(world))
+        else:
+            cluster = _unknown_cluster(config, world, room)
+        frame = Frame(config, world, cluster, Collectives(cluster))
+    except ValueError:
+        if name is not None:
+            raise
+        return config, None, notes
+    if config.zero.zero_preset == AUTO:
+        config, notes = choose(config, frame)
+    layout = Layout(frame, config.zero)
+    if config.planning.memory_check and room is not None:
+        refuse_too_large(layout, room)
+    seconds = simulate(layout).seconds if name is not None else None
+    return config, Forecast(layout.memory, seconds), notes
+
+
+def choose(config: RunConfig, frame: Frame) -> tuple[RunConfig, list[str]]:
+    """Return the configuration with the planner's choice for --zero-preset auto, and why. Collective.
+
+    All but the ZeRO section stays. The first rank chooses: the others' files may differ.
+    """
+    found: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        search = Search(said_values(config), frame.cluster, config.planning.loss_policy)
+        best = search.best(frames=[frame])
+        if best:
+            found = [(best[0].layout.config.zero, table(best))]
+        else:
+            smallest, room = smallest_layout(said_values(config), frame.cluster), frame.cluster.device.room
+            found = [
+                _too_large(smallest, room) if smallest else "--zero-preset auto: no sharding is legal here"
+            ]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], str):
+        raise ValueError(found[0])
+    zero, lines = found[0]
+    config = replace(config, zero=zero)
+    flags = " ".join(layout_flags(config))
+    return config, [f"--zero-preset auto chose the first of these by {frame.cluster.name}: {flags}", *lines]
+
+
+def said_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
+    """Return the options that say what the planner may not choose: all but ``released``."""
+    options = all_options()
+    values = {
+        name: value
+        for name, value in config.values().items()
+        if value is not None and (options[name].section != "zero" or value != options[name].default)
+    }
+    values |= {"pipeline_schedule": config.pipeline_schedule}
+    return {name: value for name, value in values.items() if name not in released}
+
+
+def refuse_too_large(layout: Layout, room: float) -> None:
+    """Raise ValueError if the layout needs more than ``room`` bytes on some rank, whatever the allocator's margin."""
+    if layout.memory.total - layout.memory.margin > room:
+        raise ValueError(_too_large(layout, room))
+
+
+def _too_large(layout: Layout, room: float) -> str:
+    fitting = next(_fitting(layout.config, layout.frame.cluster, room), None)
+    cure = (
+        "no layout fits on these ranks: take more nodes"
+        if fitting is None
+        else f"nearest that fits: {fitting}"
+    )
+    needed, items = layout.memory.total / GIB, memory_items(layout.memory)
+    return (
+        f"this run does not fit: {describe(layout)} needs {needed:.2f} GiB of {room / GIB:.2f} on the fullest rank "
+        f"({items}); {cure}; --no-memory-check starts it all the same"
+    )
+
+
+def _fitting(config: RunConfig, cluster: Cluster, room: float) -> Iterator[str]:
+    """Yield layouts that fit, the one that gives up the least first, by their flags."""
+    released: tuple[str, ...] = ()
+    for more in RELEASED:
+        released += more
+        layout = smallest_layout(said_values(config, released), cluster)
+        if layout is not None and layout.memory.total <= room:
+            yield f"{describe(layout)} ({' '.join(layout_flags(layout.config))})"
+
+
+def _unknown_cluster(config: RunConfig, world: World, room: float | None) -> Cluster:
+    """Return a cluster of these ranks for what concerns memory alone. Raises ValueError for fp64."""
+    per_node = config.ranks_per_node(world)
+    rate = {f"{config.precision.params_dtype}_tflops": 1.0}
+    if config.precision.params_dtype == "fp64":
+        raise ValueError("no cluster computes in fp64")
+    gib = GIB if room is None else room / GIB
+    device = Device("these ranks", gib, 1.0, 1.0, reserved_gib=0.0, **rate)
+    nodes = -(-world.world_size // per_node)
+    return Cluster("these ranks", nodes, per_node, device, IntraNode(1.0), InterNode(1.0))
+
+
+# -- what there is --------------------------------------------------------------------------------
+
+
+def room_of(device: torch.device, local_ranks: int) -> float | None:
+    """Return the bytes that each rank may take: the least of all ranks', or None if that cannot be known. Collective.
+
+    On a CPU the ranks of a node share what the system calls available.
+    """
+    own: float | None
+    if device.type == "cuda":
+        own = float(torch.cuda.mem_get_info(device)[0])
+    else:
+        available = _meminfo().get("MemAvailable")
+        own = None if available is None else available / local_ranks
+    every: list[float | None] = [own]
+    if dist.is_initialized():
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+    known = [room for room in every if room is not None]
+    return min(known, default=None)
+
+
+def _meminfo() -> Mapping[str, int]:
+    """Return the bytes of each line of /proc/meminfo; empty where there is none."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.endswith("kB\n")}
+    except OSError:
+        return {}
+
+
+def resident_memory(device: torch.device) -> int:
+    """Return the bytes in use now: allocated on a CUDA device, or resident on a CPU (0 where that is not known)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

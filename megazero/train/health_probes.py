@@ -1,0 +1,176 @@
+"""What a rank finds out about its node before the first step: its device, memory, clock, and the folder of --save."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.checkpoint import store
+
+MATRIX = 256  # rows of the matrices that are multiplied
+PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
+SEEN = 2.0  # seconds that a file may take until other nodes see it: file systems over a network keep old listings
+TOOL_LIMIT = 5.0  # seconds that nvidia-smi has
+
+Gather = Callable[[Any], list]  # one object per rank, by rank
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself. wrong: what its device does wrong, in words; empty where all is well.
+
+    device_memory, host_memory: bytes that are free, and all of them. clock: seconds since the epoch, read by all
+    ranks at one time.
+    """
+
+    node: str
+    device: str
+    wrong: tuple[str, ...]
+    device_memory: tuple[int, int]
+    host_memory: tuple[int, int]
+    clock: float
+
+
+def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:
+    """Try this rank's device, and read its memory and clock. Collective."""
+    wrong = tuple(device_faults(device))
+    # A device that failed may fail at this, too.
+    asks = device.type == "cuda" and not wrong
+    device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
+    gather(None)  # all ranks have come: they read their clocks now
+    return Facts(node, device.type, wrong, device_memory, host_memory(), read_clock())
+
+
+def device_faults(device: torch.device) -> list[str]:
+    """Return what is wrong with a device: it multiplies wrongly, loses what it stores, or counts errors."""
+    try:
+        wrong = [] if multiplies(device) else ["the product of two small matrices is wrong"]
+        if device.type == "cuda":
+            wrong += [] if remembers(device) else ["its memory does not hold what was written"]
+            errors = memory_errors(str(torch.cuda.get_device_properties(device).uuid))
+            wrong += [f"{errors} uncorrected memory errors (nvidia-smi)"] if errors else []
+            torch.cuda.empty_cache()
+        return wrong
+    except RuntimeError as error:  # of CUDA, too; a full memory is one
+        return [f"{error}".splitlines()[0]]
+
+
+def multiplies(device: torch.device) -> bool:
+    """Tell whether a product of small whole numbers is exact. Every format that a device multiplies in holds them."""
+    numbers = torch.arange(MATRIX * MATRIX).view(MATRIX, MATRIX)
+    left, right = numbers % 7 - 3, numbers % 5 - 2
+    found = left.float().to(device) @ right.float().to(device)
+    return torch.equal(found.cpu().long(), left @ right)
+
+
+def remembers(device: torch.device, elements: int = PATTERN) -> bool:
+    """Write a pattern into a part of the device's memory and tell whether it is read back."""
+    pattern = (torch.arange(2**20, device=device) * 0x9E3779B1 % 2**31).int()
+    memory = torch.empty(elements // 2**20, 2**20, dtype=torch.int32, device=device)
+    memory.copy_(pattern)
+    return bool((memory == pattern).all())
+
+
+def memory_errors(uuid: str) -> int:
+    """Return how many uncorrected ECC errors a GPU has had since its driver was loaded; 0 where none can say."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    query = ["--query-gpu=ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
+    device = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-i", device, *query], capture_output=True, text=True, timeout=TOOL_LIMIT
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    said = done.stdout.strip()
+    return int(said) if said.isdecimal() else 0  # "[N/A]": the card has none
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of this host's memory that are available, and all of them."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {words[0]: int(words[1]) for words in lines if words[1].isdecimal()}
+    return kib["MemAvailable:"] * 1024, kib["MemTotal:"] * 1024
+
+
+def read_clock() -> float:
+    return time.time()
+
+
+def probe_folder(folder: Path, rank: int, gather: Gather) -> Mapping[int, str | OSError]:
+    """Have each rank write a small file into ``folder`` and read the first rank's. The files are removed. Collective.
+
+    Returns, the same on every rank, what is wrong, in words or as the error of a write, by the rank that it is about.
+    """
+    token = gather(secrets.token_hex(4))[0]
+    first = folder / f".probe-{token}-0"
+    own = folder / f".probe-{token}-{rank}"
+    try:
+        failed = gather(_attempt(lambda: _write(own, make=True)) if rank == 0 else None)[0]
+        if failed is not None:
+            return {0: failed}
+        problem: str | OSError | None = None
+        if rank != 0:
+            lost = f"does not see the file that rank 0 wrote into {folder}: it is another folder here"
+            problem = _attempt(lambda: _write(own)) if _appears(first) else lost
+        problems = dict(enumerate(gather(problem)))
+        if rank == 0:
+            for other in problems:
+                if problems[other] is None and not _appears(folder / f".probe-{token}-{other}"):
+                    problems[other] = f"rank 0 does not see the file that it wrote into {folder}"
+        return {other: wrong for other, wrong in gather(problems)[0].items() if wrong is not None}
+    finally:
+        _attempt(lambda: own.unlink(missing_ok=True))
+
+
+def _write(path: Path, make: bool = False) -> None:
+    if make:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(b"written to see whether all nodes share this folder\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _appears(path: Path) -> bool:
+    """Wait for a file that another node wrote."""
+    deadline = time.monotonic() + SEEN
+    while not os.path.exists(path):  # which no error of a broken folder leaves
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+        _attempt(lambda: os.listdir(path.parent))  # makes a network's file system ask again
+    return True
+
+
+def _attempt(action: Callable[[], object]) -> OSError | None:
+    try:
+        action()
+    except OSError as error:
+        return error
+    return None
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that are free where ``folder`` lies."""
+    return shutil.disk_usage(folder).free
+
+
+def missing_bytes(folder: Path, checkpoint_bytes: int, keep_last: int | None) -> int:
+    """Return how many bytes are missing there for what a run will hold at one time; 0 or less: none.
+
+    That is ``keep_last`` checkpoints and the one that is being written, less those that are there already. At least
+    one has to fit.
+    """
+    there = min(len(store.checkpoints(folder)), keep_last or 0)
+    return max(1, (keep_last or 0) + 1 - there) * checkpoint_bytes - free_bytes(folder)

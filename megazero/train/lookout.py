@@ -1,0 +1,85 @@
+"""What a rank is at from the moment the ranks met until it ends, and the watch over it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from megazero.config import RunConfig
+from megazero.mesh.launch import Launch
+from megazero.train.beats import Where
+from megazero.train.exit_status import ExitStatus, record_status
+from megazero.train.trainer import Trainer
+from megazero.train.watch import Limit, Watch, connect
+
+
+class Lookout:
+    """Tells the watch what this rank is at: it joins the others, it prepares the run, it trains.
+
+    While ranks join nothing may stand still for longer than --distributed-init-timeout-minutes. Set ``joining`` to
+    False when all communicators are made: the preparation that follows reads and writes files, which has no limit,
+    but what waits for it in a collective has that one's. Set ``trainer`` when it is over.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch) -> None:
+        self.config, self.launch = config, launch
+        self.joining = True
+        self.trainer: Trainer | None = None
+        self._watch: Watch | None = None
+
+    @property
+    def phase(self) -> str:
+        if self.trainer is not None:
+            return self.trainer.phase
+        return "the start" if self.joining else "the preparation"
+
+    def begin(self) -> None:
+        """Start to watch, when all ranks are there."""
+        timeout = timedelta(minutes=self.config.training.distributed_init_timeout_minutes)
+        self._watch = Watch(
+            connect(self.launch, timeout),
+            self.launch.rank,
+            self.launch.world_size,
+            where=self.where,
+            moved=self.moved,
+            awaits=self.awaits,
+            limit=self.limit,
+            folder=Path(self.config.logging.log_dir) / "hang",
+            end=self._end,
+        )
+        self._watch.start()
+
+    def ask(self, error: str) -> None:
+        """A collective failed here: say who is missing, if that can be known, and end. Returns if nobody watches."""
+        if self._watch is not None:
+            self._watch.ask(error)
+
+    def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+
+    # -- for the watch, which asks from a thread of its own -----------------------------------------
+
+    def where(self) -> Where:
+        return {"phase": self.phase} if self.trainer is None else self.trainer.where()
+
+    def moved(self) -> object:
+        if self.trainer is not None:
+            return self.trainer.moved()
+        return "joining" if self.joining else time.monotonic()
+
+    def awaits(self) -> tuple[int, str, float] | None:
+        return None if self.trainer is None else self.trainer.pipeline.links.awaited
+
+    def limit(self) -> Limit:
+        name = "distributed_init_timeout_minutes" if self.joining else "distributed_timeout_minutes"
+        return Limit(getattr(self.config.training, name) * 60, f"--{name.replace('_', '-')}")
+
+    def _end(self, line: str | None) -> None:
+        if line is not None:  # on one rank, which need not be the first
+            record_status(self.config.logging.log_dir, ExitStatus.RANK_LOST, first=True)
+            print(f"[rank {self.launch.rank}] RankFailure: {line}", file=sys.stderr, flush=True)
+        os._exit(ExitStatus.RANK_LOST)

@@ -1,0 +1,122 @@
+"""The health check on ranks, with planted faults: each is named by every rank alike, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero.config import World, make_config
+from megazero.mesh.mesh import create_mesh
+from megazero.plan.memory import checkpoint_bytes
+from megazero.train import health_links, health_probes
+from megazero.train.health import HealthCheck, Storage, Unhealthy
+from tests.dist.pool import run_ranks
+from tests.dist.runs import TINY, checkpoint_of, train, train_all
+
+SHORT = {"train_iters": 1, "lr_warmup_iters": 0}
+RANKS, BAD = 4, 2  # each rank is a node of its own here
+BAD_NODE = f"n{BAD}"
+
+
+def check(save: Path, plant: Callable[[], None] | None = None, size: int = 1) -> str:
+    """The notes of a check in this rank, or what it refuses. plant: what makes rank BAD bad."""
+    kept = (health_probes.read_clock, health_probes.multiplies, dist.send)
+    rank = dist.get_rank()
+    if rank == BAD and plant is not None:
+        plant()
+    health = HealthCheck(f"n{rank}")
+    try:
+        health.check_ranks(torch.device("cpu"))
+        elsewhere = save.with_name("elsewhere") if plant is see_another_folder and rank == BAD else save
+        health.check_storage(Storage(elsewhere, size, 2))
+        health.check_groups(create_mesh(shards=(RANKS,) * 3, ranks_per_node=1))
+        return "\n".join(health.notes())
+    except Unhealthy as error:
+        return f"{error.exit_status.name} {error}"
+    finally:
+        health_probes.read_clock, health_probes.multiplies, dist.send = kept
+
+
+def be_late() -> None:
+    health_probes.read_clock = lambda: time.time() - 60
+
+
+def multiply_wrongly() -> None:
+    health_probes.multiplies = lambda device: False
+
+
+def see_another_folder() -> None:
+    """Nothing to change: see ``check``."""
+
+
+def send_slowly() -> None:
+    send = dist.send
+    dist.send = lambda *args, **options: (time.sleep(0.3), send(*args, **options))
+
+
+def check_each(save: Path) -> list[str]:
+    health_links.PAUSE = 0.0
+    faults = (None, be_late, multiply_wrongly, see_another_folder, send_slowly)
+    return [*(check(save, plant) for plant in faults), check(save, size=10**18)]
+
+
+def test_faults_are_named_with_their_node_on_every_rank(tmp_path: Path) -> None:
+    every = run_ranks(RANKS, check_each, tmp_path / "deep" / "save")
+    well, late, wrong, elsewhere, slow, full = every[0]
+    assert well.startswith("health check of 4 ranks on 4 nodes: ")
+    assert "links: p_inter" in well and "nodes" in well and "clock" not in well
+    assert f"{BAD_NODE}: its clock is -60.0 s from the others'" in late
+    leave = f"Leave them out: --exclude={BAD_NODE}"
+    said = (
+        f"RANK_LOST health check: {BAD_NODE}: rank {BAD}: the product of two small matrices is wrong. {leave}"
+    )
+    assert said in wrong
+    assert (
+        f"RANK_LOST health check: {BAD_NODE}: rank {BAD} does not see the file" in elsewhere
+        and leave in elsewhere
+    )
+    assert f"RANK_LOST health check: {BAD_NODE}: its links to its neighbours" in slow and leave in slow
+    assert "STORAGE health check: --save" in full and "GiB more" in full and "--exclude" not in full
+    refusals = [rank[2:] for rank in every]
+    assert refusals == refusals[:1] * RANKS  # word for word
+    assert os.listdir(tmp_path / "deep" / "save") == []
+
+
+def test_a_run_checks_its_nodes_when_it_is_told_to(tmp_path: Path) -> None:
+    values = {**SHORT, "log_dir": str(tmp_path / "logs")}
+    checked = {**values, "save": str(tmp_path / "save"), "health_check": True}
+    with_it, without = run_ranks(2, train_all, [checked, values], timeout=120)[0]
+    assert any(note.startswith("health check of 2 ranks on 1 nodes") for note in with_it.notes)
+    assert any(note.startswith("--save has room for ") for note in with_it.notes)
+    assert not any("health check" in note for note in without.notes)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optimizer": "sgd", "sgd_momentum": 0.9},
+        {
+            "zero_preset": "zeropp",
+            "ranks_per_node": 2,
+            "params_dtype": "bf16",
+            "zero_gradient_rounding": "feedback",
+            "zero_exact_numel": 64,
+        },
+    ],
+)
+def test_the_size_of_a_checkpoint_is_known_beforehand(tmp_path: Path, values: dict) -> None:
+    run_ranks(4, train, {**values, **SHORT, "save": str(tmp_path), "log_dir": f"{tmp_path}/l"}, timeout=120)
+    kinds = checkpoint_of(tmp_path)
+    stored = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
+    world = World(4, values.get("ranks_per_node", 4))
+    config = make_config({**TINY, **values}, world)
+    size = checkpoint_bytes(
+        config.model, config.precision.params_dtype, config.optimizer.optimizer, config.wire(world)
+    )
+    assert stored == size

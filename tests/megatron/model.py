@@ -1,0 +1,126 @@
+"""The GPT of a Case, of megatron-core's local layers, with the same initial values under every layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.megatron.case import Case
+
+
+def model_config(case: Case) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    moe = {
+        "num_moe_experts": case.experts,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": 1,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+    }
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
+        bf16=case.bf16,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.sp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        # gloo keeps what it sends, so outputs must live; 2 ranks with chunks exchange both ways at once
+        deallocate_pipeline_outputs=False,
+        overlap_p2p_comm=case.vpp > 1,
+        batch_p2p_comm=case.vpp == 1,
+        calculate_per_token_loss=case.per_token_loss,
+        recompute_granularity="full" if case.recompute else None,
+        recompute_method="uniform" if case.recompute else None,
+        recompute_num_layers=1 if case.recompute else None,
+        **(moe if case.experts else {}),
+    )
+
+
+def build_chunks(case: Case, config: Any) -> list[Any]:
+    """Return this rank's model chunks, with initial values that depend on names and the seed alone."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    chunks = []
+    for index in range(case.vpp):
+        stage = index if case.vpp > 1 else None
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=case.experts or None, normalization="RMSNorm"),
+            case.vocabulary,
+            case.sequence,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        chunks.append(chunk.to(case.dtype))
+    for name, parameter in named(chunks):
+        _set_initial(case, name.partition("@")[0], parameter)
+    return chunks
+
+
+def named(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters of a rank's chunks by what they are in the whole model, 'name@k' for the k-th part."""
+    from megatron.core import parallel_state
+
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    for chunk in chunks:
+        modules = dict(chunk.named_modules())
+        for name, parameter in chunk.named_parameters():
+            whole = _whole_name(name, modules, parameter)
+            yield (f"{whole}@{tp}" if _parted(parameter) else whole), parameter
+
+
+def _whole_name(name: str, modules: dict[str, Any], parameter: torch.nn.Parameter) -> str:
+    """Return a parameter's name with the numbers that its layer and its expert have in the whole model."""
+    from megatron.core import parallel_state
+
+    if getattr(parameter, "shared_embedding", False):
+        return "embedding.word_embeddings.weight"
+    words = name.split(".")
+    found = list(words)
+    for i in range(1, len(words)):
+        owner = ".".join(words[:i])
+        if words[i - 1] == "layers":
+            found[i] = str(modules[f"{owner}.{words[i]}"].layer_number - 1)
+        if words[i - 1] == "local_experts":
+            first = parallel_state.get_expert_model_parallel_rank() * len(modules[owner])
+            found[i] = str(first + int(words[i]))
+    return ".".join(found[words[0] == "module" :])
+
+
+def _parted(parameter: torch.nn.Parameter) -> bool:
+    expert = not getattr(parameter, "allreduce", True)
+    return getattr(parameter, "tensor_model_parallel", False) and not expert
+
+
+def _set_initial(case: Case, name: str, parameter: torch.nn.Parameter) -> None:
+    from megatron.core import parallel_state
+
+    if "norm" in name or name.endswith("bias"):
+        return
+    shape, parted = list(parameter.shape), _parted(parameter)
+    dim = parameter.partition_dim if parted else 0
+    if parted:
+        shape[dim] *= case.tp
+    seed = int.from_bytes(hashlib.sha256(f"{case.seed} {name}".encode()).digest()[:6], "big")
+    full = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    index = parallel_state.get_tensor_model_parallel_rank() if parted else 0
+    parameter.data.copy_(full.narrow(dim, index * parameter.shape[dim], parameter.shape[dim]))

@@ -1,0 +1,170 @@
+"""A run under fire: ranks killed and stopped, preemptions, node losses, requeues, at random times, on a real SLURM.
+
+    python -m tests.slurm.soak --minutes 20 --seed 1 --out soak.jsonl      # as root; slurm-wlm and munge installed
+
+It ends with 0 if the job came to its end by itself, and its curve is that of an undisturbed run, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import ROOT, curve, iterations, log, nodes_of, submit, words
+
+ITERATIONS, SAVE_INTERVAL, SLOWLY = 1400, 25, 0.5  # the last in seconds per iteration
+PAUSE = (3.0, 45.0)  # seconds of a running job before the next thing happens
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+class Soak:
+    """One job on 2 of the cluster's 4 nodes, a rank on each, and what happens to it."""
+
+    def __init__(self, slurm: Cluster, folder: Path, seed: int) -> None:
+        self.slurm, self.run, self.random = slurm, folder / "run", random.Random(seed)
+        self.hands = 0  # how often somebody had to submit the job again
+        self.number = self.submit()
+
+    def submit(self) -> int:
+        environ = {"SLOWLY": str(SLOWLY), "MOST_RESTARTS": "20"}
+        return start(self.slurm, self.run, environ, "--partition=graceful", distributed_timeout_minutes=0.5)
+
+    def state(self) -> str:
+        return self.slurm.job(self.number)["JobState"]
+
+    def happen(self) -> str:
+        """Do one thing to the job. Returns what."""
+        things: list[Callable[[list[int]], str]] = [
+            self._kill, self._kill_all, self._stop, self._lose, self._preempt, self._signal, self._requeue
+        ]  # fmt: skip
+        try:
+            return self.random.choice(things)(nodes_of(self.slurm, self.number))
+        except RuntimeError as error:  # of SLURM: the job has just lost its nodes by itself
+            return f"missed: {error}"
+
+    def _inside(self, node: int, *command: str) -> None:
+        subprocess.run([*self.slurm.lab.members[node + 1].inside, *command], check=False)
+
+    def _kill(self, nodes: list[int]) -> str:
+        which = self.random.randrange(2)
+        self._inside(nodes[which], "pkill", "-KILL", "-f", "pausing.py")
+        return f"rank {which} killed"
+
+    def _kill_all(self, nodes: list[int]) -> str:
+        for node in nodes:
+            self._inside(node, "pkill", "-KILL", "-f", "pausing.py")
+        return "all ranks killed"
+
+    def _stop(self, nodes: list[int]) -> str:
+        which = self.random.randrange(2)
+        self._inside(nodes[which], "pkill", "-STOP", "-f", "pausing.py")
+        return f"rank {which} stopped"
+
+    def _lose(self, nodes: list[int]) -> str:
+        which = self.random.randrange(2)
+        self.slurm.lose(nodes[which])
+        time.sleep(self.random.uniform(0, 20))  # up to twice as long as SLURM waits for a node
+        self.slurm.bring_back(nodes[which])
+        return f"node of rank {which} lost"
+
+    def _preempt(self, nodes: list[int]) -> str:
+        self.slurm.preempt(self.number, self.run)
+        return "preempted"
+
+    def _signal(self, nodes: list[int]) -> str:
+        self.slurm.call("scancel", "--signal=USR1", str(self.number))
+        return "told to stop"
+
+    def _requeue(self, nodes: list[int]) -> str:
+        self.slurm.call("scontrol", "requeue", str(self.number))
+        return "requeued"
+
+
+def start(slurm: Cluster, run: Path, environ: dict[str, str], *options: str, **flags: Any) -> int:
+    """Submit the job. ``run``'s folder has the program that stands for python."""
+    flags = {"train_iters": ITERATIONS, "lr_decay_iters": ITERATIONS, "save_interval": SAVE_INTERVAL, **flags}
+    path = {"PATH": f"{run.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    sizes = ("--ntasks-per-node=1", "--time=2:00:00")
+    return submit(
+        slurm, run, *sizes, *options, flags=words(**flags, save_keep_last=3), environ={**path, **environ}
+    )
+
+
+def soak(slurm: Cluster, folder: Path, minutes: float, seed: int, say: Callable[[dict], None]) -> bool:
+    """Run it. Returns whether the run came to its end by itself with the curve of an undisturbed one."""
+    (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/slurm/pausing.py "$@"\n')
+    (folder / "python").chmod(0o755)
+    slurm.wait(start(slurm, folder / "whole", {}), timeout=1800)
+    whole = curve(folder / "whole")
+    say({"undisturbed": len(whole)})
+    began, seen, it = time.monotonic(), Counter[str](), Soak(slurm, folder, seed)
+    while True:
+        state = it.state()
+        if state == "RUNNING" and time.monotonic() - began < 60 * minutes:
+            time.sleep(it.random.uniform(*PAUSE))
+            if it.state() == "RUNNING":
+                at = iterations(it.run)
+                what = it.happen()
+                seen[what] += 1
+                say({"minute": round((time.monotonic() - began) / 60, 1), "lines": at, "what": what})
+        elif state == "COMPLETED":
+            break
+        elif state in OVER:
+            it.hands += 1
+            say({"over": state, "log": log(it.run)[-3000:]})
+            if it.hands > 3:
+                return False
+            it.number = it.submit()
+        if time.monotonic() - began > 60 * minutes:
+            (it.run / "hurry").touch()
+        time.sleep(0.5)
+    found = curve(it.run)
+    same = found == whole
+    say(
+        {
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "happened": dict(seen),
+            "restarts": int(slurm.job(it.number)["Restarts"]),
+            "hands": it.hands,
+            "iterations": len(found),
+            "same bits": same,
+        }
+    )
+    return same and it.hands == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON lines of what happened")
+    options = parser.parse_args()
+
+    def say(line: dict) -> None:
+        text = json.dumps(line)
+        print(text, flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(text + "\n")
+
+    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder) / "slurm", nodes=4, grace=30) as slurm:
+        jobs = Path(folder) / "jobs"
+        jobs.mkdir()
+        return 0 if soak(slurm, jobs, options.minutes, options.seed, say) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What the planner predicts of a run, chooses for --zero-preset auto, and refuses before anything is allocated."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.config import ConfigError, World, make_config, parse
+from megazero.mesh.mesh import create_mesh
+from megazero.plan.cluster import Cluster, cluster_of_run
+from megazero.plan.frame import Frame
+from megazero.plan.layout import Layout
+from megazero.plan.memory import GIB
+from megazero.plan.seconds import Collectives
+from megazero.plan.simulate import simulate
+from megazero.train import forecast
+from megazero.train.outputs import peak_memory
+from megazero.verify.options import read_request
+from tests.unit.test_plan import ALONE, MODEL, WORDS, cluster, layout, write_cluster
+
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "hpz", "zeropp")
+
+
+def chosen(on: Cluster, policy: str, **values: object) -> tuple[Layout, list[str]]:
+    """What --zero-preset auto takes on a cluster."""
+    world = World(on.world_size, on.ranks_per_node)
+    asked = {**MODEL, **values, "ranks_per_node": on.ranks_per_node, "zero_preset": "auto", "cluster": "h100"}
+    config = make_config({**asked, "loss_policy": policy}, world)
+    frame = Frame(config, world, on, Collectives(on))
+    config, notes = forecast.choose(config, frame)
+    return Layout(frame, config.zero), notes
+
+
+@pytest.mark.parametrize("policy", ["exact", "zeropp"])
+@pytest.mark.parametrize("gib", [16.0, 0.04])
+def test_auto_is_not_slower_than_any_preset_that_fits(policy: str, gib: float) -> None:
+    on = cluster(gib=gib)
+    best, notes = chosen(on, policy)
+    others = [
+        layout({"zero_preset": preset}, on) for preset in PRESETS if policy == "zeropp" or preset != "zeropp"
+    ]
+    fitting = [other for other in others if other.fits]
+    assert best.fits and fitting and (gib > 1 or len(fitting) < len(others))
+    assert all(simulate(best).seconds <= simulate(other).seconds * (1 + 1e-9) for other in fitting)
+    assert "zero_shard" in repr(best.config.zero) and "--zero-shard" in notes[0]
+    assert (best.wire.gradients_inter is None) == (policy == "exact")
+
+
+def test_auto_keeps_what_was_given() -> None:
+    given = {"zero_quantized_weights": True, "zero_chunk_numel": 5000, "tensor_model_parallel_size": 2}
+    best, _ = chosen(cluster(), "zeropp", **given)
+    assert best.wire.weights is not None and best.wire.gradients_inter is None
+    assert best.config.zero.zero_chunk_numel == 5000 and best.frame.tp == 2
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does() -> None:
+    plain = layout({"zero_preset": "ddp"}, cluster())
+    forecast.refuse_too_large(plain, plain.memory.total)
+    with pytest.raises(
+        ValueError, match="does not fit: TP 1, PP 1, DP 8, P,G,OS 1,1,1.*nearest that fits"
+    ) as told:
+        forecast.refuse_too_large(plain, plain.memory.total / 2)
+    flags = shlex.split(str(told.value).split("nearest that fits")[1].split("(")[1].split(")")[0])
+    run = [*WORDS, *ALONE[:4], "--lr", "1", "--train-iters", "1", "--mock-data", "--ranks-per-node", "4"]
+    advised = parse([*run, *flags], World(8, 4))
+    on = cluster()
+    nearest = Layout(Frame(advised, World(8, 4), on, Collectives(on)), advised.zero)
+    assert nearest.memory.total <= plain.memory.total / 2
+    assert nearest.config.batch == plain.config.batch, "more was given up than was needed"
+    with pytest.raises(ValueError, match="take more nodes"):
+        forecast.refuse_too_large(plain, 1000.0)
+
+
+def test_the_memory_of_the_devices_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config({**MODEL, "global_batch_size": 1, "params_dtype": "fp32"}, World(1, 1))
+    cpu = torch.device("cpu")
+    same, seen, notes = forecast.foresee(config, World(1, 1), cpu)
+    assert seen is not None and same is config and not notes and seen.seconds is None
+    assert seen.memory.total < 1 * GIB < forecast.room_of(cpu, 1)
+    monkeypatch.setattr(forecast, "_meminfo", lambda: {"MemAvailable": 10**6})
+    with pytest.raises(ValueError, match="does not fit"):
+        forecast.foresee(config, World(1, 1), cpu)
+    unchecked = replace(config, planning=replace(config.planning, memory_check=False))
+    assert forecast.foresee(unchecked, World(1, 1), cpu)[1] is not None
+    monkeypatch.setattr(forecast, "_meminfo", dict)
+    assert forecast.foresee(config, World(1, 1), cpu)[1] is not None
+    wide = make_config({**MODEL, "global_batch_size": 1, "params_dtype": "fp64"}, World(1, 1))
+    assert forecast.foresee(wide, World(1, 1), cpu)[1] is None
+
+
+def test_predicted_beside_measured() -> None:
+    config = make_config({**MODEL, "global_batch_size": 1}, World(1, 1))
+    seen = forecast.foresee(config, World(1, 1), torch.device("cpu"))[1]
+    assert seen is not None
+    mesh = create_mesh(ranks_per_node=1)
+    timed = replace(seen, seconds=2.0, resident=peak_memory(torch.device("cpu")) - GIB // 2)
+    line = timed.beside(mesh, [9.0, 3.0, 1.0])
+    assert line is not None and "0.5" in line and "step 2 s predicted, 3 measured" in line
+    assert timed.beside(mesh, []) is None
+    assert "step 2" not in str(replace(timed, seconds=None).beside(mesh, [1.0]))
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    words = [*WORDS, *ALONE, "--lr", "1", "--train-iters", "1", "--mock-data"]
+    with pytest.raises(ConfigError, match="--zero-preset auto needs --cluster"):
+        parse([*words, "--zero-preset", "auto"], World(8, 4))
+    with pytest.raises(ConfigError, match="--cluster h10 is neither a file.*h100"):
+        parse([*words, "--cluster", "h10"])
+    with pytest.raises(ConfigError, match="no layout yet"):
+        read_request([*words, "--zero-preset", "auto", "--cluster", "h100", "--world-size", "4"])
+    file = write_cluster(tmp_path / "lab.yaml", 1)
+    assert cluster_of_run(file, 12, 4).nodes == 3 and cluster_of_run(file, 2, 2).ranks_per_node == 2
+    with pytest.raises(ConfigError, match="nodes of 4 ranks, but this run has 2 on each of 4"):
+        cluster_of_run(file, 8, 2)

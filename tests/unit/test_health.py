@@ -1,0 +1,164 @@
+"""What the health check makes of what ranks found: which node is named, as a fault or a note, and what follows."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.train import health_probes
+from megazero.train.exit_status import ExitStatus
+from megazero.train.health import (
+    BAD_NODES_FILE,
+    GIB,
+    Fault,
+    Storage,
+    Unhealthy,
+    device_faults,
+    differences,
+    folder_faults,
+    record_bad_nodes,
+    room_faults,
+)
+from megazero.train.health_links import NODES, _in_turns, in_words, slow_links
+from megazero.train.health_probes import Facts, memory_errors, missing_bytes, multiplies, remembers
+
+FACTS = Facts("n0", "cuda", (), (70 * GIB, 80 * GIB), (400 * GIB, 500 * GIB), 1000.0)
+MANY = [replace(FACTS, node=f"n{i // 2}") for i in range(8)]  # 4 nodes of 2 ranks
+
+
+def changed(rank: int, **values: object) -> list[Facts]:
+    return [replace(facts, **values) if i == rank else facts for i, facts in enumerate(MANY)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"wrong": ("its product is wrong",)}, "rank 5: its product is wrong"),
+        ({"device": "cpu"}, "rank 5: computes on cpu, most ranks on cuda"),
+        ({"device_memory": (30 * GIB, 80 * GIB)}, "rank 5: 30.0 of 80.0 GiB of GPU memory are free"),
+    ],
+)
+def test_a_bad_device_is_the_fault_of_its_node(values, said) -> None:
+    (fault,) = device_faults(changed(5, **values))
+    assert (fault.node, fault.status) == ("n2", ExitStatus.RANK_LOST) and said in fault.text
+    assert not device_faults(MANY)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"clock": 997.5}, "n2: its clock is -2.5 s from the others'"),
+        (
+            {"host_memory": (200 * GIB, 500 * GIB)},
+            "n2: 200.0 GiB of host memory are free, the median is 400.0",
+        ),
+        ({"device_memory": (45 * GIB, 80 * GIB)}, "n2: 45.0 GiB of device memory are free"),
+    ],
+)
+def test_what_differs_is_a_note_that_names_the_node(values, said) -> None:
+    (note,) = differences(changed(5, **values))
+    assert said in note
+    assert not list(differences(changed(5, clock=1001.5)))
+
+
+def test_a_folder_that_few_nodes_do_not_see_is_their_fault_and_else_a_mistake() -> None:
+    nodes = ["n0", "n0", "n1", "n1", "n2", "n2"]
+    (few,) = folder_faults({3: "does not see it"}, nodes)
+    assert (few.node, few.status) == ("n1", ExitStatus.RANK_LOST)
+    most = folder_faults({2: "does not see it", 4: "does not see it"}, nodes)
+    assert {fault.status for fault in most} == {ExitStatus.MISTAKE}
+    for rank, number, status in (
+        (3, errno.EACCES, ExitStatus.RANK_LOST),
+        (3, errno.ENOSPC, ExitStatus.STORAGE),
+        (0, errno.EROFS, ExitStatus.STORAGE),
+        (0, errno.EACCES, ExitStatus.MISTAKE),
+    ):
+        (fault,) = folder_faults({rank: OSError(number, "no", "f")}, nodes)
+        assert fault.status == status and f"rank {rank} cannot write: [Errno {number}] no: 'f'" == fault.text
+
+
+def test_nodes_to_leave_out_are_named_for_people_and_for_the_script(tmp_path: Path) -> None:
+    lost = [Fault(node, "is bad", ExitStatus.RANK_LOST) for node in ("n7", "n2", "n7")]
+    error = Unhealthy(lost)
+    assert "n7: is bad; n2: is bad. Leave them out: --exclude=n2,n7" in str(error)
+    assert error.exit_status == ExitStatus.RANK_LOST and error.nodes == ("n2", "n7")
+    record_bad_nodes(str(tmp_path / "logs"), error.nodes)
+    assert (tmp_path / "logs" / BAD_NODES_FILE).read_text() == "n2\nn7\n"
+    record_bad_nodes(str(tmp_path / "logs"), ())
+    assert not list((tmp_path / "logs").iterdir())
+    # Other nodes do not help against what is wrong everywhere, so the script is not to try again.
+    assert Unhealthy([*lost, Fault("", "no room", ExitStatus.STORAGE)]).exit_status == ExitStatus.STORAGE
+
+
+def test_room_is_asked_for_what_a_run_holds_at_one_time(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(health_probes, "free_bytes", lambda folder: 3 * GIB)
+    assert missing_bytes(tmp_path, GIB, None) == -2 * GIB
+    assert missing_bytes(tmp_path, GIB, 2) == 0
+    assert missing_bytes(tmp_path, GIB, 4) == 2 * GIB
+    monkeypatch.setattr(health_probes.store, "checkpoints", lambda folder: [folder] * 3)
+    assert missing_bytes(tmp_path, GIB, 4) == -GIB  # three of the five are there
+    assert missing_bytes(tmp_path, 4 * GIB, 2) == GIB  # the one being written is still to come
+    (fault,) = room_faults(Storage(tmp_path, GIB, 4), 2 * GIB, 3 * GIB)
+    assert (
+        fault.status == ExitStatus.STORAGE and "has 3 GiB free" in fault.text and "2 GiB more" in fault.text
+    )
+    assert not room_faults(Storage(tmp_path, GIB, 4), 0, 3 * GIB)
+
+
+def test_the_slow_node_is_told_from_its_neighbours() -> None:
+    nodes = [f"n{i}" for i in range(5)]
+    pairs = {(i, i + 1): 1e9 for i in range(4)} | {(0, 4): 1e9}
+    assert not slow_links({NODES: pairs}, nodes)
+    (slow,) = slow_links({NODES: pairs | {(1, 2): 1e8, (2, 3): 1.2e8}}, nodes)
+    assert slow.node == "n2" and "0.12 GB/s, where the median of 5 is 1 GB/s" in slow.text
+    assert not slow_links({NODES: pairs | {(1, 2): 1e8}}, nodes)  # a cable: both have another that is fast
+    three = {(0, 1): 1e8, (1, 2): 1e9, (0, 2): 1e8}
+    assert [slow.node for slow in slow_links({NODES: three}, nodes)] == ["n0"]
+    assert not slow_links({NODES: {(0, 1): 1e5}}, nodes)  # two nodes: nobody can say
+
+
+def test_a_slow_group_is_a_fault_where_it_lies_on_one_node() -> None:
+    nodes = ["n0", "n0", "n1", "n1", "n2", "n2"]
+    inside = {(0, 1): 1e9, (2, 3): 9e8, (4, 5): 1e8}
+    across = {(0, 2): 1e9, (1, 3): 1e8, (4, 5): 1e9}
+    assert [slow.node for slow in slow_links({"p_intra": inside}, nodes)] == ["n2"]
+    (slow,) = slow_links({"os_inter": across}, nodes)
+    assert slow.node is None and "ranks 1,3 (os_inter): 0.1 GB/s" in slow.text
+    assert in_words({"p_intra": inside}) == "p_intra 0.9 GB/s (least 0.1 GB/s, ranks 4,5)"
+
+
+@pytest.mark.parametrize("size", range(2, 8))
+def test_every_neighbour_is_met_once(size: int) -> None:
+    pairs = list(_in_turns(range(size)))
+    ring = {tuple(sorted((i, (i + 1) % size))) for i in range(size)}
+    assert len(pairs) == len(ring) and {tuple(sorted(pair)) for pair in pairs} == ring
+
+
+def test_a_device_that_computes_or_stores_wrongly_is_noticed(monkeypatch) -> None:
+    cpu = torch.device("cpu")
+    assert multiplies(cpu) and remembers(cpu, 2**21)
+    product = torch.Tensor.__matmul__
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda self, other: product(self, other) + self.is_floating_point()
+    )
+    assert not multiplies(cpu)
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copy(self, other).view(-1)[:-1].fill_(1))
+    assert not remembers(cpu, 2**21)
+
+
+@pytest.mark.parametrize("said, errors", [("3", 3), ("0", 0), ("[N/A]", 0)])
+def test_memory_errors_are_those_that_the_driver_counts(tmp_path: Path, monkeypatch, said, errors) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$2" = GPU-12ab ] && echo "{said}"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert memory_errors("12ab") == errors
+    assert memory_errors("GPU-12ab") == errors
+    tool.unlink()
+    assert shutil.which("nvidia-smi") is None and memory_errors("12ab") == 0

@@ -1,0 +1,186 @@
+"""The batch scripts of pretrain/slurm with programs in the place of SLURM's: what is started, and what comes after.
+
+tests/slurm runs them on a real SLURM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megazero.train.exit_status import ExitStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path.name for path in (ROOT / "pretrain" / "slurm").glob("*.sbatch"))
+# Each says how it was called. srun ends as ENDS says, and leaves what a run leaves.
+PROGRAMS = {
+    "srun": """echo "srun $*" >> "$CALLS"
+        for node in $LOST; do [[ "$*" == *"=$node "*check_nodes.py* ]] && exit 1; done
+        [[ "$*" == *check_nodes.py* ]] && exit 0
+        mkdir -p "$RUN/logs" "$RUN/iter_$NEWEST"
+        trap 'echo "handed on USR1" >> "$CALLS"; exit 75' USR1
+        [ "$ENDS" = waits ] && { touch "$RUN/waits"; for i in $(seq 200); do /bin/sleep 0.05; done; }
+        [[ "$*" == *"$BAD"* ]] && { echo "$BAD" > "$RUN/logs/bad_nodes"; exit 76; }
+        [ -n "$SAID" ] && echo "$SAID" > "$RUN/logs/exit_status"
+        exit $ENDS""",
+    "scontrol": """echo "scontrol $*" >> "$CALLS"
+        [ "$1 $2" = "show hostnames" ] && printf 'node%s\\n' 0 1 2
+        [ "$1 $2" = "show job" ] && echo "JobState=$STATE ReqNodeList=(null) ExcNodeList=$EXCLUDED"
+        exit 0""",
+    "sleep": "exit 0",  # until SLURM ends a script that is requeued
+    "scancel": 'echo "scancel $*" >> "$CALLS"',
+}
+
+
+class Scripts:
+    """Runs the scripts in ``folder`` with the programs above. ``calls`` are theirs so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        for name, text in PROGRAMS.items():
+            path = folder / name
+            path.write_text(f"#!/bin/bash\n{text}\n")
+            path.chmod(0o755)
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def start(self, script: str, ends: object, **variables: object) -> subprocess.Popen:
+        job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NODES": 3}
+        job |= {"SLURM_JOB_NODELIST": "node[0-2]", "RUN": self.run, "CALLS": self.folder / "calls"}
+        job |= {"ENDS": ends, "SAID": "", "NEWEST": "0000001", "BAD": "none", "LOST": ""}
+        job |= {"SLURM_NTASKS_PER_NODE": 8, "EXCLUDED": "(null)", "STATE": "RUNNING", **variables}
+        path = f"{self.folder}:{os.environ['PATH']}"
+        environ = {**os.environ, "PATH": path, **{name: str(value) for name, value in job.items()}}
+        words = ["bash", f"pretrain/slurm/{script}", "--lr", "1 e"]
+        return subprocess.Popen(
+            words, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def end(self, script: str, ends: object, **variables: object) -> tuple[int, str]:
+        """The exit status, and what was printed."""
+        process = self.start(script, ends, **variables)
+        text, _ = process.communicate(timeout=60)
+        return process.returncode, text
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Scripts:
+    return Scripts(tmp_path)
+
+
+@pytest.mark.parametrize("script", ["pretrain.sbatch", "torchrun.sbatch"])
+@pytest.mark.parametrize("status", [0, 1, 2, 65, 74, 75, 76, 77])
+def test_a_job_is_requeued_after_a_stop_or_a_lost_rank_alone(scripts, script, status) -> None:
+    assert scripts.end(script, ends=1, SAID=status)[0] == status  # the run's word, not the launcher's
+    again = ExitStatus(status) in (ExitStatus.STOPPED, ExitStatus.RANK_LOST)
+    assert ("scontrol requeue 7" in scripts.calls) == again
+
+
+@pytest.mark.parametrize(
+    "state, again",
+    [("RUNNING", True), ("COMPLETING Reason=TimeLimit", True), ("COMPLETING Reason=None", False)],
+)
+def test_a_job_that_is_cancelled_stays_so(scripts, state, again) -> None:
+    """It is COMPLETING: its ranks were told to stop, and its script runs on."""
+    assert scripts.end("pretrain.sbatch", ends=75, STATE=state)[0] == 75
+    assert ("scontrol requeue 7" in scripts.calls) == again
+
+
+def test_a_launchers_status_counts_where_the_run_said_none(scripts) -> None:
+    (scripts.run / "logs").mkdir(parents=True)
+    (scripts.run / "logs" / "exit_status").write_text("75\n")  # of an earlier job
+    assert scripts.end("pretrain.sbatch", ends=1)[0] == 1
+    assert "scontrol requeue 7" not in scripts.calls
+
+
+def test_ranks_that_were_all_killed_are_lost(scripts) -> None:
+    assert scripts.end("pretrain.sbatch", ends=137)[0] == ExitStatus.RANK_LOST
+    assert "scontrol requeue 7" in scripts.calls
+
+
+def test_restarts_without_a_new_checkpoint_have_an_end(scripts) -> None:
+    for _ in range(3):
+        scripts.end("pretrain.sbatch", ends=76)
+    assert scripts.calls.count("scontrol requeue 7") == 3
+    _, text = scripts.end("pretrain.sbatch", ends=76)
+    assert "3 restarts without a new checkpoint: not again" in text
+    scripts.end("pretrain.sbatch", ends=76, NEWEST="0000002")  # by hand, and it got on
+    assert scripts.calls.count("scontrol requeue 7") == 4
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_signal_to_the_script_goes_on_to_the_ranks(scripts, script) -> None:
+    process = scripts.start(script, "waits")
+    while not (scripts.run / "waits").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 75 and "handed on USR1" in scripts.calls
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_flags_arrive_as_they_are_with_the_scripts_own_behind(scripts, script) -> None:
+    scripts.end(script, ends=0)
+    (call,) = [line for line in scripts.calls if "pretrain_gpt.py" in line]
+    assert call.startswith("srun --kill-on-bad-exit=1 --wait=60 ")
+    own = f"--save {scripts.run} --load {scripts.run} --log-dir {scripts.run}/logs --exit-signal-handler"
+    assert call.endswith(f"pretrain/pretrain_gpt.py --lr 1 e {own}")
+
+
+def test_tasks_of_an_array_have_runs_of_their_own_and_a_chain_has_one(scripts) -> None:
+    scripts.end(
+        "pretrain.sbatch", ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/a", SLURM_ARRAY_TASK_ID=4
+    )
+    scripts.end("chain.sbatch", ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/b", SLURM_ARRAY_TASK_ID=4)
+    assert f"--save runs/{scripts.folder}/a-4 " in scripts.calls[0]
+    assert f"--save runs/{scripts.folder}/b " in scripts.calls[1]
+
+
+@pytest.mark.parametrize("status, goes_on", [(0, False), (2, False), (75, True), (76, True)])
+def test_a_chain_ends_with_its_first_job_that_finishes_or_fails(scripts, status, goes_on) -> None:
+    assert scripts.end("chain.sbatch", ends=status)[0] == status
+    assert scripts.end("chain.sbatch", ends=status, SLURM_ARRAY_JOB_ID=5)[0] == status
+    cancelled = [line for line in scripts.calls if line.startswith("scancel")]
+    by_name = f"--user={os.popen('id -un').read().strip()} --name=name"
+    ended = [f"scancel --state=PENDING {by_name}", "scancel --state=PENDING 5"]
+    assert cancelled == ([] if goes_on else ended)
+
+
+def test_torchrun_and_its_ranks_ignore_signals_until_the_run_heeds_them(scripts) -> None:
+    scripts.end("torchrun.sbatch", ends=0)
+    (call,) = [line for line in scripts.calls if line.startswith("srun")]
+    assert "--nnodes 3 --nproc-per-node 8" in call and "--rdzv-endpoint node0:20007" in call
+    assert 'trap "" USR1 TERM INT; exec' in call and "--signals-to-handle SIGQUIT" in call
+
+
+@pytest.mark.parametrize("excluded, wanted", [("(null)", "node1"), ("node7,node9", "node1,node7,node9")])
+def test_a_node_that_is_named_bad_is_excluded_when_the_job_is_requeued(scripts, excluded, wanted) -> None:
+    assert scripts.end("pretrain.sbatch", ends=0, BAD="pretrain", EXCLUDED=excluded)[0] == 76
+    wanted = wanted.replace("node1", "pretrain")  # what the program in srun's place looks for, and names
+    assert scripts.calls[-1] == f"scontrol update JobId=7 ExcNodeList={wanted}"
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_lost_or_named_bad(scripts) -> None:
+    """The job has node0 to node2 and trains on two of them. node0 does not answer; node1 is named bad by the run."""
+    assert scripts.end("spare.sbatch", ends=0, NODES=2)[0] == 0
+    assert scripts.end("spare.sbatch", ends=0, NODES=2, LOST="node0")[0] == 0
+    runs = [line for line in scripts.calls if "pretrain_gpt.py" in line]
+    assert ["--nodelist=node0,node1 " in runs[0], "--nodelist=node1,node2 " in runs[1]] == [True, True]
+    status, text = scripts.end("spare.sbatch", ends=0, NODES=2, BAD="node1")
+    runs = [line.split("--nodelist=")[1].split()[0] for line in scripts.calls if "pretrain_gpt.py" in line]
+    assert status == 0 and runs[2:] == ["node0,node1", "node0,node2"] and "again, inside the job" in text
+    assert "scontrol requeue 7" not in scripts.calls
+
+
+def test_without_enough_good_nodes_the_job_goes_back_into_the_queue(scripts) -> None:
+    status, text = scripts.end("spare.sbatch", ends=0, NODES=2, LOST="node0 node2")
+    assert status == 76 and scripts.calls[-1] == "scontrol requeue 7", text
+    assert "node2 is left out" in text and "1 nodes are good, 2 are needed" in text
