@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.mesh.grid import INTRA
 from megazero.plan.course import Course
 from megazero.plan.layout import LOCAL, Chain, Layout, Leg
 from megazero.pp.schedules import Action, Kind
@@ -135,10 +136,18 @@ class Process(Course):
             yield Need("recompute", again)
             for _ in range(looks):
                 yield Need("compute", compute / looks)
-                yield Need("tensor", tensor / looks)
+                yield from self._tensor(tensor / looks, module.kind)
                 yield from self._poll((self.gathers, self.reductions))
             if backward:
                 yield from self._take(module.units, reduces, action)
+
+    def _tensor(self, seconds: float, module: str) -> Steps:
+        """Wait for tensor-parallel collectives."""
+        if seconds:
+            busy = self.frame.compute.times[module].tp_busy * seconds
+            transfer = self.machine.send(self.rank, Leg(INTRA, seconds, busy))
+            while not transfer.done:
+                yield Need("tensor")
 
     def _use(self) -> Steps:
         """Start the gathers that begin at this use of a module, and wait for those that it needs."""
