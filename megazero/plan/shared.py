@@ -10,7 +10,7 @@ modules' hooks and while it waits (comm/lane.py), and what they code is the rank
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -185,7 +185,7 @@ class Process(Course):
             if not moved and not ready():
                 yield Need(item)
 
-    def _poll(self, lanes: Sequence[deque[Ticket]]) -> Iterator[Need]:
+    def _poll(self, lanes: Sequence[deque[Ticket]]) -> Generator[Need, None, bool]:
         """Move chains on as comm/lane.py does. Returns whether one moved."""
         moved = False
         for lane in lanes:
