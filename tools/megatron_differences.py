@@ -170,6 +170,13 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "what a pretraining of weeks wants; a loss that is NaN ends the run, as there",
     ),
     (
+        "--skip-train-iteration-range",
+        "(BLOOM's fork) draws one micro-batch for each iteration of the range, and does not count the iterations",
+        "takes all samples of the iterations and counts both, as Megatron-LM with --iterations-to-skip, another name "
+        "of it here",
+        "the samples named are those that are left out, and a resume goes on behind them",
+    ),
+    (
         "--tokenizer-type",
         "SentencePieceTokenizer adds <CLS>, <SEP>, <EOD> and <MASK> and ends documents with <EOD>; Llama2Tokenizer "
         "puts the beginning-of-sequence token before each document",

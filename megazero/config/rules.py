@@ -23,6 +23,7 @@ from megazero.config.fields import show
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.shards import AUTO
+from megazero.config.skipping import legal_ranges
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -245,6 +246,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
+    (("skip_train_iteration_range",), legal_ranges),
     (("save_hf", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), _exportable),
     (("zero_preset",), _planned),
     (("zero_block_size",), wire_rules.block_size),

@@ -35,6 +35,7 @@ from megazero.config.sections import (
     ZeroConfig,
 )
 from megazero.config.shards import AUTO, DEFAULT_PRESET, Shards, resolve_shards
+from megazero.config.skipping import SkippingConfig
 from megazero.config.summary import AUTO_SUMMARY, model_summary, zero_summary
 from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.families import FAMILIES
@@ -80,6 +81,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    skipping: SkippingConfig = field(default_factory=SkippingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

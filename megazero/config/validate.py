@@ -46,9 +46,11 @@ def ignored(config: RunConfig) -> list[str]:
 
 def _own(name: str) -> bool:
     """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
-    return name.startswith("zero_") or name in ("allow_fresh_start", "accept_field", "save_hf")
+    return name.startswith(("zero_", "spike_")) or name in OWN
 
 
+OWN = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
+_SAVES = "--save and --save-interval"
 Condition = tuple[
     Collection[str], bool, str
 ]  # options, whether they mean something here, and what that takes
@@ -92,11 +94,15 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     files, published = config.checkpoint, is_published(config.checkpoint.load)
     kept = ["save_retain_interval", "save_keep_last"]
     profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
-    yield ["save_interval", "save_hf", *kept], files.save is not None, "--save"
-    yield kept, files.save_interval is not None, "--save-interval"
+    yield ["save_interval", "save_hf", "async_save", *kept], files.save is not None, "--save"
+    yield [*kept, "async_save"], files.save_interval is not None, "--save-interval"
     yield ["allow_fresh_start", "finetune", "load_optim", "load_rng"], files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
     yield ["accept_field"], published, "--load hf:DIR"
+    rollback = config.skipping.rollback_on_spike
+    of_rollback = ["max_rollbacks", *(name for name in all_options() if name.startswith("spike_"))]
+    yield ["rollback_on_spike"], files.save is not None and files.save_interval is not None, _SAVES
+    yield of_rollback, rollback, "--rollback-on-spike"
     yield ["load_optim", "load_rng"], not files.finetune, "continuing the run (no --finetune)"
     yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"
     yield ["wandb_entity", "wandb_exp_name", "wandb_save_dir"], wandb, "--wandb-project"

@@ -81,6 +81,13 @@ class Batches:
         self._prepare(min(micro_batches, left))
         return batches
 
+    def seek(self, consumed: int) -> None:
+        """Go on from another position. What the thread prepared is dropped."""
+        for future in self._ready:
+            future.cancel()
+        self._ready.clear()
+        self.consumed = consumed
+
     def close(self) -> None:
         """Stop the thread. The position stays readable."""
         self._ready.clear()

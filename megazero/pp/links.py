@@ -13,10 +13,11 @@ waiting.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,14 @@ from megazero.pp.schedules import Message
 
 AHEAD = 2  # receives posted per peer beyond the one that is waited for
 POLL_S = 0.0005  # how often the engine's chains are looked at while a stage waits
+
+
+class Awaited(NamedTuple):
+    """What the host waits for: the other rank (of the world), the message, and since when, in seconds since 1970."""
+
+    rank: int
+    message: str
+    began: float
 
 
 class Links:
@@ -55,6 +64,7 @@ class Links:
         self.posted: dict[int, dict[Message, tuple[Tensor, Any]]] = {}  # by source, not asked for yet
         self.sent: deque[tuple[Tensor, int, Any]] = deque()  # with the target
         self.aborted = False
+        self.awaited: Awaited | None = None  # on gloo; read by the watch, from a thread of its own
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Send a number each way between these pipeline ranks. This is collective and comes before the first message.
@@ -107,7 +117,7 @@ class Links:
         self._post(source, message)
         tensor, work = self.posted[source].pop(message)
         self._post(source)
-        self._wait(work, source)
+        self._wait(work, source, f"{message.kind} of micro-batch {message.micro_batch}")
         return tensor
 
     def close(self) -> None:
@@ -160,19 +170,22 @@ class Links:
         self._wait(work, target)
         self.sent.popleft()
 
-    def _wait(self, work: Any, other: int) -> None:
+    def _wait(self, work: Any, other: int, what: str = "receipt of a message") -> None:
         if not isinstance(work, Future):
             work.wait()
             return
         if work.done():
             work.result()
             return
-        link = self.mesh.grid.link(self.mesh.rank, self.mesh.pp.ranks[other]).removesuffix("_node")
+        peer = self.mesh.pp.ranks[other]
+        self.awaited = Awaited(peer, what, time.time())
+        link = self.mesh.grid.link(self.mesh.rank, peer).removesuffix("_node")
         with self.timed(f"exposed_pipeline_{link}"):
             # Not result(timeout): work that ends as a look at it does would seem to have timed out itself.
             while self.poll() and not wait([work], POLL_S).done:
                 pass
             work.result()
+        self.awaited = None  # not after an error: then it says what failed
 
 
 def _is_done(work: Any) -> bool:

@@ -33,7 +33,8 @@ class Beat:
     """What one rank last said. ``count`` grows with every beat; ``since`` is how long it has not moved, in seconds.
 
     ``start`` is when its process started, in clock ticks since the host did: with it, a process id of this host
-    means this process and no other.
+    means this process and no other. ``awaits`` is the message of a pipeline that it waits for: whose, which, and
+    since when, in seconds since 1970.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Beat:
     waiting: bool
     where: Where
     stack: str
+    awaits: tuple[int, str, float] | None = None
 
     @property
     def words(self) -> str:
@@ -65,8 +67,33 @@ def missing_ranks(
     said += [f"rank {rank}: it never came" for rank in never]
     if not said:
         longest = max(known, key=lambda beat: beat.since)
+        if starving := starved(known):
+            waiting, owing = starving
+            assert waiting.awaits is not None
+            return (
+                f"missing: {owing.words}: it waits, too, at {owing.stack}, but owes {waiting.words} the "
+                f"{waiting.awaits[1]}"
+            )
         return f"missing: none, all wait in collectives, longest {longest.words}, at {longest.stack}"
     return f"missing: {'; '.join(said)}"
+
+
+def starved(known: Sequence[Beat]) -> tuple[Beat, Beat] | None:
+    """Of ranks that all wait, the one without whose message the others would not, and who owes it.
+
+    From a rank that waits for a message one comes to the rank that owes it, and so on: to one that waits for no
+    message, or into a ring. In the ring, the one that began to wait first was starved: the others ran out later.
+    """
+    beats = {beat.rank: beat for beat in known}
+    way = [beat for beat in known if beat.awaits is not None][:1]
+    while way and (awaits := way[-1].awaits) is not None and awaits[0] in beats:
+        other = beats[awaits[0]]
+        if other in way:
+            ring = way[way.index(other) :]
+            first = min(ring, key=lambda beat: beat.awaits[2] if beat.awaits else 0.0)
+            return first, beats[first.awaits[0]] if first.awaits else other
+        way.append(other)
+    return (way[-2], way[-1]) if len(way) > 1 else None
 
 
 def in_words(where: Where) -> str:

@@ -8,8 +8,8 @@ error feedback, its own residuals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,15 @@ from megazero.checkpoint.directory import checkpoint_name
 from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
+from megazero.config.secrets import redact
+from megazero.config.skipping import SkippingConfig
 from megazero.convert.export import converted_from, finish, write_folder
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
 from megazero.mesh.mesh import Mesh
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import Origin, Progress, world_group
+from megazero.train.spikes import SpikeMonitor
 from megazero.zero import Engine
 from megazero.zero.records import (
     MASTER,
@@ -45,7 +48,8 @@ from megazero.zero.records import (
 @dataclass(frozen=True)
 class Checkpointing:
     """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data. scaling: the run's own
-    loss scale. files: small ones by name that every checkpoint holds, those of the tokenizer; on the first rank."""
+    loss scale. spikes: its own watch for them. files: small ones by name that every checkpoint holds, those of the
+    tokenizer; on the first rank."""
 
     config: RunConfig
     mesh: Mesh
@@ -53,6 +57,7 @@ class Checkpointing:
     placements: Mapping[str, Placement]
     fingerprint: str
     scaling: LossScaling = field(default_factory=LossScaling)
+    spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -75,8 +80,14 @@ class Checkpointing:
 
     def save(self, progress: Progress) -> Path:
         """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
-        options = self.config.checkpoint
-        assert options.save is not None
+        return store.save(self._root, self._snapshot(progress), **self._manner)
+
+    def saving(self, progress: Progress, staging: store.Staging) -> Generator[store.Part, None, Path]:
+        """Do as ``save`` does from a copy, but yield the parts that are this rank's own work. Collective."""
+        return store.saving(self._root, self._snapshot(progress), staging=staging, **self._manner)
+
+    def _snapshot(self, progress: Progress) -> store.Snapshot:
+        """Return what a checkpoint holds now: its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
             self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
         state = {
@@ -88,25 +99,37 @@ class Checkpointing:
             "optimizer": self.engine.optimizer.scalars(),
             "engine": self.engine.state(),
             "loss_scaling": self.scaling.state(),
+            "spikes": self.spikes.state(),
             "tokenizer": self.fingerprint,
             "losses": dict(progress.losses),
+            "left_out": [asdict(each) for each in progress.left_out],
         }
-        snapshot = store.Snapshot(
+        return store.Snapshot(
             step=progress.iteration,
             records=save_records(self.engine, self.placements),
             state=state,
             rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
             layout=self._layout,
-            configuration=self.config.to_dict(),
+            configuration=redact(self.config.to_dict()),
             files=self.files,
         )
+
+    @property
+    def _root(self) -> str:
+        assert self.config.checkpoint.save is not None
+        return self.config.checkpoint.save
+
+    @property
+    def _manner(self) -> dict[str, Any]:
+        options = self.config.checkpoint
         retention = store.Retention(options.save_keep_last, options.save_retain_interval)
         # A run that resumed from an older checkpoint writes its iterations again.
-        return store.save(options.save, snapshot, group=world_group(), retention=retention, overwrite=True)
+        return {"group": world_group(), "retention": retention, "overwrite": True}
 
-    def load(self, origin: Origin) -> None:
+    def load(self, origin: Origin, whole: bool = False) -> None:
         """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.
 
+        whole: the checkpoint is this run's own: load all of it, whatever the flags leave out at the start.
         Raises CheckpointError if the checkpoint does not fit this run.
         """
         if origin.published is not None:
@@ -116,6 +139,8 @@ class Checkpointing:
         if path is None or manifest is None:
             return
         options = self.config.checkpoint
+        if whole:
+            options = replace(options, finetune=False, load_optim=True, load_rng=True)
         with_optimizer = options.load_optim and not options.finetune
         moments = self._moments(manifest.kinds, path) if with_optimizer else []
         residual = with_optimizer and RESIDUAL in manifest.kinds
@@ -137,6 +162,7 @@ class Checkpointing:
         if "engine" in state:  # not in checkpoints of before quantised messages
             self.engine.load_state(state["engine"])
         self.scaling.load_state(state.get("loss_scaling", {}))  # not in checkpoints of before fp16
+        self.spikes.load_state(state.get("spikes", {}))
         if options.load_rng and loaded.rank_tensors:
             _restore_generators(loaded.rank_tensors, self.mesh.device)
 

@@ -43,7 +43,9 @@ class Facts:
 def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:
     """Try this rank's device, and read its memory and clock. Collective."""
     wrong = tuple(device_faults(device))
-    device_memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    # A device that failed may fail at this, too.
+    asks = device.type == "cuda" and not wrong
+    device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
     gather(None)  # all ranks have come: they read their clocks now
     return Facts(node, device.type, wrong, device_memory, host_memory(), read_clock())
 
@@ -141,12 +143,13 @@ def _write(path: Path, make: bool = False) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Wait for a file that another node wrote. Listing the folder makes a network's file system ask again."""
+    """Wait for a file that another node wrote."""
     deadline = time.monotonic() + SEEN
-    while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):
+    while not os.path.exists(path):  # which no error of a broken folder leaves
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
+        _attempt(lambda: os.listdir(path.parent))  # makes a network's file system ask again
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +15,11 @@ from megazero.checkpoint.errors import agree_local
 from megazero.checkpoint.manifest import check_sizes
 from megazero.config import RunConfig
 from megazero.config.published import is_published, published_folder
+from megazero.config.secrets import redact
 from megazero.config.sections import CheckpointConfig
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
+from megazero.train.skipping import LeftOut
 
 Answer = TypeVar("Answer")
 # Files by which other trainers find their newest checkpoint.
@@ -49,7 +51,8 @@ class Progress:
     the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
     was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
     keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
-    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation.
+    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
+    checkpoint: the last one of this progress.
     """
 
     iteration: int = 0
@@ -59,6 +62,8 @@ class Progress:
     ordered_for: Mapping[str, int] = field(default_factory=dict)
     owes_evaluation: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,26 +113,53 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     path = _agreed_latest(options.load, mesh)
     if path is None:
         return _start_fresh(options, mesh)
+    origin = _opened(path)
+    assert origin.manifest is not None
+    if options.finetune:
+        return replace(origin, progress=Progress())
+    notes = (
+        *_incomplete(options.load, origin.manifest.step),
+        *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
+    )
+    return replace(origin, progress=replace(origin.progress, notes=notes))
+
+
+def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
+    """Return the newest checkpoint under ``save`` from before an iteration. Collective.
+
+    Raises CheckpointError on every rank if there is none.
+    """
+
+    def newest() -> Path | None:
+        older = [path for path in store.checkpoints(save) if store.read_manifest(path).step < iteration]
+        return older[-1] if older else None
+
+    path = _of_first_rank(mesh, newest)
+    if path is None:
+        raise store.CheckpointError(
+            f"--save {save} holds no checkpoint from before iteration {iteration}; lower --save-interval, or keep "
+            "more of them (--save-keep-last)"
+        )
+    return _opened(path)
+
+
+def _opened(path: Path) -> Origin:
+    """The checkpoint with what it says of itself, to go on from. Collective."""
     manifest, state = agree_local(
         world_group(),
         f"checkpoint '{path}' not loaded",
         lambda: (store.read_manifest(path), store.read_state(path)),
     )
-    if options.finetune:
-        return Origin(Progress(), path, manifest, state)
-    knows_number = "ordered_for" in state
-    notes = (
-        *_incomplete(options.load, manifest.step),
-        *_changed_order(config, manifest.configuration, knows_number),
-    )
     progress = Progress(
         state["iteration"],
         state["consumed_samples"],
         state["run_id"],
-        notes,
+        (),
         state.get("ordered_for", {}),
         state.get("owes_evaluation", False),
         state.get("losses", {}),
+        tuple(LeftOut(**each) for each in state.get("left_out", ())),
+        str(path),
     )
     return Origin(progress, path, manifest, state)
 
@@ -186,7 +218,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
 
     knows_number: the checkpoint says how many samples its order was made for.
     """
-    now = config.to_dict()
+    now = redact(config.to_dict())  # as the checkpoint has it
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
         old, new = before.get(section, {}).get(name), now[section][name]
         if (old or None) != (new or None):  # a checkpoint may be older than the option

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.train.beats import Beat, Where, in_words, innermost, missing_ranks, started, waits
@@ -54,10 +55,10 @@ class Limit(NamedTuple):
 class Watch:
     """Beats for one rank from ``start()`` to ``stop()``, and ends the process when the ranks hang.
 
-    where: called by the thread; what the main thread does now. moved: called by the thread; a value that changes
-    whenever the main thread gets on (a count). limit: called by the thread; if it does not move for longer, the run
-    hangs. folder: where stacks go. end: called with the line that says who is missing, or with None on a rank that
-    need not say it; it ends the process.
+    where: what the main thread does now. moved: a value that changes whenever the main thread gets on (a count).
+    awaits: as Beat's. limit: if it does not move for longer, the run hangs. The thread calls these. folder: where
+    stacks go. end: called with the line that says who is missing, or with None on a rank that need not say it; it
+    ends the process. host: what this one is called (default: its own name).
     """
 
     def __init__(
@@ -68,21 +69,26 @@ class Watch:
         *,
         where: Callable[[], Where],
         moved: Callable[[], Any],
+        awaits: Callable[[], tuple[int, str, float] | None] = lambda: None,
         limit: Callable[[], Limit],
         folder: Path,
         end: Callable[[str | None], None],
+        host: str = "",
     ) -> None:
         self.store, self.rank, self.world_size = _Timed(store), rank, world_size
-        self.where, self.moved, self.limit, self.folder, self.end = where, moved, limit, folder, end
+        self.where, self.moved, self.awaits, self.limit = where, moved, awaits, limit
+        self.folder, self.end = folder, end
         self.interval = interval_s(world_size)
         self.error = ""  # of the collective that failed on this rank
         self._main = threading.main_thread().ident or 0
-        self._host, self._started = socket.gethostname(), started(os.getpid())
+        self._host, self._started = host or socket.gethostname(), started(os.getpid())
         self._stopped, self._wanted = threading.Event(), threading.Event()
         self._answering = False
         self._count, self._seen, self._since = 0, None, time.monotonic()
         self._first: list[Beat] = []  # rank 0, once heard: to be ended if the store in it is silent
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._mind_store)]
+        self._threads = [
+            threading.Thread(target=run, daemon=True, name="watch") for run in (self._run, self._mind_store)
+        ]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -147,6 +153,7 @@ class Watch:
             "waiting": bool(self.error) or waits(frame),
             "where": dict(self.where()),
             "stack": innermost(frame),
+            "awaits": self.awaits(),
         }
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if not self._first and self.store.check(["beat/0"]):
@@ -184,10 +191,8 @@ class Watch:
         known = [beat for beat in after.values() if beat not in silent]
         busy = [beat for beat in known if not beat.waiting]
         never = sorted(set(ranks) - after.keys())
-        return [
-            *silent,
-            *busy,
-        ], f"{self._why}; {missing_ranks(silent, busy, never, known)}. Stacks: {self.folder}"
+        words = missing_ranks(silent, busy, never, known)
+        return [*silent, *busy], f"{self._why}; {words}. Stacks: {self.folder}"
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         keys = {rank: f"beat/{rank}" for rank in ranks}
@@ -209,7 +214,7 @@ class Watch:
         text = "".join(traceback.format_stack(self._frame()))
         with suppress(OSError):  # a full log disk: the line that names the ranks is told all the same
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.where())}\n{text}")
+            (self.folder / f"rank_{self.rank}.txt").write_text(redact(f"{in_words(self.where())}\n{text}"))
 
     def _leave(self, line: str | None, missing: Sequence[Beat]) -> None:
         if self.rank == 0 or any(beat.rank == 0 for beat in missing):

@@ -125,11 +125,13 @@ def load_records(
 
     Kind 'master' is for the weights, 'weights' for R; the optimizer's state is there if asked for. With
     ``residual`` there is also what rounding still owed, which the next step's gradient takes up. Call
-    ``engine.invalidate()`` after the load.
+    ``engine.invalidate()`` after the load. What the engine itself owed and measured goes with its old weights.
     """
     engine.optimizer.ensure_state()
+    engine.rounding.sums.clear()
     records = []
     for unit in engine.units:
+        unit.residual = unit.lost = None
         owed = torch.zeros_like(unit.master) if residual else None
         unit.carry = None if is_second_end(engine, unit) else owed
         for slot, low, high, at in unit.layout.ranges(unit.levels.os):

@@ -22,8 +22,13 @@ run() {
     while kill -0 $step 2>/dev/null; do wait $step; done
     wait $step
     status=$?
-    # The run's own word, where it had time to write it: a launcher's may be of the ranks that it ended.
-    [ -s "$RUN/logs/exit_status" ] && status=$(<"$RUN/logs/exit_status")
+    # The run's own word, where it had time to write it: a launcher's may be of the ranks that it ended. Ranks that
+    # were all killed have said nothing.
+    if [ -s "$RUN/logs/exit_status" ]; then
+        status=$(<"$RUN/logs/exit_status")
+    elif [ "$status" -gt 128 ]; then
+        status=$RANK_LOST
+    fi
 }
 
 newest() { ls -d "$RUN"/iter_* 2>/dev/null | tail -1; }

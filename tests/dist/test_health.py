@@ -89,8 +89,9 @@ def test_faults_are_named_with_their_node_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_run_checks_its_nodes_when_it_is_told_to(tmp_path: Path) -> None:
-    values = {**SHORT, "save": str(tmp_path / "save"), "log_dir": str(tmp_path / "logs")}
-    with_it, without = run_ranks(2, train_all, [{**values, "health_check": True}, SHORT], timeout=120)[0]
+    values = {**SHORT, "log_dir": str(tmp_path / "logs")}
+    checked = {**values, "save": str(tmp_path / "save"), "health_check": True}
+    with_it, without = run_ranks(2, train_all, [checked, values], timeout=120)[0]
     assert any(note.startswith("health check of 2 ranks on 1 nodes") for note in with_it.notes)
     assert any(note.startswith("--save has room for ") for note in with_it.notes)
     assert not any("health check" in note for note in without.notes)

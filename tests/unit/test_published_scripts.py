@@ -127,8 +127,8 @@ EXPECTED = {  # command line, what is refused (nothing: accepted), options it mu
     ),
     "BLOOM, skipping": (
         BLOOM + "--skip-train-iteration-range 13251-14000",
-        ("iterations are not skipped",),
-        {},
+        (),
+        {"skip_train_iteration_range": ("13251-14000",)},
     ),
     "BLOOM, 8-bit Adam": (BLOOM + "--use-bnb-optimizer", ("--use-bnb-optimizer",), {}),
     "Megatron-DeepSpeed": (

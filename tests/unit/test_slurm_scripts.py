@@ -97,8 +97,13 @@ def test_a_job_that_is_cancelled_stays_so(scripts, state, again) -> None:
 def test_a_launchers_status_counts_where_the_run_said_none(scripts) -> None:
     (scripts.run / "logs").mkdir(parents=True)
     (scripts.run / "logs" / "exit_status").write_text("75\n")  # of an earlier job
-    assert scripts.end("pretrain.sbatch", ends=143)[0] == 143
+    assert scripts.end("pretrain.sbatch", ends=1)[0] == 1
     assert "scontrol requeue 7" not in scripts.calls
+
+
+def test_ranks_that_were_all_killed_are_lost(scripts) -> None:
+    assert scripts.end("pretrain.sbatch", ends=137)[0] == ExitStatus.RANK_LOST
+    assert "scontrol requeue 7" in scripts.calls
 
 
 def test_restarts_without_a_new_checkpoint_have_an_end(scripts) -> None:
@@ -179,3 +184,18 @@ def test_without_enough_good_nodes_the_job_goes_back_into_the_queue(scripts) -> 
     status, text = scripts.end("spare.sbatch", ends=0, NODES=2, LOST="node0 node2")
     assert status == 76 and scripts.calls[-1] == "scontrol requeue 7", text
     assert "node2 is left out" in text and "1 nodes are good, 2 are needed" in text
+
+
+def test_the_table_of_what_was_tried_has_events_of_the_matrix() -> None:
+    from tests.slurm.matrix_page import table
+    from tests.slurm.pausing import MOMENTS
+    from tests.slurm.test_matrix import EVENTS
+
+    result = {"state": "COMPLETED", "restarts": 2, "same bits": False, "apart": 2e-7}
+    every = [{**result, "event": event, "moment": moment} for event in EVENTS for moment in MOMENTS]
+    head, rule, *rows = table(every).splitlines()
+    assert rows[0] == f"| {next(iter(EVENTS))} |" + " completed, 2 restarts, within 2e-07 |" * len(MOMENTS)
+    page = (ROOT / "docs" / "slurm.md").read_text().splitlines()
+    begin = page.index(head) + 2
+    tried = [row.split(" | ")[0].removeprefix("| ") for row in page[begin : page.index("", begin)]]
+    assert len(set(tried)) == len(tried) and set(tried) <= set(EVENTS) and "not run" not in "".join(page)

@@ -188,12 +188,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "iterations are not skipped; leave their samples out of the data",
-        """
-        iterations-to-skip=+ skip-train-iteration-range=+
-        """,
-    ),
-    (
         "control by files is not built; use --kill-switch-path, --exit-signal-handler or "
         "--exit-duration-in-mins",
         """

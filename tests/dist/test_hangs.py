@@ -1,0 +1,137 @@
+"""Hangs of every kind in a training of three ranks: the culprit is named, and every rank ends, that one included.
+
+    pytest -m slow -s tests/dist/test_hangs.py     # prints how long after the limit each was named, and all had ended
+
+Always run are one of these, and one that is stopped, one in a loop and a stage that stalls: test_failing_ranks.py,
+test_watch.py, test_pipeline_failures.py. A link that is cut is in tests/netlab/test_hangs.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.models import Decoder
+from megazero.pp.links import Links
+from megazero.train import trainer
+from megazero.train.exit_status import ExitStatus
+from tests.dist.runs import Processes
+from tests.dist.test_failing_ranks import LONG, errors, iterations
+
+LIMIT, CALLS = 6.0, 8  # seconds; what is called so often hangs
+TRAINING = {**LONG, "global_batch_size": 3, "distributed_timeout_minutes": LIMIT / 60, "lr_warmup_iters": 0}
+STAGES = {**TRAINING, "global_batch_size": 6, "pipeline_model_parallel_size": 3, "num_layers": 3}
+PTRACE_ATTACH = 16
+READ = "not in a collective but at test_hangs.py"
+
+
+def at_call(owner: Any, name: str, action: Callable[..., Any]) -> None:
+    """Replace a method by one that does something else at its CALLS-th call. ``action`` gets the time noted first."""
+    call, left = getattr(owner, name), [CALLS]
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            Path(os.environ["HANG_BEGAN"]).touch()
+            return action()
+        return call(*arguments, **options)
+
+    setattr(owner, name, counted)
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+def read_a_fifo() -> None:
+    fifo = Path(os.environ["HANG_BEGAN"]).with_name("fifo")
+    os.mkfifo(fifo)
+    fifo.read_bytes()
+
+
+def in_data(rank: int) -> None:
+    if rank == 1:
+        at_call(trainer.Batches, "next_step", read_a_fifo)
+
+
+def in_a_loop(rank: int) -> None:
+    if rank == 2:
+        at_call(Decoder, "run_stage", endless)
+
+
+def sends_nothing(rank: int) -> None:
+    """The middle stage leaves a message out and goes on."""
+    if rank == 1:
+        at_call(Links, "send", lambda: None)
+
+
+def hold(pid: int) -> None:
+    """Attach to a process as a debugger does, which stops it, and stay."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long] * 4
+    if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) != 0:
+        os._exit(ctypes.get_errno())
+    os.waitpid(pid, 0x40000000)  # __WALL: it is no child
+    time.sleep(600)
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def trace(pid: int) -> None:
+    debugger = get_context("fork").Process(target=hold, args=(pid,), daemon=True)
+    debugger.start()
+    time.sleep(1)
+    if not debugger.is_alive():
+        pytest.skip(f"ptrace is not allowed ({os.strerror(debugger.exitcode or 0)})")
+
+
+# name -> (the rank, what it or the test does, the run, what is said of it)
+KINDS: dict[str, tuple[int, Callable[[int], None], dict[str, Any], str]] = {
+    "stopped, first rank": (0, stop, TRAINING, "which holds the store: it is stopped or lost"),
+    "stopped, middle rank": (1, stop, TRAINING, "no answer, so its process is stopped or lost"),
+    "stopped, last rank": (2, stop, TRAINING, "no answer, so its process is stopped or lost"),
+    "held by ptrace": (1, trace, TRAINING, "no answer, so its process is stopped or lost"),
+    "reads a FIFO nobody writes": (1, in_data, TRAINING, READ),
+    "endless loop": (2, in_a_loop, TRAINING, READ),
+    "a stage never sends": (1, sends_nothing, STAGES, "it waits, too"),
+}
+
+
+ALWAYS = "a stage never sends"
+
+
+@pytest.mark.parametrize(
+    "kind", [ALWAYS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != ALWAYS)]
+)
+def test_a_hang_is_named_and_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    victim, act, values, words = KINDS[kind]
+    began = tmp_path / "began"
+    monkeypatch.setenv("HANG_BEGAN", str(began))
+    outside = act in (stop, trace)
+    ranks = Processes.start(
+        3, {**values, "log_dir": str(tmp_path / "logs")}, tmp_path, None if outside else act
+    )
+    if outside:
+        ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)
+        began.touch()
+        act(ranks.ranks[victim].pid)
+    codes, ended = ranks.statuses(), time.time()
+    texts = ranks.texts()
+    assert codes[victim] in (-signal.SIGKILL, ExitStatus.RANK_LOST), texts
+    assert [codes[rank] for rank in range(3) if rank != victim] == [ExitStatus.RANK_LOST] * 2, texts
+    said = errors("\n".join(texts))
+    assert said and all(f"missing: rank {victim} " in line and words in line for _, line in said), texts
+    late = [log.stat().st_mtime for log, text in zip(ranks.logs, texts, strict=True) if "missing: " in text]
+    named, all_ended = (at - began.stat().st_mtime - LIMIT for at in (min(late), ended))
+    print(f"\n| {kind} | {named:.1f} s | {all_ended:.1f} s |")

@@ -1,0 +1,61 @@
+"""Iterations that are left out: what names them, what they consume, where the schedule goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config import ConfigError, make_config
+from megazero.config.batch_sizes import BatchSizeRampup
+from megazero.config.skipping import iteration_ranges, range_around
+from megazero.train.batch_size import RunLength
+from megazero.train.origin import Progress
+from megazero.train.skipping import LeftOut, just_before, leave_out, next_to_leave_out
+from tests.dist.runs import TINY
+
+
+def test_ranges_are_sorted_and_joined() -> None:
+    assert iteration_ranges(()) == ()
+    assert iteration_ranges(("40-45", "10-20", "15-30", "7", "31", "8")) == ((7, 8), (10, 31), (40, 45))
+    ranges = iteration_ranges(("10-20", "40"))
+    assert [range_around(ranges, at) for at in (9, 10, 20, 21, 40)] == [
+        None,
+        (10, 20),
+        (10, 20),
+        None,
+        (40, 40),
+    ]
+
+
+@pytest.mark.parametrize(
+    "word, cure",
+    [("20-10", "nearest: 10-20"), ("0-5", "nearest: 1-5"), ("5-", "FIRST-LAST"), ("-3", "FIRST")],
+)
+def test_what_is_no_range_is_refused(word: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=f"--skip-train-iteration-range {word}.*{cure}"):
+        make_config({**TINY, "skip_train_iteration_range": (word,)})
+
+
+def test_samples_follow_the_ramp_up_and_the_schedule_waits() -> None:
+    sizes = BatchSizeRampup(4, 4, 24, 12, 1, 1)  # 4, 4, 4, 8, 8, 12 from 28 on
+    begin = Progress(iteration=2, consumed_samples=8)
+    after = leave_out(begin, 4, sizes)
+    assert (after.iteration, after.consumed_samples) == (4, 20)
+    assert after.left_out == (LeftOut(3, 4, 8, 20),)
+    by_iterations, by_samples = (RunLength(sizes, 9, 100, by_samples) for by_samples in (False, True))
+    assert (by_iterations.scheduled(after), by_samples.scheduled(after)) == (2, 8)
+    twice = leave_out(after, 6, sizes, rollback=True)
+    assert by_iterations.scheduled(twice) == 2 and by_iterations.position(twice) == 6
+    assert next_to_leave_out(((3, 8),), begin, 100) == 8 and next_to_leave_out(((3, 8),), begin, 5) == 5
+    assert next_to_leave_out(((4, 8),), begin, 100) is None
+
+
+def test_the_next_line_of_metrics_tells() -> None:
+    one, two = LeftOut(3, 4, 8, 20), LeftOut(5, 6, 20, 40, rollback=True)
+    progress = Progress(iteration=7, left_out=(one, two))
+    said = just_before(progress, 7)
+    assert said == {
+        "left_out": [{"iterations": [3, 4], "samples": [8, 19]}],
+        "rolled_back": [{"iterations": [5, 6], "samples": [20, 39]}],
+    }
+    assert just_before(progress, 8) == {} == just_before(Progress(), 1)
+    assert f"{one}" == "iterations 3 to 4 (samples 8 to 19)"
