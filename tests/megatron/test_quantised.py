@@ -89,7 +89,11 @@ def expected_bytes(case: Case, run: Run, rank: int, formats: Formats) -> dict[tu
         sent["reduce", INTER] += (nodes - 1) * message_bytes(n, gradient_bits, 4)
         sent["refresh", INTER] += (nodes - 1) * weights
         sent["refresh", INTRA] += (inside - 1) * nodes * weights
-    return {key: case.steps * size for key, size in sent.items() if size}
+    sent = {key: case.steps * size for key, size in sent.items()}
+    if not case.overlap_param_gather:  # Megatron gathers experts before their first update, too: exactly
+        for numel, ranks in run.buckets:
+            sent["refresh", INTER] += numel // len(ranks) * case.dtype.itemsize * (len(ranks) < case.dp)
+    return {key: size for key, size in sent.items() if size}
 
 
 def message_bytes(n: int, bits: int | None, itemsize: int) -> int:
