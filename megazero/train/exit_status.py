@@ -17,7 +17,7 @@ from megazero.checkpoint.errors import error_number
 STATUS_FILE = "exit_status"
 
 # Errors of the operating system that are about the disk, not about what the user wrote.
-_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV}
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 
 
 class ExitStatus(IntEnum):
@@ -27,7 +27,7 @@ class ExitStatus(IntEnum):
     UNEXPECTED = 1  # an error that megazero did not expect; its trace is in the log
     MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
     NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
-    STORAGE = 74  # a disk is full, read-only or broken
+    STORAGE = 74  # a disk is full, read-only or broken, or hangs
     STOPPED = 75  # told to stop by a signal, a limit or the kill switch; what was done is saved
     RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
     SWITCHED_OFF = 77  # the kill switch was there at the start
@@ -43,11 +43,12 @@ def status_of(error: BaseException) -> ExitStatus:
     return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
 
 
-def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> None:
+def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> bool:
     """Write LOG_DIR/exit_status for the batch script, or take it away (None) while the run is under way.
 
     first: only if no other is there: what a rank said of itself is truer than what others see of it. Otherwise on
-    the first rank. A disk that takes no file is passed over in silence: the launcher's status is left.
+    the first rank. A disk that takes no file is passed over in silence: the launcher's status is left. Returns
+    whether it was this status's turn.
     """
     # Not above: megazero.data brings numpy, for which a signal at the very start would have to wait.
     from megazero.data.files import replacing
@@ -55,12 +56,15 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
     try:
         if status is None:
             (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
-        elif not (first and (Path(log_dir) / STATUS_FILE).exists()):
+        elif first and (Path(log_dir) / STATUS_FILE).exists():
+            return False
+        else:
             Path(log_dir).mkdir(parents=True, exist_ok=True)  # at the start there is none
             with replacing(Path(log_dir) / STATUS_FILE) as file:
                 file.write(f"{status:d}\n".encode())
     except OSError:
         pass
+    return True
 
 
 def read_status(log_dir: str) -> ExitStatus | None:

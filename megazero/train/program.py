@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 
 from megazero.config import RunConfig
 from megazero.mesh.launch import Launch
-from megazero.train.exit_status import record_status
+from megazero.train.exit_status import ExitStatus
+from megazero.train.history import record_end
 from megazero.train.stopping import NotStarted, StopSignals
+from megazero.train.streams import log_each_rank
 
 
 def run(config: RunConfig, launch: Launch) -> int:
@@ -16,6 +19,12 @@ def run(config: RunConfig, launch: Launch) -> int:
 
     A signal during the start, in which torch is loaded, ends the process at once.
     """
+    if config.logging.log_each_rank:
+        try:
+            log_each_rank(config.logging.log_dir, launch.rank)
+        except ValueError as error:
+            print(f"[rank {launch.rank}] {error}", file=sys.stderr, flush=True)
+            return ExitStatus.MISTAKE
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
             from megazero.train.setup import main
@@ -24,5 +33,5 @@ def run(config: RunConfig, launch: Launch) -> int:
         except NotStarted as told:
             if launch.rank == 0:
                 print(told, flush=True)
-                record_status(config.logging.log_dir, told.exit_status)
+                record_end(config.logging.log_dir, told.exit_status, f"{told}")
             os._exit(told.exit_status)  # other ranks may be waiting for this one in a collective
