@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from megazero.kernels.arena import Arena
 
-from megatron_core_patch.chains import Passing, gather_columns, reduce_columns
+from megatron_core_patch.chains import Passing, Tile, gather_columns, reduce_columns
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.two_hops import TwoHops
+from megatron_core_patch.watch import GRADIENTS, WEIGHTS, Check, Watch
 from megazero.comm.codec import Blockwise
 from megazero.comm.lane import Chain, Lane, Ticket, no_timing
 from megazero.comm.traffic import Traffic
@@ -36,13 +37,13 @@ class Held:
 
     equal: all ranks hold the same, as Megatron takes for granted at the start, and as they do since the last gather.
     updated: the optimizer has written this rank's shard since then.
-    stepped: it has done so once, so updates are known.
+    updates: how often it has done so.
     shard: what the other ranks hold of this rank's shard [n], where differences to it are sent.
     """
 
     equal: bool = True
     updated: bool = False
-    stepped: bool = False
+    updates: int = 0
     shard: torch.Tensor | None = None
 
 
@@ -61,6 +62,7 @@ class Carrier:
         self.options, self.groups, self.at_once = options, groups, at_once
         self.codecs = make_codecs(options.wire)
         self.passing = Passing(traffic, Arena(), device)
+        self.watch = Watch(options)
         rank = dist.get_rank()
         self.gathers = Lane("gather", device, rank, no_timing)
         self.reductions = Lane("reduce", device, rank, no_timing)
@@ -71,7 +73,7 @@ class Carrier:
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self.groups:
             raise ValueError(
-                f"megatron_core_patch: the ranks {list(ranks)} share gradients, but were no data-parallel group of "
+                f"the ranks {list(ranks)} share gradients, but were no data-parallel group of "
                 f"the first DistributedDataParallel, whose groups are {[list(known) for known in self.groups]}: give "
                 "all of a rank's model chunks the same process groups"
             )
@@ -89,13 +91,14 @@ class Carrier:
     def updating(self, buckets: Iterable[Any], group: dist.ProcessGroup) -> None:
         """Note that the optimizer is about to write this rank's shards of these buckets."""
         hops = self.hops_of(group)
+        self.watch.tell(GRADIENTS)
         for bucket in buckets:
             held = self.state(bucket)
             if self.codecs.delta and held.equal and self.weights_codec(hops, bucket.param_data.dtype):
                 n = bucket.param_data.numel() // len(hops.ranks)
                 shard = bucket.param_data[hops.index * n : (hops.index + 1) * n]
                 held.shard = shard.clone() if held.shard is None else held.shard.copy_(shard)
-            held.equal, held.updated, held.stepped = False, True, True
+            held.equal, held.updated, held.updates = False, True, held.updates + 1
 
     def loaded(self, buckets: Iterable[Any]) -> None:
         """Note that a checkpoint may have written these buckets' parameters: the next gather is exact."""
@@ -105,7 +108,7 @@ class Carrier:
     def gather(self, bucket: Any, hops: TwoHops) -> list[Ticket]:
         """Start the gathers of a bucket's parameters; return what to wait for."""
         held, params = self.state(bucket), bucket.param_data
-        if held.equal and held.stepped:  # nothing was written since the last gather
+        if held.equal and held.updates:  # nothing was written since the last gather
             return []
         codec = self.weights_codec(hops, params.dtype) if held.updated else None
         known = held.shard if self.codecs.delta else None
@@ -120,7 +123,7 @@ class Carrier:
             self.gathers.submit(
                 f"{id(bucket)} {columns.start}",
                 plan,
-                gather_columns(params, columns, hops, codec, known if codec else None, self.passing),
+                gather_columns(Tile(params, columns, hops), codec, known if codec else None, self.passing),
             )
             for columns in self._columns(params.numel() // len(hops.ranks), hops)
         ]
@@ -132,7 +135,8 @@ class Carrier:
         self.reductions.follow()  # the gradients are the compute stream's latest
 
         def chain(columns: slice) -> Chain:
-            return reduce_columns(grads, columns, hops, self.codecs, 1 / d if average else 1.0, self.passing)
+            factor = 1 / d if average else 1.0
+            return reduce_columns(Tile(grads, columns, hops), self.codecs, factor, self.passing)
 
         return [
             self.reductions.submit(f"{id(bucket)} {columns.start}", plan, chain(columns))
@@ -148,6 +152,7 @@ class Carrier:
         """Wait for every chain."""
         self.reductions.drain()
         self.gathers.drain()
+        self.watch.tell(WEIGHTS)
 
     def _columns(self, n: int, hops: TwoHops) -> Sequence[slice]:
         """Cut a shard of n elements into what moves together: whole blocks of every format, but for the end."""
@@ -162,11 +167,13 @@ class Sync:
     Megatron calls its collective once for each bucket of the group, in their order.
     """
 
-    def __init__(self, carrier: Carrier, bucket_group: Any) -> None:
-        self.carrier = carrier
+    def __init__(self, carrier: Carrier, bucket_group: Any, exact: Any) -> None:
+        """Take Megatron's own collective, which this stands for, as ``exact``."""
+        self.carrier, self.exact = carrier, exact
         self.hops = carrier.hops_of(collective_group(bucket_group))
         self.buckets: Iterator[Any] = iter(bucket_group.buckets)
         self.waits: list[tuple[Lane, Ticket]] = []
+        self.checks: list[Check] = []
 
     @contextmanager
     def collect(
@@ -187,7 +194,9 @@ class Sync:
     ) -> Sync:
         bucket = next(self.buckets)
         assert out is bucket.param_data
-        lane = self.carrier.gathers
+        lane, held = self.carrier.gathers, self.carrier.state(bucket)
+        if held.updated:
+            self.checks += self.carrier.watch.weights(bucket, self.hops, held.updates, self.exact, group)
         self.waits += [(lane, ticket) for ticket in self.carrier.gather(bucket, self.hops)]
         return self
 
@@ -201,7 +210,9 @@ class Sync:
     ) -> Sync:
         bucket = next(self.buckets)
         assert grads is bucket.grad_data and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        lane = self.carrier.reductions
+        lane, watch, held = self.carrier.reductions, self.carrier.watch, self.carrier.state(bucket)
+        watch.tell(WEIGHTS)
+        self.checks += watch.gradients(bucket, self.hops, held.updates, self.exact, group, op)
         tickets = self.carrier.reduce(bucket, self.hops, average=op == dist.ReduceOp.AVG)
         self.waits += [(lane, ticket) for ticket in tickets]
         return self
@@ -211,6 +222,8 @@ class Sync:
         for lane, ticket in self.waits:
             lane.wait(ticket)
         self.waits.clear()
+        while self.checks:
+            self.checks.pop(0)()
 
 
 def collective_group(bucket_group: Any) -> dist.ProcessGroup:

@@ -8,11 +8,16 @@ Gradients take the hop inside the node first: local rank l receives the rows [:,
 them. Then the sums cross nodes. Weights take the same hops in the other order. On each hop the sender's format is
 megazero's codec for it; sums are in at least fp32, the own row first, then the others by index; so every rank that
 sums the same rows in the same order has the same bits.
+
+Blocks of a quantised format lie on the bucket's grid, not on the shards': Megatron starts parameters at multiples of
+64 elements, but ends shards where it likes. So no block holds elements of two parameters, of which tensor-parallel
+ranks may replicate one and split the other. A row that begins inside a block is moved to its place in it
+(``Tile.offset``), and what is left of its first and last block is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,89 +46,136 @@ class Passing:
         return self.arena.frame(self.device)
 
 
-def reduce_columns(
-    grads: torch.Tensor, columns: slice, hops: TwoHops, codecs: Codecs, factor: float, passing: Passing
-) -> Chain:
-    """Sum these columns of a bucket's gradients [d * n] into this rank's row, in place, and multiply by ``factor``.
+@dataclass(frozen=True)
+class Tile:
+    """Some columns of a bucket's [Y, h, n], and where they lie in blocks of a codec.
+
+    tensor: the bucket's parameters or gradients [Y * h * n]. columns: their start is a multiple of every block.
+    """
+
+    tensor: torch.Tensor
+    columns: slice
+    hops: TwoHops
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Return the view [Y, h, c] of the columns."""
+        return self.tensor.view(self.hops.inter.size, self.hops.intra.size, -1)[:, :, self.columns]
+
+    @property
+    def own(self) -> torch.Tensor:
+        """Return the columns [c] of this rank's shard."""
+        return self.rows[self.hops.inter.index, self.hops.intra.index]
+
+    def offsets(self, codec: Codec, node: int | None, local: int | None) -> list[int]:
+        """Return how far rows begin behind a block's start: those of a node and a local index, or of all."""
+        nodes = range(self.hops.inter.size) if node is None else [node]
+        locals_ = range(self.hops.intra.size) if local is None else [local]
+        n = self.tensor.numel() // len(self.hops.ranks)
+        return [(y * self.hops.intra.size + i) * n % _block(codec) for y in nodes for i in locals_]
+
+    def width(self, codec: Codec) -> int:
+        """Return how many elements of whole blocks hold any row's columns."""
+        block = _block(codec)
+        c = self.columns.stop - self.columns.start
+        return -(-(c + max(self.offsets(codec, None, None))) // block) * block
+
+
+def reduce_columns(tile: Tile, codecs: Codecs, factor: float, passing: Passing) -> Chain:
+    """Sum the tile's gradients into this rank's row, in place, and multiply by ``factor``.
 
     Other rows keep this rank's own gradients. Yields the Work of each hop.
     """
-    rows = grads.view(hops.inter.size, hops.intra.size, -1)[:, :, columns]
-    target = rows[hops.inter.index, hops.intra.index]
+    hops, rows, target = tile.hops, tile.rows, tile.own
     with passing.frame() as frame:
-        sums, per_rank = rows[:, hops.intra.index], rows.transpose(0, 1)
+        sums = rows[:, hops.intra.index]
         if hops.intra.size > 1:
-            sums = yield from _sum_over(hops.intra, codecs.gradients_intra, per_rank, frame.take, passing)
+            codec = codecs.gradients_intra or Identity(rows.dtype)
+            starts = [tile.offsets(codec, None, local) for local in range(hops.intra.size)]
+            hop = _Hop(hops.intra, codec, starts, tile.width(codec))
+            sums = yield from _sum_over(hop, rows.transpose(0, 1), frame.take, passing)
         if hops.inter.size > 1:
-            sums = yield from _sum_over(
-                hops.inter, codecs.gradients_inter, sums[:, None], frame.take, passing
-            )
+            codec = codecs.gradients_inter or Identity(sums.dtype)
+            starts = [tile.offsets(codec, node, hops.intra.index) for node in range(hops.inter.size)]
+            hop = _Hop(hops.inter, codec, starts, tile.width(codec))
+            sums = yield from _sum_over(hop, sums[:, None], frame.take, passing)
         if hops.axes:
             target.copy_(sums[0])
     if factor != 1.0:
         target.mul_(factor)
 
 
+@dataclass(frozen=True)
+class _Hop:
+    """One hop of gradients. Messages are of k rows of ``width`` elements; row j to index i begins at starts[i][j]."""
+
+    axis: Axis
+    codec: Codec
+    starts: Sequence[Sequence[int]]
+    width: int
+
+
 def _sum_over(
-    axis: Axis, codec: Codec | None, rows: torch.Tensor, take: Take, passing: Passing
+    hop: _Hop, rows: torch.Tensor, take: Take, passing: Passing
 ) -> Generator[dist.Work, None, torch.Tensor]:
     """Take one hop: rows[i] [k, c] go to index i, and those received are added to this rank's own.
 
-    codec: None sends the rows as they are. Returns the sums [k, c], at least fp32, in a buffer from ``take``.
+    Returns the sums [k, c], at least fp32, in a buffer from ``take``.
     """
-    codec = codec or Identity(rows.dtype)
     size, k, c = rows.shape
-    width = _padded(codec, c)
-    sums = take(k * width, at_least_fp32(rows.dtype)).view(k, width)
-    _fill(sums, rows[axis.index])
+    own, codec = hop.axis.index, hop.codec
+    dtype = at_least_fp32(rows.dtype)
     with passing.frame() as frame:
-        m = codec.message_numel(k * width)
+        m = codec.message_numel(k * hop.width)
         messages = frame.take((size - 1) * m, codec.wire_dtype).view(-1, m)
-        for first, last, to in ((0, axis.index, 0), (axis.index + 1, size, axis.index)):
-            if last > first:
-                _encode(codec, rows[first:last], messages[to : to + last - first], passing)
+        others = [i for i in range(size) if i != own]
+        for message, i in zip(messages, others, strict=True):
+            _encode(codec, rows[i], hop.starts[i], hop.width, message, passing)
         received = frame.take(messages.numel(), messages.dtype).view(messages.shape)
-        yield start_exchange(axis, received, messages, passing.traffic)
+        yield start_exchange(hop.axis, received, messages, passing.traffic)
+        sums = take(k * hop.width, dtype).view(k, hop.width)
+        _fill(sums, rows[own], hop.starts[own])
         codec.decode_sum(received, sums.view(-1), accumulate=True)
-    return sums[:, :c]
+    if not any(hop.starts[own]):
+        return sums[:, :c]
+    compact = take(k * c, dtype).view(k, c)
+    _empty(sums, compact, hop.starts[own])
+    return compact
 
 
-def _encode(codec: Codec, rows: torch.Tensor, messages: torch.Tensor, passing: Passing) -> None:
-    """Encode rows [r, k, c] into messages [r, m]; each of the k is filled up with zeros to whole blocks."""
-    r, k, c = rows.shape
-    if isinstance(codec, Identity):
-        messages.view(r, k, c).copy_(rows)
-        return
-    width = _padded(codec, c)
-    if c == width and rows.is_contiguous():
-        codec.encode(rows.view(r, k * c), out=messages)
-        return
-    with passing.frame() as frame:
-        filled = frame.take(r * k * width, rows.dtype).view(r, k, width)
-        _fill(filled, rows)
-        codec.encode(filled.view(r, k * width), out=messages)
-
-
-def gather_columns(
-    params: torch.Tensor,
-    columns: slice,
-    hops: TwoHops,
-    codec: Blockwise | None,
-    held: torch.Tensor | None,
+def _encode(
+    codec: Codec,
+    rows: torch.Tensor,
+    starts: Sequence[int],
+    width: int,
+    message: torch.Tensor,
     passing: Passing,
-) -> Chain:
-    """Give every rank these columns of all rows of a bucket's parameters [d * n], from each row's owner.
+) -> None:
+    """Encode rows [k, c] into one message [m], each behind ``starts`` zeros and filled up to ``width``."""
+    k, c = rows.shape
+    if isinstance(codec, Identity):
+        message.view(k, c).copy_(rows)
+    elif c == width and rows.is_contiguous():
+        codec.encode(rows.view(1, k * c), out=message.view(1, -1))
+    else:
+        with passing.frame() as frame:
+            filled = frame.take(k * width, rows.dtype).view(k, width)
+            _fill(filled, rows, starts)
+            codec.encode(filled.view(1, -1), out=message.view(1, -1))
+
+
+def gather_columns(tile: Tile, codec: Blockwise | None, held: torch.Tensor | None, passing: Passing) -> Chain:
+    """Give every rank the tile's parameters of all rows, from each row's owner.
 
     codec: the format; None sends parameters as they are. The owner, too, takes what it sent, so that all ranks
     have the same bits.
     held: [n], what the other ranks hold of this rank's row. If given, the message is the difference to that, and
     all ranks add it to what they hold. Yields the Work of each hop.
     """
+    hops, rows, own = tile.hops, tile.rows, tile.own
     nodes, size = hops.inter.size, hops.intra.size
-    rows = params.view(nodes, size, -1)[:, :, columns]
-    own = rows[hops.inter.index, hops.intra.index]
     with passing.frame() as frame:
-        every = own if codec is None else _weights_message(codec, own, held, columns, frame.take, passing)
+        every = own if codec is None else _weights_message(tile, codec, held, frame.take, passing)
         m = every.numel()
         for axis in reversed(hops.axes):
             out = frame.take(axis.size * every.numel(), every.dtype)
@@ -134,55 +186,68 @@ def gather_columns(
             rows.transpose(0, 1).copy_(messages)
             return
         if held is not None:
-            own.copy_(held[columns])
+            own.copy_(held[tile.columns])
         for local in range(size):
-            _decode(codec, messages[local], rows[:, local], held is not None, passing)
+            starts, width = tile.offsets(codec, None, local), tile.width(codec)
+            _decode(codec, messages[local], rows[:, local], starts, width, held is not None, passing)
 
 
 def _weights_message(
-    codec: Blockwise,
-    own: torch.Tensor,
-    held: torch.Tensor | None,
-    columns: slice,
-    take: Take,
-    passing: Passing,
+    tile: Tile, codec: Blockwise, held: torch.Tensor | None, take: Take, passing: Passing
 ) -> torch.Tensor:
-    """Return this rank's message [m]: its parameters ``own`` [c], or their difference to ``held`` in fp32."""
-    width = _padded(codec, own.numel())
+    """Return this rank's message [m]: its parameters, or their difference to ``held`` in fp32."""
+    own, width = tile.own, tile.width(codec)
     message = take(codec.message_numel(width), codec.wire_dtype)
     with passing.frame() as frame:
-        values = frame.take(width, at_least_fp32(own.dtype)).view(1, width)
-        _fill(values, own[None])
+        values = frame.take(own.numel(), at_least_fp32(own.dtype)).view(1, -1)
+        values.copy_(own)
         if held is not None:
-            values[0, : own.numel()].sub_(held[columns])
-        codec.encode(values, out=message.view(1, -1))
+            values.sub_(held[tile.columns])
+        starts = tile.offsets(codec, tile.hops.inter.index, tile.hops.intra.index)
+        _encode(codec, values, starts, width, message, passing)
     return message
 
 
 def _decode(
-    codec: Blockwise, messages: torch.Tensor, rows: torch.Tensor, add: bool, passing: Passing
+    codec: Blockwise,
+    messages: torch.Tensor,
+    rows: torch.Tensor,
+    starts: Sequence[int],
+    width: int,
+    add: bool,
+    passing: Passing,
 ) -> None:
     """Decode messages [k, m] into rows [k, c], or add them to what the rows hold."""
     k, c = rows.shape
-    width = _padded(codec, c)
     decode = codec.decode_add if add else codec.decode
     if c == width:
         decode(messages, rows)
         return
     with passing.frame() as frame:
         filled = frame.take(k * width, rows.dtype).view(k, width)
-        _fill(filled, rows)
+        _fill(filled, rows, starts)
         decode(messages, filled)
-        rows.copy_(filled[:, :c])
+        _empty(filled, rows, starts)
 
 
-def _padded(codec: Codec, c: int) -> int:
-    block = codec.form.block if isinstance(codec, Blockwise) else 1
-    return -(-c // block) * block
+def _block(codec: Codec) -> int:
+    return codec.form.block if isinstance(codec, Blockwise) else 1
 
 
-def _fill(out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows [..., c] to the first columns of ``out``; the other columns are zero."""
-    c = rows.shape[-1]
-    out[..., :c].copy_(rows)
-    out[..., c:].zero_()
+def _fill(filled: torch.Tensor, rows: torch.Tensor, starts: Sequence[int]) -> None:
+    """Copy rows [k, c] into filled [k, width], each to its start; the rest is zero."""
+    c = rows.shape[1]
+    if not any(starts):
+        filled[:, :c].copy_(rows)
+        filled[:, c:].zero_()
+        return
+    filled.zero_()
+    for out, row, start in zip(filled, rows, starts, strict=True):
+        out[start : start + c].copy_(row)
+
+
+def _empty(filled: torch.Tensor, rows: torch.Tensor, starts: Sequence[int]) -> None:
+    """Copy rows [k, c] back out of filled [k, width]."""
+    c = rows.shape[1]
+    for out, row, start in zip(filled, rows, starts, strict=True):
+        row.copy_(out[start : start + c])

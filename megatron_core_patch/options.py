@@ -10,7 +10,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.fields import fault, option, section_options
 from megazero.config.sections import BITS, ZeroConfig
 from megazero.config.wire import Wire, asked_for
-from megazero.config.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
+from megazero.config.wire_rules import LEAST_BLOCK
 
 BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
 CHUNK_NUMEL = 2**25
@@ -47,7 +47,7 @@ class PatchOptions:
     zero_gradient_clip_search: int = option(0, "the same for gradients", low=0, high=64)
     zero_block_size: int | None = option(
         None,
-        f"elements that share a scale, a power of two from {LEAST_BLOCK} to {LARGEST_BLOCK} (default: {BLOCK})",
+        f"elements that share a scale, a power of two from {LEAST_BLOCK} to {BLOCK} (default: {BLOCK})",
     )
     zero_chunk_numel: int = option(
         CHUNK_NUMEL,
@@ -110,8 +110,8 @@ def _contradictions(options: PatchOptions) -> Iterator[str]:
             if getattr(options, name) and not given:
                 yield f"--{name.replace('_', '-')} has no effect without {needed}: add that, or leave it out"
     block = options.zero_block_size
-    if block is not None and (block & (block - 1) or not LEAST_BLOCK <= block <= LARGEST_BLOCK):
-        yield f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {LARGEST_BLOCK}"
+    if block is not None and (block & (block - 1) or not LEAST_BLOCK <= block <= BLOCK):
+        yield f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {BLOCK}"
 
 
 def from_words(

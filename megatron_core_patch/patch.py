@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+import megatron_core_patch
 from megatron_core_patch.carrier import Carrier, Sync, collective_group
-from megatron_core_patch.names import BUFFER, DDP, OPTIMIZER, Replaced, check_names, replaced
+from megatron_core_patch.names import BASE, BUFFER, DDP, FINALIZE, OPTIMIZER, Replaced, check_names, replaced
 from megatron_core_patch.options import PatchOptions
-from megatron_core_patch.two_hops import cut_groups
+from megatron_core_patch.refusals import ddp_problems, optimizer_problems, wrapper_problems
+from megatron_core_patch.report import start_line
+from megatron_core_patch.tied import exchange_parts, is_tied
+from megatron_core_patch.two_hops import TwoHops, cut_groups
+from megatron_core_patch.watch import WEIGHTS
 from megazero.comm.traffic import Traffic
+from megazero.config.errors import ConfigError
+from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.launch import Launch, read_launch
 from megazero.mesh.mesh import discover_ranks_per_node
 
@@ -29,8 +39,13 @@ class Patch:
 
     def __init__(self, options: PatchOptions) -> None:
         self.options = options
-        self.version, self.notes = check_names()
+        self.version, notes = check_names()
+        for note in notes:
+            warnings.warn(f"megatron_core_patch: {note}", stacklevel=3)
         self.traffic = Traffic()
+        self.tied: list[tuple[Any, TwoHops]] = []  # buckets of weights that other stages hold, too
+        self.tied_link = INTRA  # between these stages
+        self.whole_sums = False  # the step's gradients are summed whole on every rank
         self.carrier: Carrier | None = None
         self.names = Replaced()
         self.buffer = importlib.import_module(BUFFER)
@@ -43,13 +58,16 @@ class Patch:
         self.names.restore()
 
     def _wrap_all(self) -> None:
+        self._wrap(BASE, "_BaseDataParallel.__init__", self._build_any)
         self._wrap(DDP, "DistributedDataParallel.__init__", self._build)
         self._wrap(BUFFER, f"{BUCKET_GROUP}.start_param_sync", self._start_param_sync)
         self._wrap(BUFFER, f"{BUCKET_GROUP}.start_grad_sync", self._start_grad_sync)
         self._wrap(BUFFER, f"{BUCKET_GROUP}.finish_param_sync", self._polling)
         self._wrap(BUFFER, f"{BUCKET_GROUP}.register_grad_ready", self._polling)
+        self._wrap(OPTIMIZER, "DistributedOptimizer.__init__", self._build_optimizer)
         self._wrap(OPTIMIZER, "DistributedOptimizer.step_with_ready_grads", self._step)
         self._wrap(OPTIMIZER, "DistributedOptimizer.load_state_dict", self._load)
+        self._wrap(FINALIZE, "_allreduce_word_embedding_grads", self._exchange_tied)
 
     def _wrap(self, module: str, path: str, around: Callable[..., Any]) -> None:
         """Replace a method by ``around(original, self, *args, **kwargs)``."""
@@ -65,22 +83,37 @@ class Patch:
 
     # -- what Megatron's functions do now ---------------------------------------------------------
 
+    def _build_any(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        self._refuse(wrapper_problems(type(wrapper).__name__))
+        original(wrapper, *args, **kwargs)
+
     def _build(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(ddp, *args, **kwargs).arguments
+        self._refuse(ddp_problems(given["ddp_config"], given["config"]))
         original(ddp, *args, **kwargs)
-        if self.carrier is None:
-            self.carrier = self._make_carrier(ddp)
-        for bucket_group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
-            self.carrier.hops_of(collective_group(bucket_group))
+        try:
+            self.carrier = self.carrier or self._make_carrier(ddp)
+            for bucket_group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+                hops = self.carrier.hops_of(collective_group(bucket_group))
+                self.tied += [(bucket, hops) for bucket in bucket_group.buckets if is_tied(bucket)]
+        except ValueError as error:
+            self._refuse([str(error)])
+
+    def _build_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
+        self._refuse(optimizer_problems(config, self.options))
+        original(*args, **kwargs)
 
     def _start_param_sync(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-        sync = Sync(self._carrier, group)
+        sync = Sync(self._carrier, group, self.buffer.dist_all_gather_func)
         with replaced(self.buffer, _coalescing_manager=sync.collect, dist_all_gather_func=sync.all_gather):
             return original(group, *args, **kwargs)
 
     def _start_grad_sync(self, original: Any, group: Any, force_all_reduce: bool = False) -> Any:
+        self.whole_sums = force_all_reduce
         if force_all_reduce:  # whole sums are asked for
             return original(group, force_all_reduce=True)
-        sync = Sync(self._carrier, group)
+        sync = Sync(self._carrier, group, self.buffer.dist_reduce_scatter_func)
         names = {"_coalescing_manager": sync.collect, "dist_reduce_scatter_func": sync.reduce_scatter}
         with replaced(self.buffer, **names):
             return original(group)
@@ -90,14 +123,20 @@ class Patch:
         return original(*args, **kwargs)
 
     def _step(self, original: Any, optimizer: Any) -> Any:
-        for buffer in optimizer.buffers:
+        for buffer in getattr(optimizer, "buffers", ()):  # a stub, of a rank without parameters, has none
             self._carrier.updating(buffer.buckets, buffer.data_parallel_group)
-        return original(optimizer)
+        done = original(optimizer)
+        self._carrier.watch.tell(WEIGHTS)
+        return done
 
     def _load(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for buffer in optimizer.buffers:
+        for buffer in getattr(optimizer, "buffers", ()):
             self._carrier.loaded(buffer.buckets)
         return original(optimizer, *args, **kwargs)
+
+    def _exchange_tied(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        tied = [] if self.whole_sums else self.tied
+        return exchange_parts(partial(original, *args, **kwargs), tied, self.traffic, self.tied_link)
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -109,6 +148,13 @@ class Patch:
             )
         return self.carrier
 
+    def _refuse(self, problems: Iterable[str]) -> None:
+        """Raise ConfigError, with the patch taken off, if there are any."""
+        found = list(problems)
+        if found:
+            megatron_core_patch.disable()
+            raise ConfigError([f"megatron_core_patch: {text}" for text in found])
+
     def _make_carrier(self, ddp: Any) -> Carrier:
         ranks_per_node = node_size(self.options.ranks_per_node)
         device = next(ddp.module.parameters()).device
@@ -117,8 +163,16 @@ class Patch:
         ranks = {
             name: dist.get_process_group_ranks(group) if group else own for name, group in groups.items()
         }
-        at_once = device.type == "cpu" and ddp.pp_group.size() > 1
-        return Carrier(self.options, cut_groups(ranks, ranks_per_node, device), device, at_once, self.traffic)
+        cut = cut_groups(ranks, ranks_per_node, device)
+        stages = [rank // ranks_per_node for rank in dist.get_process_group_ranks(ddp.pp_group)]
+        self.tied_link = INTRA if stages[0] == stages[-1] else INTER
+        at_once = device.type == "cpu" and len(stages) > 1
+        carrier = Carrier(self.options, cut, device, at_once, self.traffic)
+        if dist.get_rank() == 0:
+            buffers = {"dense": ddp.buffers, "expert": ddp.expert_parallel_buffers}
+            kinds = [(name, cut[tuple(ranks[name])], buffers[name]) for name in GROUPS if buffers[name]]
+            print(start_line(self.version, kinds, carrier.codecs), flush=True)
+        return carrier
 
 
 def node_size(override: int | None) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megazero.config.secrets import redact
+
 
 class ConfigError(ValueError):
     """This reports every error found, at once.
@@ -12,7 +14,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, errors: Sequence[str]) -> None:
-        self.errors = tuple(errors)
+        self.errors = redact(tuple(errors))
         count = len(self.errors)
         head = f"{count} configuration error{'s' if count > 1 else ''}:"
         super().__init__("\n".join([head, *(f"  - {line}" for line in self.errors)]))

@@ -206,6 +206,9 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
+    elastic: bool = option(
+        False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
+    )
 
 
 @dataclass(frozen=True)
@@ -365,7 +368,13 @@ class LoggingConfig:
     log_interval: int = option(
         100, "iterations between console lines, whose figures are means over them", low=1
     )
-    log_dir: str = option("logs", "folder of metrics.jsonl and of the resolved configuration")
+    log_dir: str = option(
+        "logs", "folder of metrics.jsonl, of events.jsonl and of the resolved configuration"
+    )
+    log_each_rank: bool = option(
+        False,
+        "copy what each rank prints, libraries in C included, to LOG_DIR/ranks/rank_N.log, under any launcher",
+    )
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")

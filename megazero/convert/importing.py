@@ -20,6 +20,7 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
 from megazero.config.architecture import from_hf_config
 from megazero.config.model import ModelConfig
+from megazero.config.secrets import redact
 from megazero.config.sections import DataConfig, PrecisionConfig
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer_files import (
@@ -122,7 +123,7 @@ def write_checkpoint(published: Published, root: Path) -> Path:
         step=0,
         records=list(_whole(published)),
         state=state,
-        configuration=config.to_dict(),
+        configuration=redact(config.to_dict()),
         files=read_tokenizer_files(data.tokenizer_type, tokenizer_options(data)),
     )
     return store.save(root, snapshot)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,8 @@ class Launch:
     ``attempt`` is how often torchrun has started the ranks again, at the same store. ``agent_store`` tells that its
     agent holds the store at which the ranks meet; otherwise rank 0 does. ``hosts`` are the nodes in the order of the
     ranks, where the launcher lists them. ``node`` is SLURM's name of this node, whatever has launched the
-    rank; None where SLURM did not give the node.
+    rank; None where SLURM did not give the node. ``job`` is the batch system's name of the job, or torchrun's of the
+    run ('' where there is none). ``restarts`` is how often it was started before, by SLURM's count and torchrun's.
     ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not
     say it.
     """
@@ -63,6 +65,8 @@ class Launch:
     agent_store: bool = False
     hosts: tuple[str, ...] = ()
     node: str | None = None
+    job: str = ""
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -82,6 +86,11 @@ class Launch:
                 "(mpirun: -x MASTER_ADDR=HOST or -genv MASTER_ADDR HOST)"
             )
         return self.master_addr, self.master_port
+
+    @property
+    def host(self) -> str:
+        """This node's name, as it would be excluded: SLURM's, else the host's own."""
+        return self.node or socket.gethostname()
 
     def found_nodes(self, ranks_per_node: int) -> tuple[str, ...]:
         """Return a note of the size that was taken for a node, where the launcher does not say it."""
@@ -121,8 +130,10 @@ def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None
     env = os.environ if environ is None else environ
     try:
         launch = _read(env)
+        requeued = _number(env, "SLURM_RESTART_COUNT", 0) or 0
     except ValueError as error:
         raise ValueError(f"launcher environment: {error}") from None
+    launch = replace(launch, job=_job(env), restarts=requeued + launch.attempt)
     if local_rank is not None and launch.local_rank not in (None, local_rank):
         raise ValueError(
             f"--local-rank {local_rank}, but {launch.launcher} says {launch.local_rank}; leave the flag out"
@@ -131,6 +142,24 @@ def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None
         launch = replace(launch, local_rank=launch.rank % launch.local_world_size)
     launch = replace(launch, node=env.get("SLURMD_NODENAME"))
     return launch if local_rank is None else replace(launch, local_rank=local_rank)
+
+
+def is_first(environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether this process is the first of its job, also where ``read_launch`` refuses the variables.
+
+    A mistake that all processes make is said by that one.
+    """
+    env = os.environ if environ is None else environ
+    ranks = [names[0] for names in (*LAUNCHERS.values(), PMI)] + ["SLURM_PROCID"]
+    return next((env[name] for name in ranks if name in env), "0") == "0"
+
+
+def _job(env: Mapping[str, str]) -> str:
+    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    named = (env.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"))
+    return next((name for name in named if name and name != "none"), "")
 
 
 def _read(env: Mapping[str, str]) -> Launch:

@@ -94,6 +94,7 @@ class Cores:
 
     count: int = option(None, "processors of a host", low=1, required=True)
     ranks: int = option(None, "consecutive ranks that share them", low=1, required=True)
+    others: float = option(0.0, "processors that other programs keep busy", low=0)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from megazero.plan.chart import draw
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.options import Request, help_text, read_request, with_stand_ins
-from megazero.plan.report import details, explain, headline, layout_flags, table, write_json
+from megazero.plan.placement import host_files, lines, place
+from megazero.plan.report import details, explain, headline, layout_flags, table, write_json, write_text
 from megazero.plan.search import CHOICES, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.shortage import advice
 from megazero.plan.simulate import simulate
+from megazero.plan.topology import Topology
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,6 +56,8 @@ def _plan(request: Request) -> int:
     if request.explain is not None:
         print("\n".join(["", *_explained(request, best[0])]))
     folder = Path(options.plan_output)
+    if request.topology is not None:
+        print("\n".join(["", *_placed(request, request.topology, first.layout, folder)]))
     write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best)
     print(f"\n{folder / 'plan.json'}: all of it")
     try:
@@ -61,6 +65,14 @@ def _plan(request: Request) -> int:
     except ValueError as error:
         print(error)
     return 0
+
+
+def _placed(request: Request, topology: Topology, layout: Layout, folder: Path) -> list[str]:
+    """Write the order of nodes for a layout, and return what is to say of it."""
+    found = place(layout, topology, request.hosts)
+    for name, text in host_files(found, request.cluster.ranks_per_node).items():
+        write_text(folder / name, text)
+    return lines(found, layout, str(folder))
 
 
 def _explained(request: Request, best: Found) -> list[str]:

@@ -15,7 +15,7 @@ from megazero.plan.cluster import Cluster
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.memory import activations
-from megazero.plan.seconds import Collectives
+from megazero.plan.seconds import Collectives, Cost
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
     SCHEDULES,
@@ -103,7 +103,11 @@ class Frame:
             busy = self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in own)
             best = max(best, before + busy)
             before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
-        return best
+        if self.cluster.cores is None:
+            return best
+        # A rank that computes alone is faster than measured, but a host's work is that of its ranks.
+        work = sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in seconds) * self.micro_batches
+        return work / self.pp
 
     @cached_property
     def sampled(self) -> tuple[int, ...]:
@@ -130,7 +134,12 @@ class Frame:
 
     @cached_property
     def compute_only(self) -> tuple[float, float]:
-        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients."""
+        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients.
+
+        Where ranks share processors both are a time that the step is not below.
+        """
+        if self.cluster.cores is not None:
+            return self.least_seconds, self.least_seconds
         ends = [self._compute_only(micro_batches) for micro_batches in self.sampled]
         return self.extrapolated([last for last, _ in ends]), self.extrapolated([first for _, first in ends])
 
@@ -161,11 +170,15 @@ class Frame:
         layer = self.config.model.layer_matrix_numel / self.tp
         return sum(len(s.layers) for s in self.of_rank[0]) * layer
 
-    @cached_property
+    @property
     def message_seconds(self) -> float:
-        """Return the seconds of an activation's way to the next stage, all ranks of a node sending at once."""
+        return self.message_cost.seconds
+
+    @cached_property
+    def message_cost(self) -> Cost:
+        """Return the cost of an activation's way to the next stage, all ranks of a node sending at once."""
         if self.pp == 1:
-            return 0.0
+            return Cost(0.0)
         grid = make_grid(
             self.world.world_size,
             self.cluster.ranks_per_node,
@@ -175,10 +188,10 @@ class Frame:
         )
         across = grid.axis("pp").link == INTER
         sent = self.activation.sent
-        seconds = self.collectives.seconds("message", 2, 2 if across else 1, sent)
+        costs = [self.collectives.cost("message", 2, 2 if across else 1, sent)]
         if self.tp > 1 and not self.activation.sequence_parallel and sent < self.activation.whole:
-            seconds += self.collectives.seconds("gather", self.tp, 1, (self.tp - 1) * sent)
-        return seconds
+            costs.append(self.collectives.cost("gather", self.tp, 1, (self.tp - 1) * sent))
+        return Cost(*(sum(column) for column in zip(*costs, strict=True)))
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:

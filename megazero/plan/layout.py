@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from megazero.config import RunConfig
 from megazero.config.sections import ZeroConfig
@@ -13,30 +14,43 @@ from megazero.config.shards import Shards
 from megazero.config.wire import Wire
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
+from megazero.plan.coding import Coder
 from megazero.plan.communication import Bytes, Formats
 from megazero.plan.frame import Frame
 from megazero.plan.gathers import Copies
 from megazero.plan.memory import Memory, States, buffers, model_states, rank_memory
-from megazero.plan.seconds import Collectives
 from megazero.plan.units import Module, RankUnits, rank_units
 from megazero.pp.partition import StageSpec
-from megazero.pp.schedules import (
-    make_schedule,
-)
+from megazero.pp.schedules import make_schedule
 
-Chain = tuple[tuple[str, float], ...]  # (link, seconds) of each hop
 LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
+
+
+class Leg(NamedTuple):
+    """A part of a chain: a hop over ``link``, or work. busy: seconds of a processor that a hop takes on a rank."""
+
+    link: str
+    seconds: float
+    busy: float = 0.0
+
+
+Chain = tuple[Leg, ...]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one unit costs the lanes: hops of a refresh, of a gather, of a reduction, each (link, seconds)."""
+    """What one unit costs the lanes: a refresh, a gather, a reduction.
+
+    stage: seconds in which the rank itself takes a micro-batch's gradients; add: the same where a sum is there.
+    """
 
     refresh: Chain
     gather: Chain
     every: Chain  # of a micro-batch that is not the last
     last: Chain
     ahead_bytes: float
+    stage: float = 0.0
+    add: float = 0.0
 
 
 class Layout:
@@ -145,32 +159,40 @@ class Layout:
         return known[key]
 
     def _make_work(self, unit: communication.UnitShape) -> Work:
-        seconds, compute, axes = self.frame.collectives, self.frame.compute, self.grid.data_axes
+        axes, (p, _, os) = self.grid.data_axes, self.shards.factors
+        coder = Coder(self.frame.compute, self.formats, p, os)
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
         reduction = communication.gradient_hops(
             unit, summed, self.formats, self.frame.micro_batches, self.shards.whole_gradients
         )
-        elements, width = unit.elements, self.formats.width
-        last: list[tuple[str, float]] = []
-        every: list[tuple[str, float]] = []
-        left = elements
-        for hop in reduction:
-            timed = [(hop.axis.link, seconds.of_axis(hop.operation, hop.axis, hop.sent))]
+        last: list[Leg] = []
+        every: list[Leg] = []
+        left = unit.elements
+        for number, hop in enumerate(reduction):
+            legs = [self._leg(hop)]
             if hop.operation == communication.EXCHANGE:  # messages are encoded, decoded and summed
-                timed.append((LOCAL, compute.moved(left * (width + self.formats.sums) / 2)))
+                raw = number == 0 and (self.states.g > 1 or self.frame.micro_batches == 1)
+                before, after = coder.exchange(unit, hop.axis, left, raw)
+                legs = [*_local(before), *legs, *_local(after)]
                 left //= hop.axis.size
-            last += timed
-            every += timed if hop.every else []
-        decodes = self.formats.weights is not None and unit.quantised
-        moved = compute.moved(elements * 1.5 * width) if decodes else 0.0
+            last += legs
+            every += legs if hop.every else []
+        before, after = coder.refresh(unit, bool(gather)) if refresh else (0.0, 0.0)
+        decode = coder.gather(unit) if gather else 0.0
         return Work(
-            refresh=_timed(refresh, seconds, moved if not gather and decodes else 0.0),
-            gather=_timed(gather, seconds, moved),
+            refresh=(*_local(before), *map(self._leg, refresh), *_local(after)),
+            gather=(*map(self._leg, gather), *_local(decode)),
             every=tuple(every),
             last=tuple(last),
             ahead_bytes=self.states.ahead_bytes(unit),
+            stage=coder.staged(unit, added=False),
+            add=coder.staged(unit, added=True),
         )
+
+    def _leg(self, hop: communication.Hop) -> Leg:
+        cost = self.frame.collectives.of_axis(hop.operation, hop.axis, hop.sent)
+        return Leg(hop.axis.link, cost.seconds, cost.busy)
 
     @cached_property
     def bytes_by_stage(self) -> list[Bytes]:
@@ -200,7 +222,5 @@ class Layout:
         return sum(sent) / len(sent) * self.frame.cluster.ranks_per_node
 
 
-def _timed(hops: Sequence[communication.Hop], collectives: Collectives, more: float) -> Chain:
-    """Return (link, seconds) of each hop. ``more`` is what decoding takes after the last."""
-    out = [(hop.axis.link, collectives.of_axis(hop.operation, hop.axis, hop.sent)) for hop in hops]
-    return (*out, (LOCAL, more)) if out and more else tuple(out)
+def _local(seconds: float) -> tuple[Leg, ...]:
+    return (Leg(LOCAL, seconds),) if seconds else ()

@@ -15,6 +15,7 @@ from megazero.config.layers import merge
 from megazero.config.resolve import complete_megatron, unfused_gelu
 from megazero.config.run import all_options
 from megazero.plan.cluster import Cluster, known_clusters, load_cluster
+from megazero.plan.topology import Topology, check_nodes, expand, read_topology
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
 
@@ -37,17 +38,31 @@ class PlanConfig:
 
     nodes: int | None = option(None, "nodes to plan for (default: all of the cluster's)", low=1)
     plan_output: str = option("plan", "folder of plan.json and plan.png")
+    topology: str | None = option(
+        None,
+        "which nodes lie under which switch: SLURM's topology.conf, the output of scontrol show topology, or a line "
+        "of nodes for each leaf switch; the first layout's nodes are then ordered for it",
+    )
+    topology_nodes: str | None = option(
+        None, "the nodes to order, as SLURM writes them: gpu[01-16] (default: all of the topology's)"
+    )
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for. values: the training's options by name. explain: those of a layout, or None."""
+    """What the command line asks for.
+
+    values: the training's options by name. explain: those of a layout, or None. hosts: the nodes that are to be
+    ordered by the topology, if there is one.
+    """
 
     values: dict[str, Any]
     cluster: Cluster
     loss_policy: str
     options: PlanConfig
     explain: dict[str, Any] | None
+    topology: Topology | None = None
+    hosts: tuple[str, ...] = ()
 
 
 def help_text() -> str:
@@ -103,10 +118,34 @@ def read_request(argv: Sequence[str]) -> Request:
                 f"--ranks-per-node {given} is not the cluster's {cluster.ranks_per_node}; leave it out"
             )
         values["ranks_per_node"] = cluster.ranks_per_node
+    topology, hosts = _topology(options, cluster, errors)
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Request(values, cluster, policy, options, explain)
+    return Request(values, cluster, policy, options, explain, topology, hosts)
+
+
+def _topology(
+    options: PlanConfig, cluster: Cluster | None, errors: list[str]
+) -> tuple[Topology | None, tuple[str, ...]]:
+    """Return the topology and the nodes to order. Faults go to ``errors``."""
+    if options.topology is None:
+        if options.topology_nodes is not None:
+            errors.append("--topology-nodes has no effect without --topology; leave it out or add that")
+        return None, ()
+    try:
+        topology = read_topology(options.topology)
+    except ConfigError as error:
+        errors += error.errors
+        return None, ()
+    try:
+        hosts = expand(options.topology_nodes or "")
+    except ValueError as error:
+        errors.append(f"--topology-nodes {error}")
+        return None, ()
+    if cluster is not None:
+        errors += check_nodes(topology, hosts, cluster.nodes)
+    return topology, hosts or topology.nodes
 
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:

@@ -150,9 +150,14 @@ def write_json(
         "given": {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
         "layouts": [as_dict(found.layout, found.timing, found.formats) for found in best],
     }
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, which is replaced as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 

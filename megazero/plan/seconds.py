@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.plan.cluster import Cluster
 
 Mesh = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
+Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
+
+
+class Cost(NamedTuple):
+    """What a collective takes: seconds, and seconds of a processor of one rank (0 where that was not measured)."""
+
+    seconds: float
+    busy: float = 0.0
 
 
 class Collectives:
@@ -22,30 +30,37 @@ class Collectives:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.known: dict[Any, Any] = {}  # what callers computed for this cluster, by all that it depends on
-        table: defaultdict[Mesh, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        table: defaultdict[Mesh, dict[int, list[tuple[float, float]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for row in cluster.collectives:
-            table[row.operation, row.ranks, row.nodes][row.bytes].append(row.seconds)
-        self._table = {
-            mesh: sorted((size, sorted(times)[len(times) // 2]) for size, times in points.items())
+            table[row.operation, row.ranks, row.nodes][row.bytes].append((row.seconds, row.busy))
+        self._table: dict[Mesh, list[Point]] = {
+            mesh: sorted((size, *sorted(times)[len(times) // 2]) for size, times in points.items())
             for mesh, points in table.items()
         }
 
-    def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> float:
-        """Return the seconds of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
-        return self.seconds(operation, axis.size, axis.size if axis.link == INTER else 1, sent)
+    def of_axis(self, operation: str, axis: AxisSpec, sent: float) -> Cost:
+        """Return the cost of a collective over a mesh axis; its groups lie in a node, or have a rank on each."""
+        return self.cost(operation, axis.size, axis.size if axis.link == INTER else 1, sent)
 
     def seconds(self, operation: str, ranks: int, nodes: int, sent: float) -> float:
-        """Return the seconds in which every rank of a group sends ``sent`` bytes."""
+        return self.cost(operation, ranks, nodes, sent).seconds
+
+    def cost(self, operation: str, ranks: int, nodes: int, sent: float) -> Cost:
+        """Return what it takes that every rank of a group sends ``sent`` bytes."""
         if ranks < 2 or sent <= 0:
-            return 0.0
+            return Cost(0.0)
         mesh = (operation, ranks, nodes)
         if mesh in self._table:
             return _interpolated(self._table[mesh], sent)
         by_links = self.by_links(ranks, nodes, sent)
         near = self._nearest(mesh)
         if near is None:
-            return by_links
-        return by_links * _interpolated(self._table[near], sent) / self.by_links(near[1], near[2], sent)
+            return Cost(by_links)
+        wider = by_links / self.by_links(near[1], near[2], sent)
+        seconds, busy = _interpolated(self._table[near], sent)
+        return Cost(seconds * wider, busy * wider)
 
     def _nearest(self, mesh: Mesh) -> Mesh | None:
         """Return the measured mesh of the same operation and kind of link whose number of ranks is nearest."""
@@ -72,14 +87,15 @@ class Collectives:
         return (share if most is None else min(share, most)) * across.efficiency * 1e9 / 8
 
 
-def _interpolated(points: list[tuple[int, float]], sent: float) -> float:
-    """Return the seconds at ``sent`` bytes: between two sizes linearly, below the smallest as that, above the largest
+def _interpolated(points: list[Point], sent: float) -> Cost:
+    """Return the cost of ``sent`` bytes: between two sizes linearly, below the smallest as that, above the largest
     at its rate."""
-    at = bisect_left(points, (sent, 0.0))
+    at = bisect_left(points, (sent, 0.0, 0.0))
     if at == 0:
-        return points[0][1]
-    low, before = points[at - 1]
+        return Cost(*points[0][1:])
+    low, *before = points[at - 1]
     if at == len(points):
-        return before * sent / low
-    high, after = points[at]
-    return before + (after - before) * (sent - low) / (high - low)
+        return Cost(*(value * sent / low for value in before))
+    high, *after = points[at]
+    share = (sent - low) / (high - low)
+    return Cost(*(a + (b - a) * share for a, b in zip(before, after, strict=True)))

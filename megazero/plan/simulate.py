@@ -10,12 +10,13 @@ at a time. What is hidden behind compute is what this clock hides.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from megazero.mesh.grid import INTER
-from megazero.plan.gathers import Turn, gather_turns
-from megazero.plan.layout import LOCAL, Chain, Layout, Work
+from megazero.plan.course import Course, Spent
+from megazero.plan.layout import LOCAL, Chain, Layout
+from megazero.plan.shared import Machine
 from megazero.pp.schedules import Action, Kind
 
 STREAMS = 2  # of a lane: chains that are under way at once
@@ -60,7 +61,7 @@ class _Lane:
     def run(self, chain: Chain, start: float, links: dict[str, float]) -> float:
         """Run a chain not before ``start`` and return when it ends."""
         at = max(start, self.free.popleft())
-        for link, seconds in chain:
+        for link, seconds, _ in chain:
             if link != LOCAL:
                 at = max(at, links.get(link, 0.0))
                 links[link] = at + seconds
@@ -69,39 +70,22 @@ class _Lane:
         return at
 
 
-class _Rank:
+class _Rank(Course):
     """The clock of one pipeline rank. All ranks of a stage do the same at the same time."""
 
     def __init__(self, layout: Layout, rank: int, execution: Execution, micro_batches: int) -> None:
-        self.layout, self.rank, self.execution = layout, rank, execution
-        self.frame = layout.frame
+        super().__init__(layout, rank, micro_batches, execution.ahead)
+        self.execution = execution
         self.now = 0.0
         self.links: dict[str, float] = {}
         self.gathers, self.reductions = _Lane(), _Lane()
         self.pending: deque[float] = deque()
         self.bill = dict.fromkeys(BILL, 0.0)
-        self.units = layout.units(rank)
-        self.work: list[Work] = [layout.work_of(unit) for unit in self.units.shapes]
-        self.spent: dict[tuple[int, Kind], tuple[float, float, float]] = {}
-        self.left = [micro_batches] * len(self.units.parts)  # backwards to come, by part
-        self.staged = layout.states.g > 1
-        self.moving = any(w.gather for w in self.work)
-        self.seen: set[int] = set()  # parts that had their first forward
+        self.whole: dict[tuple[int, Kind], Spent] = {}
         self.here: dict[int, float] = {}  # when the latest gather of a unit ends
-        self.turns = self._turns(layout.program(rank, micro_batches))
         if execution.early_refresh:
             self._refresh_all()
         self._take_turn()  # as begin_step does: refreshes move while a stage waits for its first forward
-
-    def _turns(self, program: list[tuple[str, int]]) -> Iterator[Turn]:
-        """Return the step's begin and every use of a module, with the gathers that begin then."""
-        if not self.moving:  # no unit is gathered again: the first forward of every part is all there is
-            program = list(dict.fromkeys(segment for segment in program if segment[0] == "F"))
-        copies = self.layout.copies(self.rank)
-        sizes = [work.ahead_bytes for work in self.work]
-        if self.execution.ahead:
-            return gather_turns(copies, program, sizes)
-        return _at_use(gather_turns(replace(copies, prefetch_bytes=0), program, sizes))
 
     def _refresh_all(self) -> None:
         for work in self.work:
@@ -116,42 +100,26 @@ class _Rank:
     def run(self, action: Action) -> None:
         """Run one action, module by module where something moves for its units."""
         part = action.stage // self.frame.pp
-        modules = self.units.parts[part]
-        backward = action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-        reduces = False
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            self.left[part] -= 1
-            reduces = self.staged or not self.left[part]
-        visits = self.moving and action.kind != Kind.WEIGHT or part not in self.seen
-        self.seen.add(part)
+        modules, visits, reduces = self.open(action)
         if not visits and not reduces:
             self._spend(self._whole(part, action.kind))
             return
-        for module in reversed(modules) if backward else modules:
+        for module in modules:
             if visits:
                 self._take_turn()
-            self._spend(self._one(module.kind, action.kind))
+            self._spend(self.spent(module.kind, action.kind))
             if reduces:
                 self._reduce(module.units, part)
 
-    def _whole(self, part: int, kind: Kind) -> tuple[float, float, float]:
-        """Return what all modules of a part spend on compute, recompute and tensor parallelism in an action."""
-        if (part, kind) not in self.spent:
-            each = [self._one(module.kind, kind) for module in self.units.parts[part]]
+    def _whole(self, part: int, kind: Kind) -> Spent:
+        """Return what all modules of a part spend in an action."""
+        if (part, kind) not in self.whole:
+            each = [self.spent(module.kind, kind) for module in self.units.parts[part]]
             compute, again, tensor = (sum(column) for column in zip(*each, strict=True))
-            self.spent[part, kind] = compute, again, tensor
-        return self.spent[part, kind]
+            self.whole[part, kind] = compute, again, tensor
+        return self.whole[part, kind]
 
-    def _one(self, module: str, kind: Kind) -> tuple[float, float, float]:
-        times = self.frame.compute.times[module]
-        if kind == Kind.WEIGHT:
-            return times.backward_weight, 0.0, 0.0
-        if kind == Kind.FORWARD:
-            return times.forward, 0.0, times.tp_forward
-        weights = times.backward_weight if kind == Kind.BACKWARD else 0.0
-        return times.backward_input + weights, times.recompute, times.tp_backward
-
-    def _spend(self, spent: tuple[float, float, float]) -> None:
+    def _spend(self, spent: Spent) -> None:
         compute, again, tensor = spent
         self.bill["compute"] += compute
         self.bill["recompute"] += again
@@ -182,15 +150,6 @@ class _Rank:
         self.wait_until(max(self.pending, default=0.0), "reduce")
 
 
-def _at_use(turns: Iterable[Turn]) -> Iterator[Turn]:
-    """Yield the same gathers, but none before the use that it is for."""
-    due: set[int] = set()
-    for units, begun in turns:
-        due.update(begun)
-        yield Turn(units, [unit for unit in units if unit in due])
-        due.difference_update(units)
-
-
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
     """Return the time of one step in the middle of a run."""
     frame = layout.frame
@@ -201,6 +160,8 @@ def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
 
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
     frame = layout.frame
+    if frame.cluster.cores is not None:
+        return _run_shared(layout, micro_batches)
     ranks = [_Rank(layout, rank, execution, micro_batches) for rank in range(frame.pp)]
     done: dict[Action, float] = {}
     message = frame.message_seconds
@@ -218,8 +179,21 @@ def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
     for clock in ranks:
         clock.wait_until(end, "pipeline")
         clock.bill["update"] += update
-    bill = {name: sum(clock.bill[name] for clock in ranks) / len(ranks) for name in BILL}
-    return Timing(end + update, bill)
+    return Timing(end + update, _mean([clock.bill for clock in ranks]))
+
+
+def _run_shared(layout: Layout, micro_batches: int) -> Timing:
+    """Run a step whose ranks share processors."""
+    machine = Machine(layout, micro_batches, BILL)
+    end, update = machine.run(), _update_seconds(layout)
+    for bill in machine.bills:
+        bill["pipeline"] += end - sum(bill.values())  # until the last rank is done
+        bill["update"] += update
+    return Timing(end + update, _mean(machine.bills))
+
+
+def _mean(bills: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(bill[name] for bill in bills) / len(bills) for name in BILL}
 
 
 def _update_seconds(layout: Layout) -> float:

@@ -32,7 +32,7 @@ def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
     target = torch.empty_like(source)
     matrix = clock(lambda: torch.mm(a, a, out=out), slowest=False)
     copy = clock(lambda: target.copy_(source), slowest=False)
-    host = _host()
+    host = find_host()
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         title, memory, reserved = facts.name, facts.total_memory, 1.5
@@ -87,7 +87,7 @@ def measure_codecs(config: RunConfig, clock: Clock) -> Iterator[dict[str, Any]]:
         }
 
 
-def _host() -> dict[str, int]:
+def find_host() -> dict[str, int]:
     """Return how many processors this rank's host has for its ranks, and how many ranks that are."""
     own = (BOOT.read_text() if BOOT.exists() else "", sorted(os.sched_getaffinity(0)))
     every: list[Any] = [own]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megazero.config import ConfigError
 from megazero.plan.cluster import TABLES, Cluster, parse_cluster
+from megazero.plan.report import write_text
 
 Rows = list[dict[str, Any]]
 
@@ -36,10 +36,8 @@ class Progress:
                 ]
             )
         self.done = {line["point"]: line["rows"] for line in lines[1:]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".partial")  # without a line that was broken off
-        beside.write_text("".join(json.dumps(line) + "\n" for line in lines or [head]), encoding="utf-8")
-        os.replace(beside, path)
+        # without a line that was broken off
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines or [head]))
 
     def add(self, point: str, rows: Rows) -> None:
         self.done[point] = rows
@@ -105,8 +103,5 @@ def write_cluster(path: Path, sections: Mapping[str, Any]) -> Cluster:
     """Write a cluster file, which is replaced as a whole, and return what the planner reads in it."""
     text = cluster_text(sections)
     cluster = parse_cluster(text, str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, text)
     return cluster

@@ -19,7 +19,7 @@ from megazero.profile.collectives import measure_wire
 from megazero.profile.model import measure_modules
 from megazero.profile.options import Request
 from megazero.profile.points import modules, sizes, wires
-from megazero.profile.rates import measure_codecs, measure_device
+from megazero.profile.rates import find_host, measure_codecs, measure_device
 from megazero.profile.record import Progress, Rows, cluster_text, links, write_cluster
 from megazero.profile.timing import Clock
 from megazero.train.parallelize import DTYPES
@@ -55,7 +55,8 @@ class Profile:
     ) -> None:
         self.request, self.config, self.first = request, config, launch.rank == 0
         self.world, self.per_node = launch.world_size, per_node
-        self.clock = Clock(device, request.options.profile_rounds)
+        host = find_host()
+        self.clock = Clock(device, request.options.profile_rounds, host["ranks"] / host["count"])
         of = {
             "flags": {name: str(value) for name, value in sorted(request.values.items())},
             "largest_bytes": request.options.profile_largest_bytes,

@@ -37,14 +37,17 @@ class Sample:
 class Clock:
     """Times operations that all ranks of the world run at once."""
 
-    def __init__(self, device: torch.device, rounds: int) -> None:
-        self.device, self.rounds = device, rounds
+    def __init__(self, device: torch.device, rounds: int, crowd: float = 1.0) -> None:
+        """crowd: how many ranks share a processor of the host."""
+        self.device, self.rounds, self.crowd = device, rounds, max(1.0, crowd)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
 
     def __call__(self, operation: Callable[[], Any], slowest: bool) -> Sample:
         """Time an operation. Collective.
 
-        slowest: the slowest rank's time counts, as of a collective, whose ranks wait for each other; else the mean.
+        slowest: the slowest rank's time counts, as of a collective, whose ranks wait for each other. Else an
+        operation is a rank's own, and the mean counts; on a CPU that of the processors' time, times the ranks that
+        share one, so that other programs on the host do not count.
         """
         operation()  # buffers and connections
         took = self._round(operation, 1)[0].max()
@@ -52,7 +55,8 @@ class Clock:
         seconds, busy = [], []
         for _ in range(self.rounds):
             wall, processor = self._round(operation, repeats)
-            seconds.append((wall.max() if slowest else wall.mean()).item())
+            own = processor * self.crowd if self.device.type == "cpu" else wall
+            seconds.append((wall.max() if slowest else own.mean()).item())
             busy.append(processor.mean().item())
         return Sample(tuple(seconds), statistics.median(busy) if self.device.type == "cpu" else 0.0)
 

@@ -21,6 +21,7 @@ from megazero.checkpoint.directory import checkpoint_name
 from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement
 from megazero.config import RunConfig
+from megazero.config.secrets import redact
 from megazero.config.skipping import SkippingConfig
 from megazero.convert.export import converted_from, finish, write_folder
 from megazero.convert.importing import Published, fill
@@ -103,7 +104,7 @@ class Checkpointing:
             state=state,
             rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
             layout=self._layout,
-            configuration=self.config.to_dict(),
+            configuration=redact(self.config.to_dict()),
             files=self.files,
         )
         retention = store.Retention(options.save_keep_last, options.save_retain_interval)

@@ -43,11 +43,12 @@ def status_of(error: BaseException) -> ExitStatus:
     return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
 
 
-def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> None:
+def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> bool:
     """Write LOG_DIR/exit_status for the batch script, or take it away (None) while the run is under way.
 
     first: only if no other is there: what a rank said of itself is truer than what others see of it. Otherwise on
-    the first rank. A disk that takes no file is passed over in silence: the launcher's status is left.
+    the first rank. A disk that takes no file is passed over in silence: the launcher's status is left. Returns
+    whether it was this status's turn.
     """
     # Not above: megazero.data brings numpy, for which a signal at the very start would have to wait.
     from megazero.data.files import replacing
@@ -55,12 +56,15 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
     try:
         if status is None:
             (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
-        elif not (first and (Path(log_dir) / STATUS_FILE).exists()):
+        elif first and (Path(log_dir) / STATUS_FILE).exists():
+            return False
+        else:
             Path(log_dir).mkdir(parents=True, exist_ok=True)  # at the start there is none
             with replacing(Path(log_dir) / STATUS_FILE) as file:
                 file.write(f"{status:d}\n".encode())
     except OSError:
         pass
+    return True
 
 
 def read_status(log_dir: str) -> ExitStatus | None:

@@ -7,17 +7,21 @@ that fails is dropped with one warning: a disk that is full of events, or a brok
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
+
+from megazero.checkpoint.errors import error_number
+from megazero.train.lines import NO_ROOM
 
 
 class Logger(Protocol):
     """Takes the values of an iteration. Nested mappings become names that are joined by '/'."""
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None: ...
+
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -35,11 +39,15 @@ class TensorBoardLogger:
             raise ValueError(
                 f"--tensorboard-dir {directory} needs TensorBoard ({error}): pip install tensorboard"
             ) from error
-        self._writer = SummaryWriter(str(directory), purge_step=iteration + 1)
+        # A start from the beginning takes the place of one that never saved, evaluations before training included.
+        self._writer = SummaryWriter(str(directory), purge_step=iteration + 1 if iteration else 0)
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars(values):
             self._writer.add_scalar(name, value, iteration)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -89,8 +97,24 @@ class WandbLogger:
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         self._run.log(dict(scalars(values)) | {"iteration": iteration})
 
+    def flush(self) -> None:
+        """Do nothing: wandb's own process has what was logged, and outlives this one."""
+
     def close(self) -> None:
         self._run.finish()
+
+
+def opened(makers: Iterable[Callable[[], Logger]]) -> list[Logger]:
+    """Make the loggers. One whose disk is full is left out with a warning: a resume must not fail of it."""
+    made = []
+    for make in makers:
+        try:
+            made.append(make())
+        except (OSError, ValueError) as error:
+            if error_number(error) not in NO_ROOM:
+                raise
+            warnings.warn(f"a logger does not start, training goes on without it: {error}", stacklevel=2)
+    return made
 
 
 class Loggers:
@@ -102,6 +126,11 @@ class Loggers:
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for member in tuple(self._members):
             self._guarded(member, partial(member.log, iteration, values))
+
+    def flush(self) -> None:
+        """Write what members hold back, so that it outlives a kill."""
+        for member in tuple(self._members):
+            self._guarded(member, member.flush)
 
     def close(self) -> None:
         for member in tuple(self._members):
@@ -118,14 +147,6 @@ class Loggers:
                 "training goes on, metrics.jsonl has every line",
                 stacklevel=3,
             )
-
-
-def new_run_id() -> str:
-    """Return a fresh wandb run id.
-
-    It has 8 characters, the form wandb makes itself, and does not come from the training seed.
-    """
-    return secrets.token_hex(4)
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

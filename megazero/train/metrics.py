@@ -2,8 +2,8 @@
 
 Iteration lines hold the fields of IterationMetrics and any extra keys; evaluation lines hold iteration,
 consumed_samples, eval_lm_loss and eval_ppl, and eval_data (a name) where several data sets are evaluated or the test
-data is. The file is the authority on a run: it survives a kill at any moment, and
-after a resume it still has one line per iteration.
+data is. Every line has the time at which it was written. The file is the authority on a run: it survives a kill at
+any moment, and after a resume it still has one line per iteration.
 
 Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would not tell a NaN from an
 overflow); read_metrics turns them back into floats.
@@ -18,10 +18,13 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megazero.config.secrets import redact
 from megazero.config.skipping import range_around
+from megazero.train.lines import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
@@ -106,34 +109,30 @@ class MetricsWriter:
     iteration: training continues after this iteration (0: it starts from the beginning). On opening, lines of later
     iterations, which this run is about to write again, and of those that were undone, (first, last), move to
     metrics.superseded.jsonl. A torn line (the process was killed while it wrote) moves there as {"torn": text}. The
-    first iteration line after a resume has the extra key resumed_from.
+    first iteration line has the extra keys of ``start`` and, after a resume, resumed_from.
 
-    Each line is one unbuffered write. If a write fails (disk full), there is one warning and training goes on.
+    Each line is one unbuffered write. What a full disk does not take waits in memory (LineFile); training goes on.
     """
 
     def __init__(
-        self, log_dir: str | os.PathLike[str], *, iteration: int, undone: Sequence[tuple[int, int]] = ()
+        self,
+        log_dir: str | os.PathLike[str],
+        *,
+        iteration: int,
+        undone: Sequence[tuple[int, int]] = (),
+        start: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(log_dir) / METRICS_FILE
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._resumed_from = iteration
-        self._torn = self._failed = False
-        self._open(iteration, undone)
-
-    def _open(self, iteration: int, undone: Sequence[tuple[int, int]]) -> None:
-        _supersede(self.path, iteration, undone)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = LineFile(self.path, lambda: _supersede(self.path, iteration, undone))
+        self._first = {**({"resumed_from": iteration} if iteration else {}), **(start or {})}
 
     def undo(self, first: int, last: int) -> None:
         """Move the lines of these iterations, whose updates were undone, to metrics.superseded.jsonl."""
-        self.close()
-        self._open(last, [(first, last)])
+        self._file.reopen(lambda: _supersede(self.path, last, [(first, last)]))
 
     def iteration(self, metrics: IterationMetrics) -> None:
-        line = metrics.as_dict()
-        if self._resumed_from:
-            line["resumed_from"], self._resumed_from = self._resumed_from, 0
-        self._write(line)
+        self._write(metrics.as_dict() | self._first)
+        self._first = {}
 
     def evaluation(self, iteration: int, consumed_samples: int, loss: float, **extra: Any) -> dict[str, Any]:
         """Write and return an evaluation line. The loss is in nats per valid token."""
@@ -147,25 +146,15 @@ class MetricsWriter:
         return line
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        data = (b"\n" if self._torn else b"") + encode(line).encode("ascii") + b"\n"
-        try:
-            written = self._file.write(data)
-        except OSError as error:
-            self._warn(str(error))
-            return
-        self._torn = written != len(data)
-        if self._torn:
-            self._warn(f"only {written} of {len(data)} bytes written")
-
-    def _warn(self, reason: str) -> None:
-        if not self._failed:
-            warnings.warn(f"{self.path}: {reason}; metrics are being lost, training goes on", stacklevel=4)
-        self._failed = True
+        self._file.append(encode({**line, "time": now()}).encode("ascii") + b"\n")
 
     def close(self) -> None:
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        self._file.close()
+
+
+def now() -> str:
+    """Return the clock's time as it stands in the lines: ISO 8601 in UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def perplexity(loss: float) -> float:
@@ -175,7 +164,7 @@ def perplexity(loss: float) -> float:
 
 def encode(line: Mapping[str, Any]) -> str:
     """Return one line of strict JSON, without the newline."""
-    return json.dumps(_encodable(line), allow_nan=False)
+    return json.dumps(_encodable(redact(line)), allow_nan=False)
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
@@ -195,7 +184,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     file = Path(path)
     if file.is_dir():
         file = file / METRICS_FILE
-    good, torn = _parse(file.read_bytes())
+    good, torn = read_lines(file.read_bytes())
     if torn and not good:
         raise ValueError(f"{file} is not a metrics file: none of its {len(torn)} lines is a JSON object")
     if torn:
@@ -203,7 +192,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [line for _, line in good]
 
 
-def _parse(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[bytes]]:
+def read_lines(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[bytes]]:
     """Return the whole lines (their bytes and contents) and the torn ones. Blank lines are neither."""
     good: list[tuple[bytes, dict[str, Any]]] = []
     torn: list[bytes] = []
@@ -227,7 +216,7 @@ def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) ->
     if not path.exists():
         return
     data = path.read_bytes()
-    good, torn = _parse(data)
+    good, torn = read_lines(data)
     keep, move = list[bytes](), list[bytes]()
     for raw, line in good:
         at = line.get("iteration", 0)

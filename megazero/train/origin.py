@@ -15,6 +15,7 @@ from megazero.checkpoint.errors import agree_local
 from megazero.checkpoint.manifest import check_sizes
 from megazero.config import RunConfig
 from megazero.config.published import is_published, published_folder
+from megazero.config.secrets import redact
 from megazero.config.sections import CheckpointConfig
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
@@ -51,6 +52,7 @@ class Progress:
     was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
     keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
     last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
+    checkpoint: the last one of this progress.
     """
 
     iteration: int = 0
@@ -61,6 +63,7 @@ class Progress:
     owes_evaluation: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ def _opened(path: Path) -> Origin:
         state.get("owes_evaluation", False),
         state.get("losses", {}),
         tuple(LeftOut(**each) for each in state.get("left_out", ())),
+        str(path),
     )
     return Origin(progress, path, manifest, state)
 
@@ -214,7 +218,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
 
     knows_number: the checkpoint says how many samples its order was made for.
     """
-    now = config.to_dict()
+    now = redact(config.to_dict())  # as the checkpoint has it
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
         old, new = before.get(section, {}).get(name), now[section][name]
         if (old or None) != (new or None):  # a checkpoint may be older than the option

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,17 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
+from megazero.config.secrets import redact
+from megazero.config.sections import LoggingConfig
 from megazero.data.files import replacing
+from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention_kernels import math_note
 from megazero.train.console import TrainConsole
-from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, new_run_id
+from megazero.train.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
+from megazero.train.lines import NO_ROOM, LineFile
+from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
 from megazero.train.metrics import MetricsWriter
 from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
@@ -33,12 +40,13 @@ RESOLVED_FILE = "config.yaml"
 class Outputs:
     """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
 
-    metrics: the writer of metrics.jsonl; None on ranks other than the first.
+    metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks other than the first.
     """
 
     console: TrainConsole
     loggers: Loggers
     metrics: MetricsWriter | None
+    events: LineFile | None = None
 
     def evaluation(self, at: Progress, loss: float, name: str = "") -> None:
         """Report an evaluation. loss: nats per token. name: of its data; empty for the one validation set."""
@@ -51,23 +59,42 @@ class Outputs:
             line = {key: {name: value} if key.startswith("eval_") else value for key, value in line.items()}
         self.loggers.log(at.iteration, line)
 
+    def saved(self, iteration: int, path: Path, seconds: float) -> None:
+        """Report a checkpoint. Loggers write what they hold back: it belongs to iterations that do not come again."""
+        self.console.note(f"saved {path} in {seconds:.1f} s")
+        if self.events is not None:
+            (path.parent / RUN_FILE).unlink(missing_ok=True)  # the checkpoint has it from here on
+        self.loggers.flush()
+        self.tell("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
+
     def went_back(self, why: str, out: LeftOut) -> None:
         """Report that the updates of the iterations ``out`` were undone, and why."""
         self.console.warning(f"{why}: back to iteration {out.first - 1}; left out from here on: {out}")
         if self.metrics is not None:
             self.metrics.undo(out.first, out.last)
+        self.tell("rollback", why=why, first=out.first, last=out.last)
+
+    def tell(self, event: str, **values: Any) -> None:
+        """Write a line of events.jsonl, on the first rank."""
+        if self.events is not None:
+            self.events.append(event_line(event, values))
 
 
-def agree_on_run_id(progress: Progress) -> str:
-    """The id of this run at outside loggers: the one of ``progress``, or a new one. Collective."""
-    run_id = [progress.run_id or new_run_id()]
+def agree_on_start(config: RunConfig, launch: Launch, progress: Progress) -> Start:
+    """Which run this is a start of, and on which hosts, the same on all ranks. Collective."""
+    own: list[Any] = [None]
+    if launch.rank == 0:
+        own = [identify(config.checkpoint.save, config.logging.log_dir, progress.run_id, launch)]
+    hosts: list[Any] = [socket.gethostname()]
     if dist.is_initialized():
-        dist.broadcast_object_list(run_id, src=0)
-    return run_id[0]
+        dist.broadcast_object_list(own, src=0)
+        hosts *= dist.get_world_size()
+        dist.all_gather_object(hosts, hosts[0])
+    return replace(own[0], hosts=tuple(hosts), iteration=progress.iteration)
 
 
 def open_outputs(
-    config: RunConfig, progress: Progress, last_iteration: int, stack: ExitStack, *, first: bool
+    config: RunConfig, progress: Progress, start: Start, last_iteration: int, stack: ExitStack, *, first: bool
 ) -> Outputs:
     """Open what this rank writes to; ``stack`` closes it. first: this is the first rank, the only one that writes.
 
@@ -77,31 +104,55 @@ def open_outputs(
     console = TrainConsole(
         total=last_iteration, begin=progress.iteration, log_interval=log.log_interval, enabled=first
     )
-    metrics = None
-    members: list[Logger] = []
-    if first:
-        resolved = config.to_dict()
-        undone = [(each.first, each.last) for each in progress.left_out]
-        metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone)
-        stack.callback(metrics.close)
-        with replacing(Path(log.log_dir) / RESOLVED_FILE) as file:
-            file.write(yaml.safe_dump(resolved, sort_keys=False).encode())
-        if log.tensorboard_dir:
-            members.append(TensorBoardLogger(log.tensorboard_dir, iteration=progress.iteration))
-        if log.wandb_project:
-            members.append(
-                WandbLogger(
-                    log.wandb_project,
-                    run_id=progress.run_id,
-                    entity=log.wandb_entity,
-                    name=log.wandb_exp_name,
-                    directory=log.wandb_save_dir,
-                    config=resolved,
-                )
-            )
-    loggers = Loggers(members)
+    if not first:
+        return Outputs(console, Loggers(), None)
+    resolved = redact(config.to_dict())
+    undone = [(each.first, each.last) for each in progress.left_out]
+    metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts())
+    stack.callback(metrics.close)
+    events = LineFile(Path(log.log_dir) / EVENTS_FILE)
+    stack.callback(events.close)
+    _keep(resolved, Path(log.log_dir) / RESOLVED_FILE, console)
+    loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
-    return Outputs(console, loggers, metrics)
+    outputs = Outputs(console, loggers, metrics, events)
+    outputs.tell(
+        "start",
+        run_id=start.run_id,
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        last_iteration=last_iteration,
+        **start.facts(),
+    )
+    return outputs
+
+
+def _keep(resolved: Mapping[str, Any], file: Path, console: TrainConsole) -> None:
+    """Write the resolved configuration for people. A log disk without room does not stop the run."""
+    try:
+        with replacing(file) as handle:
+            handle.write(yaml.safe_dump(dict(resolved), sort_keys=False).encode())
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        console.warning(f"{file} is not written: {error.strerror}")
+
+
+def _asked_for(
+    log: LoggingConfig, run_id: str, iteration: int, resolved: Mapping[str, Any]
+) -> Iterator[Callable[[], Logger]]:
+    if log.tensorboard_dir:
+        yield partial(TensorBoardLogger, log.tensorboard_dir, iteration=iteration)
+    if log.wandb_project:
+        yield partial(
+            WandbLogger,
+            log.wandb_project,
+            run_id=run_id,
+            entity=log.wandb_entity,
+            name=log.wandb_exp_name,
+            directory=log.wandb_save_dir,
+            config=resolved,
+        )
 
 
 def report_start(
@@ -109,6 +160,7 @@ def report_start(
     mesh: Mesh,
     decoder: Decoder,
     progress: Progress,
+    start: Start,
     console: TrainConsole,
     predicted: Sequence[str] = (),
 ) -> None:
@@ -118,6 +170,7 @@ def report_start(
     """
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     facts: dict[str, object] = {
+        **start.header(),
         "device": str(mesh.device),
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
     }
@@ -125,7 +178,7 @@ def report_start(
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
     remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
-    for line in (*progress.notes, *config.describe(world), *remarks, *predicted):
+    for line in (*start.notes, *progress.notes, *config.describe(world), *remarks, *predicted):
         console.note(line)
 
 

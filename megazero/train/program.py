@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 from megazero.config import RunConfig
 from megazero.mesh.launch import Launch
-from megazero.train.exit_status import record_status
+from megazero.train.history import record_end
 from megazero.train.stopping import NotStarted, StopSignals
+from megazero.train.streams import log_each_rank
 
 
 def run(config: RunConfig, launch: Launch) -> int:
@@ -18,11 +19,13 @@ def run(config: RunConfig, launch: Launch) -> int:
     """
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
+            if config.logging.log_each_rank:
+                log_each_rank(config.logging.log_dir, launch.rank)
             from megazero.train.setup import main
 
             return main(config, launch, signals)
         except NotStarted as told:
             if launch.rank == 0:
                 print(told, flush=True)
-                record_status(config.logging.log_dir, told.exit_status)
+                record_end(config.logging.log_dir, told.exit_status, f"{told}")
             os._exit(told.exit_status)  # other ranks may be waiting for this one in a collective

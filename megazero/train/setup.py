@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import sys
 import time
 import traceback
@@ -29,7 +28,7 @@ from megazero.train.learning_rate import LearningRate
 from megazero.train.lookout import Lookout
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import find_origin
-from megazero.train.outputs import agree_on_run_id, open_outputs, report_start
+from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import find_world, make_mesh, start_rank
@@ -56,24 +55,23 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
         try:
             with readable_failures(
                 rank=launch.rank,
-                host=socket.gethostname(),
+                host=launch.host,
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: lookout.phase,
             ):
                 trainer = prepare(config, launch, stack, began, signals, lookout)
-                lookout.trainer = trainer
+                lookout.trainer = lookout.ending.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
         except RankFailure as error:
             lookout.ask(f"{error}")
-            _fail(config, launch, error)
+            _fail(lookout, error)
         except (ValueError, NonFiniteLoss, LossSpike, OSError) as error:
-            _fail(config, launch, error)
+            _fail(lookout, error)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
-            _fail(config, launch, error)
-    if launch.rank == 0:
-        record_status(config.logging.log_dir, status)
+            _fail(lookout, error)
+    lookout.ending.tell(status, trainer.told or "the last iteration is done")
     if dist.is_initialized():
         dist.barrier()
         lookout.stop()
@@ -83,17 +81,18 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     return status
 
 
-def _fail(config: RunConfig, launch: Launch, error: Exception) -> None:
+def _fail(lookout: Lookout, error: Exception) -> None:
     """Say it and leave without waiting for collectives that can no longer complete."""
-    status = status_of(error)
-    if launch.rank == 0 or (
-        isinstance(error, RankFailure) and not error.told
-    ):  # which may be about the first rank
-        record_status(config.logging.log_dir, status)
-        if isinstance(error, Unhealthy):
-            record_bad_nodes(config.logging.log_dir, error.nodes)
+    status, launch, ending = status_of(error), lookout.launch, lookout.ending
     if not _is_told(error):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    about_the_first = isinstance(error, RankFailure) and not error.told  # perhaps, which then says nothing
+    if launch.rank == 0 or about_the_first:
+        ending.tell(status, f"{type(error).__name__}: {error}", first=launch.rank != 0)
+        if isinstance(error, Unhealthy):
+            record_bad_nodes(lookout.config.logging.log_dir, error.nodes)
+    if ending.trainer is not None:
+        ending.trainer.outputs.loggers.flush()
     sys.stdout.flush()
     if launch.rank == 0 and launch.world_size > 1:
         time.sleep(1)  # it may hold the store where the others ask whether the message was said
@@ -153,7 +152,7 @@ def prepare(
     device, notes = start_rank(config.training, launch, timeout, lookout.begin)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    world = find_world(config, launch)
+    config, world = find_world(config, launch)
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
     lookout.joining = False
@@ -182,9 +181,12 @@ def prepare(
     if length.halt is not None:
         notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     notes = (*progress.notes, *found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
-    progress = replace(progress, run_id=agree_on_run_id(progress), notes=notes)
-    outputs = open_outputs(config, progress, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(config, mesh, decoder, progress, outputs.console, forecast.lines() if forecast else ())
+    start = agree_on_start(config, launch, progress)
+    progress = replace(progress, run_id=start.run_id, notes=notes)
+    outputs = open_outputs(config, progress, start, length.last_iteration, stack, first=mesh.rank == 0)
+    report_start(
+        config, mesh, decoder, progress, start, outputs.console, forecast.lines() if forecast else ()
+    )
     exits = ExitConditions(
         exit_interval=config.training.exit_interval,
         exit_duration_in_mins=config.training.exit_duration_in_mins,
@@ -207,8 +209,9 @@ def prepare(
         outputs,
         exits,
         bill,
-        Stragglers.of(mesh, stack),
+        Stragglers.of(mesh, launch.host, stack),
         profiler,
         progress,
+        start,
         forecast,
     )

@@ -25,6 +25,7 @@ from megazero.train.datasets import RunData
 from megazero.train.exit_status import ExitStatus
 from megazero.train.forecast import Forecast
 from megazero.train.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
+from megazero.train.history import Start
 from megazero.train.learning_rate import DECOUPLED, LearningRate
 from megazero.train.metrics import IterationMetrics
 from megazero.train.origin import Progress
@@ -63,6 +64,7 @@ class Trainer:
         stragglers: Stragglers,
         profiler: Profiler,
         progress: Progress,
+        start: Start,
         forecast: Forecast | None = None,
     ) -> None:
         self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
@@ -72,7 +74,7 @@ class Trainer:
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling, self.spikes = NonFiniteGuard(), checkpointing.scaling, checkpointing.spikes
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
-        self.stragglers = stragglers
+        self.stragglers, self.start = stragglers, start
         self.forecast = forecast
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
@@ -100,6 +102,7 @@ class Trainer:
                 save_due |= self._due(self.config.checkpoint.save_interval, iteration)
                 if reason or save_due and not self.spikes.beyond:  # else it may be in a spike
                     saved_at, save_due = self._save(saved_at), False
+        self.told = reason
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish(self.progress.iteration)
@@ -295,7 +298,8 @@ class Trainer:
         self.phase = f"saving iteration {iteration}"
         began = time.perf_counter()
         path = self.checkpointing.save(self.progress)
-        self.outputs.console.note(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.outputs.saved(iteration, path, time.perf_counter() - began)
+        self.progress = replace(self.progress, checkpoint=str(path))
         return iteration
 
     def _export(self) -> None:
@@ -314,27 +318,6 @@ class Trainer:
 
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0
-
-    # -- for the watch, which asks from a thread of its own -----------------------------------------
-
-    def where(self) -> dict[str, str]:
-        """Return what this rank does now: the phase, and in a step the action and the units that are in use."""
-        current = self.engine.gatherer.program.current
-        units = [unit.name for unit in self.engine.units if unit.active]
-        action = {} if current is None else {"action": f"{current}"}
-        return {"phase": self.phase, **action, **({"unit": ", ".join(units)} if units else {})}
-
-    def moved(self) -> tuple[object, ...]:
-        """Return what changes whenever this rank gets on: the phase, the bytes sent in it, the modules gone through.
-
-        Writing and reading of files has no limit here: it sends nothing for as long as a disk takes. What waits for
-        it in a collective has that one's.
-        """
-        program = self.engine.gatherer.program
-        order = program.orders.get(program.current) if program.current else None
-        sent = sum(list(self.engine.traffic.bytes.values()))
-        writing = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
-        return self.phase, sent, program.at, order.position if order else 0, writing
 
     # -- small parts -----------------------------------------------------------------------------
 

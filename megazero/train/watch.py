@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
 from megazero.train.beats import Beat, Where, in_words, innermost, missing_ranks, started, waits
@@ -57,7 +58,7 @@ class Watch:
     where: what the main thread does now. moved: a value that changes whenever the main thread gets on (a count).
     awaits: as Beat's. limit: if it does not move for longer, the run hangs. The thread calls these. folder: where
     stacks go. end: called with the line that says who is missing, or with None on a rank that need not say it; it
-    ends the process.
+    ends the process. host: what this one is called (default: its own name).
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Watch:
         limit: Callable[[], Limit],
         folder: Path,
         end: Callable[[str | None], None],
+        host: str = "",
     ) -> None:
         self.store, self.rank, self.world_size = _Timed(store), rank, world_size
         self.where, self.moved, self.awaits, self.limit = where, moved, awaits, limit
@@ -79,7 +81,7 @@ class Watch:
         self.interval = interval_s(world_size)
         self.error = ""  # of the collective that failed on this rank
         self._main = threading.main_thread().ident or 0
-        self._host, self._started = socket.gethostname(), started(os.getpid())
+        self._host, self._started = host or socket.gethostname(), started(os.getpid())
         self._stopped, self._wanted = threading.Event(), threading.Event()
         self._answering = False
         self._count, self._seen, self._since = 0, None, time.monotonic()
@@ -212,7 +214,7 @@ class Watch:
         text = "".join(traceback.format_stack(self._frame()))
         with suppress(OSError):  # a full log disk: the line that names the ranks is told all the same
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank_{self.rank}.txt").write_text(f"{in_words(self.where())}\n{text}")
+            (self.folder / f"rank_{self.rank}.txt").write_text(redact(f"{in_words(self.where())}\n{text}"))
 
     def _leave(self, line: str | None, missing: Sequence[Beat]) -> None:
         if self.rank == 0 or any(beat.rank == 0 for beat in missing):

@@ -7,6 +7,7 @@ their unit is in. Nothing is inferred from the hooks' order but the order of use
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -216,6 +217,10 @@ class Hooks:
         for unit in needs:
             unit.active -= 1
             self.gatherer.release(unit)
+        if output is None and sys.exc_info()[0] is not None:
+            return (
+                None  # the forward raised: torch would warn, at length, of each module whose hook raises, too
+            )
         for unit in needs:
             if not unit.pinned:  # else gathered() looks when its block ends
                 cure = "write between steps, inside `with engine.gathered(write=True)`"

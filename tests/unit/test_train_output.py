@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megazero.train.console import TrainConsole, human_bytes, human_count, interval_line
-from megazero.train.loggers import Loggers, TensorBoardLogger, WandbLogger, new_run_id, scalars
+from megazero.train.history import new_run_id
+from megazero.train.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
 from megazero.train.metrics import MetricsWriter
 from megazero.train.plot import plot_loss
 from tests.unit.test_train_metrics import _line

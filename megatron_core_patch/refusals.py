@@ -1,0 +1,69 @@
+"""What the patch refuses, by message.
+
+These are configurations of Megatron's whose messages do not go through its bucket groups, or whose states would not
+survive quantised weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_core_patch.options import PatchOptions
+
+
+def wrapper_problems(name: str) -> Iterator[str]:
+    """Say what is wrong with a data-parallel wrapper, by the name of its class."""
+    if name in ("FullyShardedDataParallel", "TorchFullyShardedDataParallel"):
+        yield (
+            f"{name} (--use-megatron-fsdp, --use-torch-fsdp2) has communication of its own, which the patch does not "
+            "carry: use --use-distributed-optimizer, or megazero's own engine (--zero-preset zeropp)"
+        )
+
+
+def ddp_problems(ddp_config: Any, model_config: Any) -> Iterator[str]:
+    """Say what is wrong with a DistributedDataParallelConfig and a TransformerConfig."""
+    if not ddp_config.use_distributed_optimizer:
+        yield "no distributed optimizer: without shards there is nothing to gather; add --use-distributed-optimizer"
+    instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
+    if instances > 1:
+        yield (
+            f"--num-distributed-optimizer-instances {instances}: sums cross instances by an all-reduce that the "
+            "patch does not carry; leave it at 1, the hops follow the node boundary by themselves"
+        )
+    if getattr(ddp_config, "use_megatron_fsdp", False) or getattr(ddp_config, "use_custom_fsdp", False):
+        yield "--use-megatron-fsdp has communication of its own, which the patch does not carry; leave it out"
+    if getattr(ddp_config, "nccl_ub", False):
+        yield (
+            "--use-nccl-ub registers Megatron's buffers for NCCL's own collectives, which the patch replaces; leave "
+            "it out"
+        )
+    if getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        yield (
+            "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in the buffer of gradients, so that no rank "
+            "keeps what others hold of them; leave it out"
+        )
+    scopes = getattr(model_config, "cuda_graph_scope", None) or []
+    if any("full_iteration" in str(scope) for scope in ([scopes] if isinstance(scopes, str) else scopes)):
+        yield (
+            "--cuda-graph-scope full_iteration records a whole step with its collectives once; hops decide in every "
+            "step what they send: choose another scope"
+        )
+
+
+def optimizer_problems(config: Any, options: PatchOptions) -> Iterator[str]:
+    """Say what is wrong with an OptimizerConfig."""
+    if getattr(config, "optimizer_cpu_offload", False):
+        yield (
+            "--optimizer-cpu-offload updates parameters by copies from the CPU, past the step that the patch "
+            "follows; leave it out"
+        )
+    remainders = getattr(config, "use_precision_aware_optimizer", False) and getattr(
+        config, "store_param_remainders", False
+    )
+    if remainders and options.wire.weights is not None:
+        yield (
+            "--use-precision-aware-optimizer keeps a master weight as its bf16 parameter and a remainder "
+            "(store_param_remainders), so a parameter that comes back rounded changes the master: switch remainders "
+            "off, or send weights exactly"
+        )

@@ -1,0 +1,68 @@
+"""The line at the start: what is sent how, on which hop, and why not otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron_core_patch.two_hops import TwoHops
+from megazero.comm.codec import Blockwise, Codec
+from megazero.zero.policy import Codecs
+
+
+def start_line(version: str, kinds: Iterable[tuple[str, TwoHops, Iterable[Any]]], codecs: Codecs) -> str:
+    """Return the line. ``kinds`` are the kinds of parameters ('dense', 'expert') with their group and buffers."""
+    told = [_kind(name, hops, list(buffers), codecs) for name, hops, buffers in kinds]
+    return f"megatron_core_patch on megatron-core {version}: " + ". ".join(told)
+
+
+def _kind(name: str, hops: TwoHops, buffers: list[Any], codecs: Codecs) -> str:
+    d, nodes, size = len(hops.ranks), hops.inter.size, hops.intra.size
+    if d == 1:
+        return f"{name} parameters: one data-parallel rank, nothing is sent"
+    dtypes = dict.fromkeys((buffer.param_dtype, buffer.grad_dtype) for buffer in buffers)
+    params, grads = dict.fromkeys(p for p, _ in dtypes), dict.fromkeys(g for _, g in dtypes)
+    where = f"{name} parameters, {d} data-parallel ranks = {nodes} nodes x {size}"
+    return f"{where}: gradients {_gradients(grads, hops, codecs)}; weights {_weights(params, hops, codecs)}"
+
+
+def _gradients(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
+    raw = " and ".join(map(_short, dtypes))
+    told = []
+    if hops.intra.size > 1:
+        told.append(f"{_format(codecs.gradients_intra, raw)} inside a node")
+    if hops.inter.size > 1:
+        told.append(f"{_format(codecs.gradients_inter, 'fp32' if told else raw)} across nodes, sums in fp32")
+    elif codecs.gradients_inter:
+        told.append("not quantised as no hop crosses nodes")
+    return ", ".join(told)
+
+
+def _weights(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
+    if codecs.weights is None:
+        return f"exact ({', '.join(map(_short, dtypes))})"
+    if hops.inter.size == 1:
+        return "exact as no hop crosses nodes"
+    told = []
+    for dtype in dtypes:
+        if dtype in (torch.bfloat16, torch.float16):
+            what = "differences of " if codecs.delta else ""
+            told.append(f"{what}{_short(dtype)} as {_format(codecs.weights, '')} on every hop")
+        elif dtype == torch.uint8:
+            told.append("fp8 as they are")
+        else:
+            told.append(f"{_short(dtype)} exact as the optimizer's master weights are in that buffer")
+    return ", ".join(told)
+
+
+def _format(codec: Codec | None, raw: str) -> str:
+    return (
+        f"int{codec.bits} (blocks of {codec.form.block})" if isinstance(codec, Blockwise) else f"exact {raw}"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "fp8"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,0 +1,103 @@
+"""What stands between a rank and its standard output and error: secrets are hidden, a full disk does no harm.
+
+This needs no torch. It comes first of all, so that whatever is printed goes through it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from megazero.config.secrets import redact, take_secrets
+from megazero.train.lines import NO_ROOM
+
+# A launcher or a batch system may send these to all processes of a job: the copies go on to the end of the stream.
+_NOT_FOR_COPIES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_copies: list[subprocess.Popen[bytes]] = []
+
+
+class SafeStream:
+    """A text stream that hides secrets, and drops what a full disk does not take instead of raising OSError.
+
+    Everything else is the stream's own; what is set on it is set there (wandb replaces ``write``, and sees what is
+    safe).
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.__dict__["_stream"] = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(redact(text))
+        except OSError as error:
+            _pass_if_full(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            _pass_if_full(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._stream, name, value)
+
+
+def _pass_if_full(error: OSError) -> None:
+    if error.errno not in NO_ROOM:
+        raise error
+
+
+def guard_output() -> None:
+    """Put a SafeStream before standard output and error, and hide the secrets of ``sys.argv``."""
+    sys.argv[:] = take_secrets(sys.argv)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, SafeStream):
+            setattr(sys, name, SafeStream(stream))
+
+
+def log_each_rank(log_dir: str, rank: int) -> Path:
+    """Copy what this process writes to its standard output and error to LOG_DIR/ranks/rank_N.log, too.
+
+    That is done for the file descriptors by a process each, so what libraries in C print is in it, and the last
+    words of a process that is killed. Raises OSError if the file cannot be written.
+    """
+    path = Path(log_dir) / "ranks" / f"rank_{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(
+            f"--- rank {rank}, process {os.getpid()} on {os.uname().nodename}, {datetime.now():%F %T}\n"
+        )
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        copy = subprocess.Popen(
+            ["tee", "-a", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=number,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_ignore_signals,
+            start_new_session=True,
+        )
+        assert copy.stdin is not None
+        os.dup2(copy.stdin.fileno(), number)
+        copy.stdin.close()
+        _copies.append(copy)
+    return path
+
+
+def _ignore_signals() -> None:
+    for number in _NOT_FOR_COPIES:
+        signal.signal(number, signal.SIG_IGN)
