@@ -10,17 +10,21 @@ One job at a time saves into a root. Nothing else under the root is ever touched
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import (
     MANIFEST_FILE,
+    STATE_FILE,
     Manifest,
     check_sizes,
     read_manifest,
@@ -97,6 +101,12 @@ def newest_manifest(root: str | os.PathLike) -> Manifest | None:
         except (CheckpointError, OSError):
             continue
     return None
+
+
+def newest_state(root: str | os.PathLike) -> Mapping[str, Any]:
+    """Return what the newest complete checkpoint under ``root`` says of the run, or nothing when there is none."""
+    path = latest(root)
+    return json.loads((path / STATE_FILE).read_bytes()) if path else {}
 
 
 def find_checkpoint(folder: str | os.PathLike[str]) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 from megazero.checkpoint.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.json"
 FORMAT = "megazero-checkpoint"
 VERSION = 1
 _READ_BYTES = 1 << 22

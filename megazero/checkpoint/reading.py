@@ -15,14 +15,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.manifest import Manifest, check_checksum, check_sizes, read_manifest
+from megazero.checkpoint.manifest import STATE_FILE, Manifest, check_checksum, check_sizes, read_manifest
 from megazero.checkpoint.metadata import read_metadata
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import SliceLoadPlanner, stored_tensors
 from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.storage import Reader
 
-STATE_FILE = "state.json"
 PIECE_ELEMENTS = 1 << 24  # as large as a stored chunk: smaller pieces would read a chunk several times
 
 

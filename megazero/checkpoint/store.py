@@ -27,6 +27,7 @@ from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoin
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
 from megazero.checkpoint.manifest import (
     MANIFEST_FILE,
+    STATE_FILE,
     FileEntry,
     Manifest,
     checksum,
@@ -38,7 +39,6 @@ from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
 from megazero.checkpoint.reading import (
-    STATE_FILE,
     StoredKind,
     check_files,
     open_manifest,

@@ -10,9 +10,9 @@ from megazero.checkpoint.directory import newest_manifest
 from megazero.config.architecture import from_hf_config
 from megazero.config.fields import typed
 from megazero.config.files import read_json
-from megazero.config.model import as_trained, complete
+from megazero.config.model import ModelConfig, as_trained, complete
 from megazero.config.published import CONFIG_FILE, is_published, published_folder
-from megazero.config.run import all_options
+from megazero.config.run import all_options, section_types
 
 # Options of the model that decide neither which parameters there are nor what is computed of them. All others are
 # its architecture. Learned positions are parameters, others go as far as they are asked to.
@@ -87,10 +87,25 @@ def _checkpoint(said: Mapping[str, Any]) -> Loaded | None:
     manifest = newest_manifest(load) if load else None
     if manifest is None:
         return None
-    saved = _architecture(as_trained(manifest.configuration.get("model", {})))
+    saved = _architecture(_trained(manifest.configuration.get("model", {})))
     if said.get("tokenizer_type") is not None:
         saved.pop("vocab_size", None)
     return Loaded(f"the checkpoint in {load}", saved, {})
+
+
+def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored section as it was trained: an option that is younger than it had its default."""
+    known = {name: stored[name] for name in stored if name in section_types()["model"].__dataclass_fields__}
+    return asdict(ModelConfig(**complete(as_trained(known)))) if known else {}
+
+
+def batch_to_keep(said: Mapping[str, Any]) -> int | None:
+    """Return the global batch of the newest checkpoint under --load, if the run continues one, else None."""
+    load = said.get("load")
+    if not load or is_published(load) or said.get("finetune"):
+        return None
+    manifest = newest_manifest(load)
+    return manifest.configuration.get("batch", {}).get("global_batch_size") if manifest else None
 
 
 def _published(said: Mapping[str, Any]) -> Loaded:

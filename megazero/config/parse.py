@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.config.deepspeed import read_deepspeed
+from megazero.config.elastic import fit
 from megazero.config.errors import ConfigError
 from megazero.config.files import read_yaml
 from megazero.config.flags import help_text, read_flags
@@ -64,7 +65,11 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 
 def _finish(said: Layer, world: World | None) -> RunConfig:
     config, faults = resolve(said, world)
-    errors = [*said.errors, *faults, *find_errors(config, world, skip=said.failed)]
+    errors = [*said.errors, *faults]
+    if errors or world is None:
+        errors += find_errors(config, world, skip=said.failed)
+    else:
+        config, errors = fit(config, world)
     if errors:
         raise ConfigError(errors)
     config = replace(config, notes=(*config.notes, *ignored(config)))

@@ -12,7 +12,7 @@ from megazero.config.data_files import read_data_files
 from megazero.config.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
 from megazero.config.fields import show
 from megazero.config.layers import Layer
-from megazero.config.loaded_model import take_architecture
+from megazero.config.loaded_model import batch_to_keep, take_architecture
 from megazero.config.megatron.mapped import DERIVED, UNFUSED_GELU
 from megazero.config.model import ModelConfig, complete, has_gelu
 from megazero.config.run import RunConfig, World, all_options, section_types
@@ -191,15 +191,29 @@ def _complete_batch(
 
     The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation).
     """
+    elastic, kept = values.get("elastic"), None
+    if values.get("global_batch_size") is None:
+        kept = batch_to_keep(values)
+        if kept and elastic:
+            values["global_batch_size"] = kept
+            notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
     micro, batch = values.get("micro_batch_size"), values.get("global_batch_size")
     ranks = values.get("tensor_model_parallel_size", 1) * values.get("pipeline_model_parallel_size", 1)
     if world is None or not micro or micro < 1 or ranks < 1 or world.world_size % ranks:
         return []
     d = world.world_size // ranks
     if batch is None:
-        values["global_batch_size"] = micro * d * (accumulation or 1)
+        values["global_batch_size"] = batch = micro * d * (accumulation or 1)
+        product = f"{batch} = {micro} x {d} ranks x {accumulation or 1}"
+        if kept not in (None, batch):
+            return [
+                f"the global batch would be {product}, but is {kept} in the checkpoint of --load {values['load']}: "
+                f"add --global-batch-size {kept} to keep it, as --elastic does, or --global-batch-size {batch}"
+            ]
+        notes.append(f"global batch {product}")
+    elif accumulation and batch != micro * d * accumulation and elastic:
         notes.append(
-            f"global batch {values['global_batch_size']} = {micro} x {d} ranks x {accumulation or 1}"
+            f"--elastic: the global batch of {batch} decides, not gradient_accumulation_steps {accumulation}"
         )
     elif accumulation and batch != micro * d * accumulation:
         fits = f"; nearest: gradient_accumulation_steps {max(1, round(batch / (micro * d)))}"

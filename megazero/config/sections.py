@@ -206,6 +206,9 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
+    elastic: bool = option(
+        False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
+    )
 
 
 @dataclass(frozen=True)

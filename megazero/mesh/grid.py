@@ -148,7 +148,7 @@ def shard_problem(shards: tuple[int, int, int], d: int, h: int) -> str:
         return ""
     return (
         f"shard factors P,G,OS = {','.join(map(str, shards))} over {d} data-parallel ranks: {', '.join(faults)}; "
-        f"nearest legal: {','.join(map(str, _nearest_shards(shards, d, h)))}"
+        f"nearest legal: {','.join(map(str, nearest_shards(shards, d, h)))}"
     )
 
 
@@ -165,7 +165,7 @@ def _shard_faults(shards: tuple[int, int, int], d: int, h: int) -> list[str]:
     return faults
 
 
-def _nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
+def nearest_shards(wanted: tuple[int, int, int], d: int, h: int) -> tuple[int, int, int]:
     """Return the legal (P, G, OS) with the smallest sum of |log ratio| to ``wanted``. A tie goes to less memory."""
     legal = [k for k in range(1, d + 1) if d % k == 0 and (h % k == 0 or k % h == 0)]
     candidates = [(p, g, o) for o in legal for g in legal if o % g == 0 for p in legal if g % p == 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,6 +86,11 @@ class Launch:
                 "(mpirun: -x MASTER_ADDR=HOST or -genv MASTER_ADDR HOST)"
             )
         return self.master_addr, self.master_port
+
+    @property
+    def host(self) -> str:
+        """This node's name, as it would be excluded: SLURM's, else the host's own."""
+        return self.node or socket.gethostname()
 
     def found_nodes(self, ranks_per_node: int) -> tuple[str, ...]:
         """Return a note of the size that was taken for a node, where the launcher does not say it."""

@@ -65,7 +65,7 @@ def connect(launch: Launch, timeout: timedelta, *, serve: bool = False) -> dist.
         if "EADDRINUSE" not in f"{error}":
             raise
         raise ValueError(
-            f"port {port} on {socket.gethostname()} is in use, by another run or program: the ranks cannot meet "
+            f"port {port} on {launch.host} is in use, by another run or program: the ranks cannot meet "
             "there; set MASTER_PORT to a free port, the same on all ranks"
         ) from error
     return dist.PrefixStore(f"megazero/{launch.attempt}", store)
@@ -88,7 +88,7 @@ def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
         "the launcher's store" if launch.agent_store else "rank 0, which holds the store at which ranks meet"
     )
     raise RanksMissing(
-        f"rank {launch.rank} on {socket.gethostname()} did not reach {holder}, at {_place(launch)} ({why}): it did "
+        f"rank {launch.rank} on {launch.host} did not reach {holder}, at {_place(launch)} ({why}): it did "
         "not come, MASTER_ADDR or MASTER_PORT are another's, or there is no way to it"
     )
 
@@ -96,7 +96,7 @@ def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
 def _wait_for_all(store: dist.Store, launch: Launch, looks: Iterator[float]) -> str | None:
     """Say that this rank is there, and wait for what is said of all. None if the time is over."""
     rank = launch.rank
-    store.set(f"host/{rank}", socket.gethostname())
+    store.set(f"host/{rank}", launch.host)
     if store.add(f"rank/{rank}", 1) > 1:
         raise ValueError(
             f"two processes came as rank {rank} to {_place(launch)}: two runs meet at one port; "

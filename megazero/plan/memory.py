@@ -75,7 +75,10 @@ class States:
         coded = self.formats.weights is not None and unit.quantised and not self.formats.delta
         if not coded:
             own = self.formats.sums == self.formats.width and (p == os or self.shards.lifetime == "resident")
-            return 0.0 if own and not self.formats.delta else unit.elements / p * self.formats.width
+            inside = (
+                unit.elements / os if own and not self.formats.delta else 0.0
+            )  # the master is a part of it
+            return (unit.elements / p - inside) * self.formats.width
         if p == 1:
             return unit.elements * self.formats.width  # decoded at once
         width = self.formats.width

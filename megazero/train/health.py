@@ -7,7 +7,6 @@ for checkpoints, a slow node. What may be so is said as a note: clocks that diff
 from __future__ import annotations
 
 import errno
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,7 +152,7 @@ def healthy_mesh(
     wanted = config.training.health_check
     if not (launch.node is not None if wanted is None else wanted):
         return arrange(), ()
-    check = HealthCheck(launch.node or socket.gethostname())
+    check = HealthCheck(launch.host)
     check.check_ranks(device)
     mesh = arrange()
     if config.checkpoint.save is not None:

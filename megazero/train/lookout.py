@@ -50,6 +50,7 @@ class Lookout:
             limit=self.limit,
             folder=Path(self.config.logging.log_dir) / "hang",
             end=self._end,
+            host=self.launch.host,
         )
         self._watch.start()
 
@@ -65,12 +66,29 @@ class Lookout:
     # -- for the watch, which asks from a thread of its own -----------------------------------------
 
     def where(self) -> Where:
-        return {"phase": self.phase} if self.trainer is None else self.trainer.where()
+        """Return what this rank does now: the phase, and in a step the action and the units that are in use."""
+        if self.trainer is None:
+            return {"phase": self.phase}
+        engine = self.trainer.engine
+        current = engine.gatherer.program.current
+        units = [unit.name for unit in engine.units if unit.active]
+        action = {} if current is None else {"action": f"{current}"}
+        return {"phase": self.phase, **action, **({"unit": ", ".join(units)} if units else {})}
 
     def moved(self) -> object:
-        if self.trainer is not None:
-            return self.trainer.moved()
-        return "joining" if self.joining else time.monotonic()
+        """Return what changes whenever this rank gets on: the phase, the bytes sent in it, the modules gone through.
+
+        Writing and reading of files has no limit here: it sends nothing for as long as a disk takes. What waits for
+        it in a collective has that one's.
+        """
+        if self.trainer is None:
+            return "joining" if self.joining else time.monotonic()
+        engine = self.trainer.engine
+        program = engine.gatherer.program
+        order = program.orders.get(program.current) if program.current else None
+        sent = sum(list(engine.traffic.bytes.values()))
+        files = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
+        return self.phase, sent, program.at, order.position if order else 0, files
 
     def awaits(self) -> tuple[int, str, float] | None:
         return None if self.trainer is None else self.trainer.pipeline.links.awaited

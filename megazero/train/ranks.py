@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import ConfigError, RunConfig, World
+from megazero.config.elastic import fit
 from megazero.config.fields import show
 from megazero.config.run import all_options
 from megazero.config.sections import TrainingConfig
-from megazero.config.validate import find_errors
 from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
@@ -81,17 +81,20 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def find_world(config: RunConfig, launch: Launch) -> World:
+def find_world(config: RunConfig, launch: Launch) -> tuple[RunConfig, World]:
     """Find how many ranks a node has, now that the ranks have joined. Collective.
 
-    Raises ValueError, the same on all ranks, if they were started with different options or if the nodes differ.
+    Also returns the configuration: --elastic may have to know the nodes first. Raises ValueError, the same on all
+    ranks, if they were started with different options or if the nodes differ.
     """
     if launch.world_size > 1:
         _refuse_different_options(config, launch.world_size)  # before ranks form groups by their own options
     world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
-    if launch.local_world_size is None and (errors := find_errors(config, world)):
-        raise ConfigError(errors)  # what the first check of the flags could not ask yet
-    return world
+    if launch.local_world_size is None:  # what the first check of the flags could not ask yet
+        config, errors = fit(config, world)
+        if errors:
+            raise ConfigError(errors)
+    return config, world
 
 
 def make_mesh(

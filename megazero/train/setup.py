@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import sys
 import time
 import traceback
@@ -56,7 +55,7 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
         try:
             with readable_failures(
                 rank=launch.rank,
-                host=socket.gethostname(),
+                host=launch.host,
                 timeout_s=config.training.distributed_timeout_minutes * 60,
                 phase=lambda: lookout.phase,
             ):
@@ -153,7 +152,7 @@ def prepare(
     device, notes = start_rank(config.training, launch, timeout, lookout.begin)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
-    world = find_world(config, launch)
+    config, world = find_world(config, launch)
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
     lookout.joining = False
@@ -210,7 +209,7 @@ def prepare(
         outputs,
         exits,
         bill,
-        Stragglers.of(mesh, stack),
+        Stragglers.of(mesh, launch.host, stack),
         profiler,
         progress,
         start,

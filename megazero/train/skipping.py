@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.config.skipping import range_around
-from megazero.train.batch_size import BatchSizeRampup
 
 if TYPE_CHECKING:
     from megazero.train.origin import Progress

@@ -17,7 +17,6 @@ their median by more than SLOWER of the iteration; it is steadily so if it was t
 
 from __future__ import annotations
 
-import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -65,11 +64,14 @@ class Stragglers:
         self.said: tuple[int, str] | None = None
 
     @classmethod
-    def of(cls, mesh: Mesh, stack: ExitStack) -> Stragglers:
-        """For the ranks of this mesh. ``stack`` ends what measures links, if there are several hosts. Collective."""
-        hosts: list[Any] = [socket.gethostname()] * mesh.world_size
+    def of(cls, mesh: Mesh, host: str, stack: ExitStack) -> Stragglers:
+        """For the ranks of this mesh. Collective.
+
+        host: this rank's. stack: ends what measures links, if there are several hosts.
+        """
+        hosts: list[Any] = [host] * mesh.world_size
         if mesh.world_size > 1:
-            dist.all_gather_object(hosts, hosts[0])
+            dist.all_gather_object(hosts, host)
         stage = mesh.grid.axis("pp").index
         stages = [[rank for rank in range(mesh.world_size) if stage(rank) == s] for s in range(mesh.pp.size)]
         meter = LinkMeter()

@@ -319,27 +319,6 @@ class Trainer:
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0
 
-    # -- for the watch, which asks from a thread of its own -----------------------------------------
-
-    def where(self) -> dict[str, str]:
-        """Return what this rank does now: the phase, and in a step the action and the units that are in use."""
-        current = self.engine.gatherer.program.current
-        units = [unit.name for unit in self.engine.units if unit.active]
-        action = {} if current is None else {"action": f"{current}"}
-        return {"phase": self.phase, **action, **({"unit": ", ".join(units)} if units else {})}
-
-    def moved(self) -> tuple[object, ...]:
-        """Return what changes whenever this rank gets on: the phase, the bytes sent in it, the modules gone through.
-
-        Writing and reading of files has no limit here: it sends nothing for as long as a disk takes. What waits for
-        it in a collective has that one's.
-        """
-        program = self.engine.gatherer.program
-        order = program.orders.get(program.current) if program.current else None
-        sent = sum(list(self.engine.traffic.bytes.values()))
-        writing = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
-        return self.phase, sent, program.at, order.position if order else 0, writing
-
     # -- small parts -----------------------------------------------------------------------------
 
     def _batches(self, data_set: Dataset, **position: int) -> Batches:

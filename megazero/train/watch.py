@@ -58,7 +58,7 @@ class Watch:
     where: what the main thread does now. moved: a value that changes whenever the main thread gets on (a count).
     awaits: as Beat's. limit: if it does not move for longer, the run hangs. The thread calls these. folder: where
     stacks go. end: called with the line that says who is missing, or with None on a rank that need not say it; it
-    ends the process.
+    ends the process. host: what this one is called (default: its own name).
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Watch:
         limit: Callable[[], Limit],
         folder: Path,
         end: Callable[[str | None], None],
+        host: str = "",
     ) -> None:
         self.store, self.rank, self.world_size = _Timed(store), rank, world_size
         self.where, self.moved, self.awaits, self.limit = where, moved, awaits, limit
@@ -80,7 +81,7 @@ class Watch:
         self.interval = interval_s(world_size)
         self.error = ""  # of the collective that failed on this rank
         self._main = threading.main_thread().ident or 0
-        self._host, self._started = socket.gethostname(), started(os.getpid())
+        self._host, self._started = host or socket.gethostname(), started(os.getpid())
         self._stopped, self._wanted = threading.Event(), threading.Event()
         self._answering = False
         self._count, self._seen, self._since = 0, None, time.monotonic()

@@ -12,6 +12,7 @@ from functools import lru_cache
 from torch import nn
 
 from megazero.config import RunConfig, World
+from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.models import Decoder
 from megazero.plan import communication
@@ -19,7 +20,6 @@ from megazero.plan.communication import Activation, Bytes, Formats, UnitShape
 from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
 from megazero.tp import TensorParallel
-from megazero.train.batch_size import BatchSizeRampup
 from megazero.train.parallelize import DTYPES
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits

@@ -11,11 +11,11 @@ import torch
 from megazero import zero
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
+from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
-from megazero.train.batch_size import BatchSizeRampup
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.loss_scaling import LossScaling
 from megazero.train.origin import Progress, find_origin

@@ -167,6 +167,7 @@ def test_host_lists() -> None:
     assert expand_hosts("gpu[03-05,11],login1") == ["gpu03", "gpu04", "gpu05", "gpu11", "login1"]
     assert expand_hosts("rack[0-1]n[9-10]x") == ["rack0n9x", "rack0n10x", "rack1n9x", "rack1n10x"]
     assert read_launch(SLURM).hosts == ("gpu03", "gpu04")
+    assert read_launch({**SLURM, "SLURMD_NODENAME": "gpu04"}).host == "gpu04"
     for wrong in ("gpu[", "gpu[a-b]", "]"):
         with pytest.raises(ValueError, match="SLURM node list"):
             expand_hosts(wrong)

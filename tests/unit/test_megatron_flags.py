@@ -198,9 +198,9 @@ def test_tokens_are_samples_of_the_sequence_length():
 
 
 def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
-    from megazero.train.batch_size import BatchSizeRampup
+    from megazero.config.batch_sizes import BatchSizeRampup
 
-    for tokens in (3200, 3232, 6400, 9599, 12800):
+    for tokens in (1, 160, 320, 1900, 3200, 3232, 6400, 9599, 12800):
         line = (
             f"--train-tokens {tokens} --global-batch-size 16 --rampup-batch-size 4 4 60 --micro-batch-size 2"
         )

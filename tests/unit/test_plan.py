@@ -120,11 +120,24 @@ def test_bytes_of_other_layers(family: str, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shard", "bytes_per_parameter"),
-    [((1, 1, 1), 18), ((1, 1, 8), 2 + 4 + 12 / 8), ((4, 8, 8), 2 / 4 + 16 / 8), ((8, 8, 8), 18 / 8)],
+    ("dtype", "shard", "bytes_per_parameter"),
+    [
+        ("bf16", (1, 1, 1), 18),
+        ("bf16", (1, 1, 8), 2 + 4 + 12 / 8),
+        ("bf16", (4, 8, 8), 2 / 4 + 16 / 8),
+        ("bf16", (8, 8, 8), 18 / 8),
+        ("fp32", (1, 1, 1), 16),
+        ("fp32", (1, 1, 8), 4 + 4 + 8 / 8),  # the master weights are a part of the resident parameters
+        ("fp32", (4, 8, 8), 4 / 4 + 16 / 8),
+        ("fp32", (8, 8, 8), 16 / 8),
+    ],
 )
-def test_model_states_are_those_of_the_shards(shard: tuple[int, ...], bytes_per_parameter: float) -> None:
-    plan = layout({"zero_shard": shard}, cluster())
+def test_model_states_are_those_of_the_shards(
+    dtype: str, shard: tuple[int, ...], bytes_per_parameter: float
+) -> None:
+    on = cluster()
+    on = replace(on, device=replace(on.device, fp32_tflops=1.0))
+    plan = layout({"zero_shard": shard, "params_dtype": dtype}, on)
     parameters = plan.units(0).elements
     assert plan.memory.model_states == pytest.approx(bytes_per_parameter * parameters, rel=1e-6)
 

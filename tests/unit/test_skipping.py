@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import ConfigError, make_config
+from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.config.skipping import iteration_ranges, range_around
-from megazero.train.batch_size import BatchSizeRampup, RunLength
+from megazero.train.batch_size import RunLength
 from megazero.train.origin import Progress
 from megazero.train.skipping import LeftOut, just_before, leave_out, next_to_leave_out
 from tests.dist.runs import TINY

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.config.optimizers import DECAY_STYLES, WSD_STYLES
-from megazero.train.batch_size import BatchSizeRampup
 from megazero.train.learning_rate import LearningRate
 
 

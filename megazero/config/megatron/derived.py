@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.config.megatron.apply import spelled
 from megazero.config.megatron.mapped import DERIVED, UNFUSED_GELU
 from megazero.config.run import all_options
@@ -51,6 +52,14 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
         )
 
 
+def _sizes(values: dict[str, Any], batch: int) -> BatchSizeRampup:
+    """Return the batches up to ``batch``. A ramp-up that is not legal, which is reported elsewhere, is none."""
+    ramp = values.get("rampup_batch_size") or ()
+    legal = len(ramp) == 3 and min(ramp) > 0 and ramp[0] <= batch and (batch - ramp[0]) % ramp[1] == 0
+    start, increment, samples = ramp if legal else (batch, 0, 0)
+    return BatchSizeRampup(start, increment, samples, batch, 1, 1)
+
+
 def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
     """Set the lengths in samples, of whole samples: rounded up for the length of the run, else down."""
     length, batch = values["seq_length"], values.get("global_batch_size") or 1
@@ -64,9 +73,8 @@ def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
         given = values.get("train_samples")
         if given and not values.get("lr_decay_samples"):
             values["lr_decay_samples"] = given
-        # The run ends with the last whole batch within --train-samples. On the way, batches may be smaller: then
-        # any number from here to one batch more has the iteration that reaches the tokens as its last one.
-        end = wanted + batch - 1 if values.get("rampup_batch_size") else -(-wanted // batch) * batch
+        # The run ends with the last whole batch within --train-samples: the one that reaches the tokens.
+        end = _sizes(values, batch).reaching(wanted)
         values["train_samples"] = min(given, end) if given else end
     if "lr_decay_tokens" in tokens:
         values["lr_decay_samples"] = max(1, tokens["lr_decay_tokens"] // length)

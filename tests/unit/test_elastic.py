@@ -1,0 +1,147 @@
+"""--elastic: on another number of ranks the global batch stays; what changes is the nearest legal choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.checkpoint import store
+from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.records import SliceRecord
+from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config.batch_sizes import BatchSizeRampup
+from tests.dist.runs import TINY
+
+FOUR_LAYERS = {**TINY, "num_layers": 4, "elastic": True}
+
+
+def configured(values: dict[str, Any], ranks: int, per_node: int | None = None) -> RunConfig:
+    return make_config({**FOUR_LAYERS, **values}, World(ranks, per_node or ranks))
+
+
+def layout(config: RunConfig) -> tuple[int, int, int]:
+    """Tensor-parallel ranks, stages, micro-batch."""
+    parallel = config.parallel
+    return (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        config.batch.micro_batch_size or 0,
+    )
+
+
+# values over FOUR_LAYERS, ranks, what is taken (tensor-parallel ranks, stages, micro-batch), what the note says
+CASES: list[tuple[dict[str, Any], int, tuple[int, int, int], str]] = [
+    ({"micro_batch_size": 4}, 2, (1, 1, 4), ""),
+    ({"micro_batch_size": 4}, 4, (1, 1, 2), "--micro-batch-size 2"),
+    ({"micro_batch_size": 3, "global_batch_size": 24}, 4, (1, 1, 3), ""),
+    ({"micro_batch_size": 5, "global_batch_size": 24}, 4, (1, 1, 3), "--micro-batch-size 3"),
+    ({}, 3, (1, 3, 1), "--pipeline-model-parallel-size 3"),
+    ({"tensor_model_parallel_size": 2}, 6, (2, 3, 1), "--pipeline-model-parallel-size 3"),
+    ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 2, (2, 1, 1), "parallel-size 1"),
+    ({"tensor_model_parallel_size": 4}, 2, (2, 1, 1), "--tensor-model-parallel-size 2"),
+    (
+        {"pipeline_model_parallel_size": 4, "pipeline_partition": "1,1,1,1"},
+        2,
+        (1, 2, 1),
+        "--pipeline-model-parallel-size 2 no --pipeline-partition",
+    ),
+    (
+        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "micro_batch_size": 2},
+        8,
+        (1, 2, 1),
+        "--micro-batch-size 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("values, ranks, wanted, said", CASES)
+def test_the_nearest_legal_choice_is_taken_and_said(
+    values: dict[str, Any], ranks: int, wanted: tuple[int, int, int], said: str
+) -> None:
+    config = configured(values, ranks)
+    assert layout(config) == wanted
+    batch = {**FOUR_LAYERS, **values}["global_batch_size"]
+    assert config.batch.global_batch_size == batch
+    notes = [note for note in config.notes if note.startswith("--elastic")]
+    assert len(notes) == bool(said)
+    if said:
+        assert f"keeps the global batch of {batch} on {ranks} ranks" in notes[0] and said in notes[0]
+        with pytest.raises(ConfigError, match=f"to keep the global batch of {batch}.*as --elastic does") as e:
+            configured({**values, "elastic": False}, ranks)
+        assert said in f"{e.value}"
+
+
+def test_shards_that_the_ranks_do_not_have() -> None:
+    config = configured({"zero_shard": (1, 2, 4)}, 2)
+    assert config.zero.zero_shard == (1, 2, 2)
+    config = configured({"zero_preset": "hpz"}, 2, per_node=1)
+    assert config.zero.zero_preset == "zero3"
+    config = configured({"zero_preset": "zeropp"}, 2, per_node=1)
+    assert config.zero.zero_preset == "zero1" and config.zero.zero_quantized_weights_delta
+    config = configured({"zero_preset": "zeropp", "zero_hpz_partition_size": 4}, 4, per_node=2)
+    assert config.zero.zero_hpz_partition_size == 2
+
+
+def test_what_no_layout_keeps_stays_an_error() -> None:
+    with pytest.raises(ConfigError, match="--global-batch-size 8 is not a multiple") as error:
+        configured({}, 11)
+    assert "nearest numbers of ranks: 8 or 12" in f"{error.value}"
+    with pytest.raises(ConfigError, match="3 ranks do not divide"):
+        configured({"tensor_model_parallel_size": 2, "global_batch_size": None}, 3)
+    with pytest.raises(ConfigError) as error:
+        configured({"lr": None, "micro_batch_size": 4}, 4)
+    assert "--lr is required" in f"{error.value}" and "as --elastic does" not in f"{error.value}"
+
+
+def test_a_ramp_up_takes_what_divides_every_size_to_come(tmp_path: Path) -> None:
+    ramp = {"rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "micro_batch_size": 4}
+    assert layout(configured(ramp, 2)) == (1, 1, 2)  # 8, 12, 16
+    assert layout(configured({**ramp, "elastic": False}, 2)) == (1, 1, 4)  # stops before the 12
+    saved(tmp_path, consumed=32, batch=16)
+    assert layout(configured({**ramp, "load": str(tmp_path)}, 2)) == (1, 1, 4)
+    # 6, 7, 8, ...: no micro-batch on two ranks has them all, so that of now; the run stops before the 7
+    odd = {"rampup_batch_size": (6, 1, 32), "global_batch_size": 8, "micro_batch_size": 4}
+    assert layout(configured(odd, 2)) == (1, 1, 1)
+    assert BatchSizeRampup(8, 4, 32, 16, 1, 1).sizes_from(17) == [12, 16]
+
+
+def saved(root: Path, consumed: int, batch: int, model: dict[str, Any] | None = None) -> None:
+    """A checkpoint that says no more than this of its run."""
+    record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
+    state = {"consumed_samples": consumed}
+    configuration = {"batch": {"global_batch_size": batch}, "model": model or {}}
+    store.save(root, store.Snapshot(3, [record], state, configuration=configuration))
+
+
+def test_a_batch_that_is_not_said_is_the_checkpoints(tmp_path: Path) -> None:
+    saved(tmp_path, 0, batch=8)
+    resumed = {"global_batch_size": None, "load": str(tmp_path)}
+    config = configured(resumed, 2)
+    assert config.batch.global_batch_size == 8
+    assert any("the global batch is 8, as in the checkpoint" in note for note in config.notes)
+    rigid = {**resumed, "elastic": False}
+    assert configured({**rigid, "micro_batch_size": 4}, 2).batch.global_batch_size == 8
+    with pytest.raises(
+        ConfigError, match="would be 2 = 1 x 2 ranks x 1, but is 8 in the checkpoint"
+    ) as error:
+        configured(rigid, 2)
+    assert "add --global-batch-size 8 to keep it" in f"{error.value}"
+    assert configured({**rigid, "finetune": True}, 2).batch.global_batch_size == 2
+    assert replace(config.batch, elastic=False) == configured({**rigid, "global_batch_size": 8}, 2).batch
+
+
+def test_an_option_younger_than_the_checkpoint_is_protected_at_its_default(tmp_path: Path) -> None:
+    """Trained before there was --rotary-percent: with another than its default it would be another model."""
+    now = make_config(TINY).to_dict()["model"]
+    model = {name: value for name, value in now.items() if name not in ("rotary_percent", "qk_norm")}
+    saved(tmp_path, 0, batch=8, model=model)
+    resumed = {**TINY, "load": str(tmp_path)}
+    assert make_config({**resumed, "rotary_percent": 1.0}).model.rotary_percent == 1.0
+    with pytest.raises(
+        ConfigError, match="--rotary-percent 0.5 is not the model .* which has --rotary-percent 1"
+    ):
+        make_config({**resumed, "rotary_percent": 0.5})
