@@ -85,8 +85,7 @@ class Carrier:
     def weights_codec(self, hops: TwoHops, dtype: torch.dtype) -> Blockwise | None:
         """Return the format of parameters of this dtype in this group. None is exact."""
         codec = self.codecs.weights
-        coded = isinstance(codec, Blockwise) and hops.inter.size > 1 and dtype in CODED
-        return codec if coded and isinstance(codec, Blockwise) else None
+        return codec if isinstance(codec, Blockwise) and hops.inter.size > 1 and dtype in CODED else None
 
     def updating(self, buckets: Iterable[Any], group: dist.ProcessGroup) -> None:
         """Note that the optimizer is about to write this rank's shards of these buckets."""
@@ -110,12 +109,10 @@ class Carrier:
         held, params = self.state(bucket), bucket.param_data
         if held.equal and held.updates:  # nothing was written since the last gather
             return []
-        codec = self.weights_codec(hops, params.dtype) if held.updated else None
-        known = held.shard if self.codecs.delta else None
-        if (
-            self.codecs.delta and known is None
-        ):  # an update that follows no gather: nobody knows what the others hold
-            codec = None
+        codec, known = None, held.shard if self.codecs.delta else None
+        # Differences need what the others hold, which nobody knows after an update that followed no gather.
+        if held.updated and not (self.codecs.delta and known is None):
+            codec = self.weights_codec(hops, params.dtype)
         held.equal, held.updated = True, False
         plan = tuple(leg("refresh", axis) for axis in reversed(hops.axes))
         self.gathers.follow()

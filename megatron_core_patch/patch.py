@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,14 +18,14 @@ from megatron_core_patch.carrier import Carrier, Sync, collective_group
 from megatron_core_patch.names import BASE, BUFFER, DDP, FINALIZE, OPTIMIZER, Replaced, check_names, replaced
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import ddp_problems, optimizer_problems, wrapper_problems
-from megatron_core_patch.report import start_line
+from megatron_core_patch.report import connections_note, start_line
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups
 from megatron_core_patch.watch import WEIGHTS
 from megazero.comm.traffic import Traffic
 from megazero.config.errors import ConfigError
 from megazero.mesh.grid import INTER, INTRA
-from megazero.mesh.launch import Launch, read_launch
+from megazero.mesh.launch import CONNECTIONS, Launch, read_launch
 from megazero.mesh.mesh import discover_ranks_per_node
 
 BUCKET_GROUP = "_ParamAndGradBucketGroup"
@@ -164,7 +165,8 @@ class Patch:
             name: dist.get_process_group_ranks(group) if group else own for name, group in groups.items()
         }
         cut = cut_groups(ranks, ranks_per_node, device)
-        stages = [rank // ranks_per_node for rank in dist.get_process_group_ranks(ddp.pp_group)]
+        pipeline = ddp.pp_group[0] if isinstance(ddp.pp_group, list) else ddp.pp_group
+        stages = [rank // ranks_per_node for rank in dist.get_process_group_ranks(pipeline)]
         self.tied_link = INTRA if stages[0] == stages[-1] else INTER
         at_once = device.type == "cpu" and len(stages) > 1
         carrier = Carrier(self.options, cut, device, at_once, self.traffic)
@@ -172,6 +174,9 @@ class Patch:
             buffers = {"dense": ddp.buffers, "expert": ddp.expert_parallel_buffers}
             kinds = [(name, cut[tuple(ranks[name])], buffers[name]) for name in GROUPS if buffers[name]]
             print(start_line(self.version, kinds, carrier.codecs), flush=True)
+            note = connections_note(os.environ.get(CONNECTIONS)) if device.type == "cuda" else ""
+            if note:
+                print(f"megatron_core_patch: {note}", flush=True)
         return carrier
 
 

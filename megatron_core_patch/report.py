@@ -9,6 +9,7 @@ import torch
 
 from megatron_core_patch.two_hops import TwoHops
 from megazero.comm.codec import Blockwise, Codec
+from megazero.mesh.launch import CONNECTIONS, USUAL_CONNECTIONS
 from megazero.zero.policy import Codecs
 
 
@@ -16,6 +17,17 @@ def start_line(version: str, kinds: Iterable[tuple[str, TwoHops, Iterable[Any]]]
     """Return the line. ``kinds`` are the kinds of parameters ('dense', 'expert') with their group and buffers."""
     told = [_kind(name, hops, list(buffers), codecs) for name, hops, buffers in kinds]
     return f"megatron_core_patch on megatron-core {version}: " + ". ".join(told)
+
+
+def connections_note(connections: str | None) -> str:
+    """Return a note on CUDA_DEVICE_MAX_CONNECTIONS as the environment has it, or '' where it is right."""
+    if connections is None or not connections.isdecimal() or int(connections) >= USUAL_CONNECTIONS:
+        return ""
+    return (
+        f"{CONNECTIONS}={connections}: with fewer than {USUAL_CONNECTIONS}, what a rank computes stands behind "
+        "messages that wait for other ranks, so they overlap less; where Megatron does not ask for 1 (as it does for "
+        "sequence parallel before Blackwell), set more"
+    )
 
 
 def _kind(name: str, hops: TwoHops, buffers: list[Any], codecs: Codecs) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # a checkpoint's description is read without torch
     import torch.distributed as dist
@@ -44,6 +44,18 @@ def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[]
     results: list[T] = []
     agree(group, doing, lambda: results.append(action()))
     return results[0]
+
+
+def gather_to_first(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """Return every rank's value, by rank, on the first rank of ``group``, and nothing on the others."""
+    if group is None:
+        return [value]
+    import torch.distributed as dist
+
+    first = dist.get_rank(group) == 0
+    values: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    dist.gather_object(value, values, dst=dist.get_global_rank(group, 0), group=group)
+    return values or []
 
 
 Failure = tuple[str, int | None]  # text, and the operating system's number for it

@@ -25,6 +25,11 @@ from megazero.checkpoint.storage import Reader
 PIECE_ELEMENTS = 1 << 24  # as large as a stored chunk: smaller pieces would read a chunk several times
 
 
+def rank_file(rank: int) -> str:
+    """Return the name of the file of a rank's own tensors."""
+    return f"rank_{rank:05d}.safetensors"
+
+
 def open_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files are all there, with their sizes."""
     manifest = read_manifest(path)

@@ -5,64 +5,146 @@ The files stay what torch writes: other DCP tools can read them.
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megazero.checkpoint.image import Frame, Image, Staging, write_image
 from megazero.checkpoint.manifest import FileEntry
 from megazero.checkpoint.metadata import read_metadata
 
 
 class Writer(FileSystemWriter):
-    """It writes one file per rank, has one chunk in host memory at a time, and takes checksums while writing.
+    """It writes one file per rank, without a copy of what lies on the host, and takes checksums while writing.
 
     torch's own loop (2.13) has three faults. It keeps a host copy of every tensor of the file until the end, which is
     a second copy of the rank's whole state. It loses an error in one of several writer threads. It hides 'no space
-    left' behind torch.save's own 'unexpected pos', hence the buffer here. ``files`` holds this rank's file after the
-    save. No machine path is stored.
+    left' behind torch.save's own 'unexpected pos', hence ``_Sink``. No machine path is stored.
+
+    ``torch.distributed.checkpoint.save``, which is collective, only arranges who writes what: it leaves the plan and,
+    on the first rank, the description of all tensors here. ``write_tensors`` then writes this rank's file, and leaves
+    in ``results`` where each chunk lies. ``write_metadata``, on the first rank, takes all ranks' results.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
         self.file_name = f"__{rank}_0.distcp"
-        self.files: dict[str, FileEntry] = {}
+        self.results: list[WriteResult] = []
+        self._plan: tuple[SavePlan, SavePlanner] | None = None
+        self._metadata: Metadata | None = None
+        self._image: Image | None = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the plan's tensors into the rank's file, sync it, note size and checksum. It is done on return."""
-        results = []
-        if plan.items:
-            buffer = io.BytesIO()  # grows once to the largest chunk
-            size = crc32 = 0
-            with open(Path(self.path) / self.file_name, "xb", buffering=0) as file:
-                for item in plan.items:
-                    buffer.seek(0)
-                    torch.save(_compact(planner.resolve_data(item)), buffer)
-                    length = buffer.tell()
-                    with buffer.getbuffer() as whole:
-                        crc32 = zlib.crc32(whole[:length], crc32)
-                        _write_all(file, whole[:length])
-                    place = dcp_filesystem._StorageInfo(self.file_name, size, length)
-                    results.append(WriteResult(item.index, length, place))
-                    size += length
-                os.fsync(file.fileno())
-            self.files[self.file_name] = FileEntry(size, crc32)
+        """Note what is to be written."""
+        self._plan = plan, planner
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([])
         return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Note the description of the tensors, which says nothing of files yet."""
+        self._metadata = metadata
+
+    def take_image(self, staging: Staging) -> None:
+        """Copy the rank's file, as it will be, to host memory: from then on the tensors may change."""
+        if self._plan is None or not self._plan[0].items:
+            return
+        plan, planner = self._plan
+        frame = Frame()
+        with _plain_zip():
+            for item in plan.items:
+                assert item.tensor_data is not None
+                chunk = item.tensor_data
+                self._note(item, *frame.add(chunk.chunk.sizes, chunk.properties.dtype))
+        values = [partial(planner.resolve_data, item) for item in plan.items]
+        pinned = torch.cuda.is_available() and cast(torch.Tensor, values[0]()).is_cuda
+        self._image = staging.room(frame.size, pinned)
+        frame.fill(self._image.data, cast(Any, values))
+
+    def write_tensors(self, tick: Callable[[], None]) -> dict[str, FileEntry]:
+        """Write the rank's file and sync it. Return its size and checksum by name; nothing if the rank has no file.
+
+        tick: is called whenever it has got on. This is no collective.
+        """
+        path = Path(self.path) / self.file_name
+        if self._image is not None:
+            return {self.file_name: write_image(path, self._image, tick)}
+        assert self._plan is not None
+        plan, planner = self._plan
+        if not plan.items:
+            return {}
+        with open(path, "xb", buffering=0) as file, _plain_zip():
+            sink = _Sink(file)
+            for item in plan.items:
+                start = sink.size
+                torch.save(_compact(planner.resolve_data(item)), cast(IO[bytes], sink))
+                if sink.error is not None:
+                    raise sink.error
+                self._note(item, start, sink.size - start)
+                tick()
+            os.fsync(file.fileno())
+        return {self.file_name: FileEntry(sink.size, sink.crc32)}
+
+    def _note(self, item: WriteItem, start: int, length: int) -> None:
+        place = dcp_filesystem._StorageInfo(self.file_name, start, length)
+        self.results.append(WriteResult(item.index, length, place))
+
+    def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
+        """Write ``.metadata`` of the chunks that all ranks have written. On the first rank."""
+        assert self._metadata is not None
+        super().finish(self._metadata, list(results))
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+
+@contextmanager
+def _plain_zip() -> Iterator[None]:
+    """Leave torch.save's own checksums out: the manifest has one of the whole file, and nothing checks two."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _Sink:
+    """Hands what torch.save writes on to a file, and keeps size and checksum of all of it.
+
+    error: what the file's write raised. torch.save would hide it: it is told that all is well, and its caller looks.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self.size = self.crc32 = 0
+        self.error: Exception | None = None
+
+    def write(self, data: memoryview | bytes) -> int:
+        try:
+            if self.error is None:
+                self.crc32 = zlib.crc32(data, self.crc32)
+                _write_all(self._file, memoryview(data))
+        except Exception as error:
+            self.error = error
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """All of it is written already."""
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
@@ -71,9 +153,14 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def _compact(data: Any) -> torch.Tensor:
-    """Return the tensor on the host, alone in its storage (torch.save writes whole storages)."""
+    """Return the tensor on the host, alone in its storage (torch.save writes whole storages), as a view of it."""
     tensor = data.detach().cpu()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.numel():
+        return tensor.clone()
+    array = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # its bytes: numpy has no bfloat16
+    return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
 
 
 class Reader(FileSystemReader):

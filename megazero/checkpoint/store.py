@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,46 +16,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import torch as safetensors
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megazero.checkpoint import directory
 from megazero.checkpoint.directory import Retention, checkpoints, find_checkpoint, latest
 from megazero.checkpoint.errors import CheckpointError, agree, agree_local
-from megazero.checkpoint.manifest import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    FileEntry,
-    Manifest,
-    checksum,
-    read_manifest,
-    to_json,
-    write_file,
-)
-from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
+from megazero.checkpoint.image import Staging
+from megazero.checkpoint.manifest import STATE_FILE, Manifest, read_manifest, to_json
 from megazero.checkpoint.placement import Placement
-from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
+from megazero.checkpoint.planners import stored_tensors
 from megazero.checkpoint.reading import (
     StoredKind,
     check_files,
     open_manifest,
     open_metadata,
+    rank_file,
     read_file,
     read_records,
     read_state,
     verify,
 )
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.storage import Writer
+from megazero.checkpoint.saving import Part, Snapshot, save, saving
 
 __all__ = [
     "CheckpointError",
     "LoadedState",
     "Manifest",
+    "Part",
     "Retention",
     "SliceRecord",
     "Snapshot",
+    "Staging",
     "StoredKind",
     "checkpoints",
     "find_checkpoint",
@@ -68,37 +58,11 @@ __all__ = [
     "read_manifest",
     "read_state",
     "save",
+    "saving",
     "verify",
 ]
 
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """This is what one rank saves. ``step`` is the training step and names the directory. ``records`` are this rank's
-    slices. ``rank_tensors`` are small tensors of this rank alone (random generators). ``state``, ``layout`` and
-    ``configuration`` are plain JSON values, the same on every rank (the first rank's are stored). ``files`` are small
-    files by name that go with them, of the first rank (``read_file`` gives them back)."""
-
-    step: int
-    records: Sequence[SliceRecord]
-    state: Mapping[str, Any] = field(default_factory=dict)
-    rank_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    configuration: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.step < 0:
-            raise ValueError(f"a snapshot's step is {self.step}; steps count from 0")
-        for name in self.files:
-            if (
-                name != os.path.basename(name)
-                or name.startswith(".")
-                or name in ("", MANIFEST_FILE, STATE_FILE)
-            ):
-                raise ValueError(f"a snapshot's file cannot have the name {name!r}")
 
 
 @dataclass(frozen=True)
@@ -108,46 +72,6 @@ class LoadedState:
     state: dict[str, Any]
     rank_tensors: dict[str, torch.Tensor] | None
     manifest: Manifest
-
-
-def save(
-    root: str | os.PathLike,
-    snapshot: Snapshot,
-    *,
-    group: dist.ProcessGroup | None = None,
-    retention: Retention | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Write ``root/iter_<step>`` from every rank's snapshot and return its path. An error on one rank (a full
-    disk, say) raises CheckpointError on every rank. After an error or a kill the older checkpoints are as they were.
-    An existing directory of the same step is kept and is an error, unless ``overwrite``. ``root`` must be the same
-    directory for every rank, and no other job may save into it. CUDA tensors are read on the current stream."""
-    root = Path(root)
-    rank, world_size = _rank_and_size(group)
-    final = root / directory.checkpoint_name(snapshot.step)
-    doing = f"checkpoint '{final}' not saved, older ones are unharmed"
-
-    def on_first(action: Any) -> Any:
-        return agree(group, doing, lambda: action() if rank == 0 else None)[0]
-
-    temporary: Path = on_first(lambda: directory.prepare(root, snapshot.step, overwrite))
-    try:
-        written = agree(group, doing, partial(_write_local, temporary, snapshot, rank))
-        written += agree(group, doing, partial(_write_tensors, temporary, snapshot.records, rank, group))
-        files = {name: entry for part in written for name, entry in part.items()}
-        on_first(
-            lambda: directory.commit(temporary, final, _manifest(temporary, snapshot, files, world_size))
-        )
-    except CheckpointError:  # agreed on by every rank, so nobody writes any more
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    agree(
-        group,
-        f"checkpoint '{final}' saved, but its older ones cannot be looked through",
-        lambda: directory.retain(root, final, retention or Retention()) if rank == 0 else None,
-    )
-    return final
 
 
 def load(
@@ -171,7 +95,7 @@ def load(
     Raises CheckpointError on every rank if the checkpoint is absent, incomplete, damaged, malicious or of another
     model, or if kinds or dtypes do not match. Nothing is filled before all checks have passed."""
     path = Path(path)
-    rank, world_size = _rank_and_size(group)
+    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     chosen = dict(kinds) if isinstance(kinds, Mapping) else {kind: kind for kind in kinds}
     doing = f"checkpoint '{path}' not loaded"
     manifest = agree_local(group, doing, partial(open_manifest, path))
@@ -201,63 +125,6 @@ def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch
         )
     load(path, records=records, kinds=(kind,))
     return tensors
-
-
-def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def _write_local(path: Path, snapshot: Snapshot, rank: int) -> dict[str, FileEntry]:
-    files = {}
-    if rank == 0:
-        state = json.dumps(to_json(snapshot.state, "state"), indent=1)
-        small = {**snapshot.files, STATE_FILE: state.encode()}
-        files = {name: write_file(path / name, data) for name, data in small.items()}
-    if snapshot.rank_tensors:
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in snapshot.rank_tensors.items()}
-        name = _rank_file(rank)
-        files[name] = write_file(path / name, safetensors.save(tensors))
-    return files
-
-
-def _write_tensors(
-    path: Path, records: Sequence[SliceRecord], rank: int, group: dist.ProcessGroup | None
-) -> dict[str, FileEntry]:
-    writer = Writer(path, rank)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
-        dcp.save(
-            {},
-            storage_writer=writer,
-            planner=SliceSavePlanner(records),
-            process_group=group,
-            no_dist=group is None,
-        )
-    if rank == 0:
-        writer.files[METADATA_FILE] = checksum(path / METADATA_FILE)
-    return writer.files
-
-
-def _manifest(path: Path, snapshot: Snapshot, files: Mapping[str, FileEntry], world_size: int) -> Manifest:
-    kinds = {
-        kind: tuple(
-            sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
-        )
-        for kind, tensors in stored_tensors(read_metadata(path)).items()
-    }
-    return Manifest(
-        step=snapshot.step,
-        serial=0,  # given by directory.commit
-        world_size=world_size,
-        kinds=kinds,
-        layout=to_json(snapshot.layout, "layout"),
-        configuration=to_json(snapshot.configuration, "configuration"),
-        files=files,
-    )
 
 
 def _record_shapes(
@@ -320,5 +187,5 @@ def _read_local(
     state = json.loads((path / STATE_FILE).read_bytes())
     if rank is None:
         return state, None
-    name = _rank_file(rank)
+    name = rank_file(rank)
     return state, safetensors.load((path / name).read_bytes()) if name in manifest.files else {}

@@ -129,7 +129,8 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
     except ValueError:
         return
     if zero.zero_shard:
-        yield replace(zero, zero_shard=nearest_shards(tuple(zero.zero_shard), d, h))
+        p, g, os = zero.zero_shard
+        yield replace(zero, zero_shard=nearest_shards((p, g, os), d, h))
     elif zero.zero_preset in PARTITIONED and zero.zero_hpz_partition_size and h > 1:
         yield replace(zero, zero_hpz_partition_size=nearest_divisor(h, zero.zero_hpz_partition_size))
     elif zero.zero_preset == "zeropp":  # one rank a node: the same messages

@@ -12,7 +12,7 @@ from megazero.config.fields import typed
 from megazero.config.files import read_json
 from megazero.config.model import ModelConfig, as_trained, complete
 from megazero.config.published import CONFIG_FILE, is_published, published_folder
-from megazero.config.run import all_options, section_types
+from megazero.config.run import all_options
 
 # Options of the model that decide neither which parameters there are nor what is computed of them. All others are
 # its architecture. Learned positions are parameters, others go as far as they are asked to.
@@ -95,7 +95,8 @@ def _checkpoint(said: Mapping[str, Any]) -> Loaded | None:
 
 def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a stored section as it was trained: an option that is younger than it had its default."""
-    known = {name: stored[name] for name in stored if name in section_types()["model"].__dataclass_fields__}
+    options = all_options()
+    known = {name: stored[name] for name in stored if name in options and options[name].section == "model"}
     return asdict(ModelConfig(**complete(as_trained(known)))) if known else {}
 
 

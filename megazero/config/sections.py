@@ -326,6 +326,10 @@ class CheckpointConfig:
     save_keep_last: int | None = option(
         None, "how many of the newest checkpoints to keep (default: all)", low=1
     )
+    async_save: bool = option(
+        False,
+        "copy what is saved to host memory and write it while the training goes on; a stop waits for it",
+    )
     finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
     load_optim: bool = option(True, "load optimizer states")
     load_rng: bool = option(True, "load RNG states")

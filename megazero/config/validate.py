@@ -94,8 +94,8 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     files, published = config.checkpoint, is_published(config.checkpoint.load)
     kept = ["save_retain_interval", "save_keep_last"]
     profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
-    yield ["save_interval", "save_hf", *kept], files.save is not None, "--save"
-    yield kept, files.save_interval is not None, "--save-interval"
+    yield ["save_interval", "save_hf", "async_save", *kept], files.save is not None, "--save"
+    yield [*kept, "async_save"], files.save_interval is not None, "--save-interval"
     yield ["allow_fresh_start", "finetune", "load_optim", "load_rng"], files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
     yield ["accept_field"], published, "--load hf:DIR"

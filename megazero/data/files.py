@@ -17,7 +17,10 @@ def temporary_beside(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a binary file. It takes the name ``path`` when the block ends well, and leaves no trace otherwise."""
+    """Open a binary file. It takes the name ``path`` when the block ends well, and leaves no trace otherwise.
+
+    An OSError of a full disk, which has no name of a file, gets this one.
+    """
     temporary = temporary_beside(path)
     try:
         with open(temporary, "wb") as handle:
@@ -25,6 +28,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -96,6 +96,11 @@ class Cores:
     ranks: int = option(None, "consecutive ranks that share them", low=1, required=True)
     others: float = option(0.0, "processors that other programs keep busy", low=0)
 
+    @property
+    def crowd(self) -> float:
+        """How many ranks share a processor."""
+        return max(1.0, self.ranks / self.count)
+
 
 @dataclass(frozen=True)
 class MeasuredCollective:

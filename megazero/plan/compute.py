@@ -30,7 +30,10 @@ CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file says nothing of 
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives."""
+    """The seconds of one module for one micro-batch. Those of tp_* pass in tensor-parallel collectives.
+
+    tp_busy: the processors that a rank's part of these keeps busy.
+    """
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -38,6 +41,7 @@ class ModuleTimes:
     recompute: float = 0.0
     tp_forward: float = 0.0
     tp_backward: float = 0.0
+    tp_busy: float = 0.0
 
     def of(self, kind: Kind) -> float:
         """Return all that an action of this kind takes for the module."""
@@ -128,13 +132,15 @@ class Compute:
 
     def _module(self, kind: str, sizes: Sizes) -> ModuleTimes:
         matrices, attention, moved, weights, _ = sizes
-        into, out = self._tensor_parallel(kind)
+        into, out, busy = self._tensor_parallel(kind)
         rows = self._measured(kind)
         if rows:
             forward, backward = self._stretched(rows, sizes)
             if rows[0].tp > 1:  # their collectives were measured with them
                 into, out = min(into, forward), min(out, backward)
-                forward, backward = forward - into, backward - out
+                # Where ranks share processors, times are those of processors, and waits are none of them.
+                crowd = self.cluster.cores.crowd * busy if self.cluster.cores else 1.0
+                forward, backward = forward - into * min(crowd, 1.0), backward - out * min(crowd, 1.0)
             operations = max(matrices + attention, 1.0)
             product, core = forward * matrices / operations, forward * attention / operations
             product = min(product, backward / 2)  # the weights' half of the backward
@@ -144,7 +150,8 @@ class Compute:
             core, rest = attention / self.matrix_rate, moved / self.memory_rate
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
-        return ModuleTimes(forward, backward - product, product, again if kind == LAYER else 0.0, into, out)
+        again = again if kind == LAYER else 0.0
+        return ModuleTimes(forward, backward - product, product, again, into, out, busy)
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
         """Return what was measured of a module on as many tensor-parallel ranks, or else on one.
@@ -175,23 +182,25 @@ class Compute:
         forward, backward = _between(sorted(points), own)
         return forward * own, backward * own
 
-    def _tensor_parallel(self, kind: str) -> tuple[float, float]:
-        """Return the seconds of a module's collectives over tensor-parallel ranks, forward and backward."""
+    def _tensor_parallel(self, kind: str) -> tuple[float, float, float]:
+        """Return the seconds of a module's collectives over tensor-parallel ranks, forward and backward, and the
+        processors that a rank's part of them keeps busy.
+        """
         if self.tp == 1:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         again, norms = repeated(self.config, self.activation)
         only = StageSpec(0, 0, range(1 if kind == LAYER else 0), kind == EMBEDDING, kind == HEAD)
         share = (self.tp - 1) * self.activation.whole // self.tp
         each = share if self.sharded else 2 * share
         operation = "gather" if self.sharded else "sum"
-        one = self.collectives.seconds(operation, self.tp, 1, each)
+        one, busy = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = (
             tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, max(self.width, 4), norms)[
                 "tp", INTRA
             ]
             for k in (Kind.FORWARD, Kind.BACKWARD)
         )
-        return forward / each * one, backward / each * one
+        return forward / each * one, backward / each * one, busy / one
 
 
 def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[float, float]:

@@ -52,7 +52,7 @@ def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> Placement
     leaf_of = {node: leaf for leaf, nodes in topology.leaves.items() for node in nodes}
     axes = rings(layout)
     before = _under(axes, [leaf_of[host] for host in hosts])
-    best = tuple(hosts), before, ()
+    best: tuple[tuple[str, ...], float, tuple[str, ...]] = (tuple(hosts), before, ())
     tall = sorted(hosts, key=lambda host: topology.path(leaf_of[host]))  # neighbours in the tree; stable
     for order in permutations([axis for axis in axes if axis.size > 1]):
         packed = _packed([axis.size for axis in order], tall, leaf_of)
@@ -126,7 +126,7 @@ def _packed(sizes: Sequence[int], hosts: Sequence[str], leaf_of: dict[str, str])
     hosts: by place in the tree, which is kept where there is a choice. What is left over of the leaves makes the last
     blocks.
     """
-    blocks = [((host,), leaf_of[host]) for host in hosts]
+    blocks: list[tuple[tuple[str, ...], str]] = [((host,), leaf_of[host]) for host in hosts]
     for size in sizes:
         by_leaf: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
         for nodes, leaf in blocks:

@@ -185,9 +185,7 @@ class Search:
             if shard is None:
                 yield family, 0.0
                 continue
-            once = (
-                shard[0] > 1 and self.values.get(LIFETIME) is None
-            )  # gathered layouts are of the family, too
+            once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
             for layout, _ in self.layouts(family, fewest_bits=True):
                 yield family, least_seconds(layout, (INTER,), once)
 

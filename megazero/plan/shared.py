@@ -10,18 +10,17 @@ modules' hooks and while it waits (comm/lane.py), and what they code is the rank
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.mesh.grid import INTRA
 from megazero.plan.course import Course
 from megazero.plan.layout import LOCAL, Chain, Layout, Leg
 from megazero.pp.schedules import Action, Kind
 
 LOOKS = {"layer": 8, "head": 2, "embedding": 1}  # at chains in a backward: with every parameter's gradient
-BOUND = (
-    0.75  # of a host's processors: a collective that took so much when it was measured waits for them alone
-)
+BOUND = 0.75  # of a host's processors: what took so much when it was measured waits for processors alone
 LEAST = 0.1  # of a processor, that other programs leave
 TINY = 1e-12
 
@@ -116,7 +115,7 @@ class Process(Course):
         yield from self._use()  # as begin_step does
         for _, action, event, needed in self.program:
             yield from self._wait(
-                lambda needed=needed: all(self.machine.has(e, self.rank, away) for e, away in needed),  # type: ignore[misc]
+                lambda needed=needed: all(self.machine.has(e, away) for e, away in needed),  # type: ignore[misc]
                 "pipeline",
                 (self.gathers, self.reductions),
             )
@@ -137,10 +136,18 @@ class Process(Course):
             yield Need("recompute", again)
             for _ in range(looks):
                 yield Need("compute", compute / looks)
-                yield Need("tensor", tensor / looks)
+                yield from self._tensor(tensor / looks, module.kind)
                 yield from self._poll((self.gathers, self.reductions))
             if backward:
                 yield from self._take(module.units, reduces, action)
+
+    def _tensor(self, seconds: float, module: str) -> Steps:
+        """Wait for tensor-parallel collectives."""
+        if seconds:
+            busy = self.frame.compute.times[module].tp_busy * seconds
+            transfer = self.machine.send(self.rank, Leg(INTRA, seconds, busy))
+            while not transfer.done:
+                yield Need("tensor")
 
     def _use(self) -> Steps:
         """Start the gathers that begin at this use of a module, and wait for those that it needs."""
@@ -178,7 +185,7 @@ class Process(Course):
             if not moved and not ready():
                 yield Need(item)
 
-    def _poll(self, lanes: Sequence[deque[Ticket]]) -> Iterator[Need]:
+    def _poll(self, lanes: Sequence[deque[Ticket]]) -> Generator[Need, None, bool]:
         """Move chains on as comm/lane.py does. Returns whether one moved."""
         moved = False
         for lane in lanes:
@@ -214,6 +221,8 @@ class Machine:
         self.transfers: list[Transfer] = []
         self.messages: dict[Action, Transfer] = {}
         self.events: set[Action] = set()
+        steps = self.frame.steps_of(micro_batches)[1]
+        self.travels = {event for _, _, _, needed in steps for event, away in needed if away}
         self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.frame.pp)]
         self.bills = [dict.fromkeys(items, 0.0) for _ in self.processes]
         link = layout.grid.axis("pp").link
@@ -228,15 +237,14 @@ class Machine:
     def happened(self, event: Action, owner: int) -> None:
         """Note that an action is done, and send what it made to the rank that needs it."""
         self.events.add(event)
-        if self.frame.pp > 1:
+        if event in self.travels:
             self.messages[event] = self.send(owner, self.message)
 
-    def has(self, event: Action, rank: int, away: bool) -> bool:
-        return (
-            self.messages[event].done
-            if away and event in self.messages
-            else event in self.events and not away
-        )
+    def has(self, event: Action, away: bool) -> bool:
+        """Tell whether an action is done and, if it was done away, its message is here."""
+        if away:
+            return event in self.messages and self.messages[event].done
+        return event in self.events
 
     def run(self) -> float:
         """Run all processes to their ends, and return the time."""

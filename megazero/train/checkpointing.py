@@ -8,7 +8,7 @@ error feedback, its own residuals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -80,8 +80,14 @@ class Checkpointing:
 
     def save(self, progress: Progress) -> Path:
         """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
-        options = self.config.checkpoint
-        assert options.save is not None
+        return store.save(self._root, self._snapshot(progress), **self._manner)
+
+    def saving(self, progress: Progress, staging: store.Staging) -> Generator[store.Part, None, Path]:
+        """Do as ``save`` does from a copy, but yield the parts that are this rank's own work. Collective."""
+        return store.saving(self._root, self._snapshot(progress), staging=staging, **self._manner)
+
+    def _snapshot(self, progress: Progress) -> store.Snapshot:
+        """Return what a checkpoint holds now: its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
             self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
         state = {
@@ -98,7 +104,7 @@ class Checkpointing:
             "losses": dict(progress.losses),
             "left_out": [asdict(each) for each in progress.left_out],
         }
-        snapshot = store.Snapshot(
+        return store.Snapshot(
             step=progress.iteration,
             records=save_records(self.engine, self.placements),
             state=state,
@@ -107,9 +113,18 @@ class Checkpointing:
             configuration=redact(self.config.to_dict()),
             files=self.files,
         )
+
+    @property
+    def _root(self) -> str:
+        assert self.config.checkpoint.save is not None
+        return self.config.checkpoint.save
+
+    @property
+    def _manner(self) -> dict[str, Any]:
+        options = self.config.checkpoint
         retention = store.Retention(options.save_keep_last, options.save_retain_interval)
         # A run that resumed from an older checkpoint writes its iterations again.
-        return store.save(options.save, snapshot, group=world_group(), retention=retention, overwrite=True)
+        return {"group": world_group(), "retention": retention, "overwrite": True}
 
     def load(self, origin: Origin, whole: bool = False) -> None:
         """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.

@@ -17,7 +17,7 @@ from megazero.checkpoint.errors import error_number
 STATUS_FILE = "exit_status"
 
 # Errors of the operating system that are about the disk, not about what the user wrote.
-_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV}
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 
 
 class ExitStatus(IntEnum):
@@ -27,7 +27,7 @@ class ExitStatus(IntEnum):
     UNEXPECTED = 1  # an error that megazero did not expect; its trace is in the log
     MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
     NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
-    STORAGE = 74  # a disk is full, read-only or broken
+    STORAGE = 74  # a disk is full, read-only or broken, or hangs
     STOPPED = 75  # told to stop by a signal, a limit or the kill switch; what was done is saved
     RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
     SWITCHED_OFF = 77  # the kill switch was there at the start

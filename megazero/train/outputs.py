@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,8 @@ class Outputs:
         """Report a checkpoint. Loggers write what they hold back: it belongs to iterations that do not come again."""
         self.console.note(f"saved {path} in {seconds:.1f} s")
         if self.events is not None:
-            (path.parent / RUN_FILE).unlink(missing_ok=True)  # the checkpoint has it from here on
+            with suppress(OSError):  # the checkpoint has it from here on, so nothing is lost if it stays
+                (path.parent / RUN_FILE).unlink()
         self.loggers.flush()
         self.tell("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
 

@@ -8,6 +8,7 @@ while no trace is recorded.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megazero.comm.labels import no_label
 from megazero.config import RunConfig
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
+from megazero.train.lines import NO_ROOM
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine
 
@@ -97,9 +99,15 @@ class Profiler:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # kernels that still run belong to the trace
             self.recorder.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.recorder.export_chrome_trace(str(self.folder / f"rank_{self.rank}.json.gz"))
-            self.recorder = None
+            recorder, self.recorder = self.recorder, None
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                recorder.export_chrome_trace(str(self.folder / f"rank_{self.rank}.json.gz"))
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                warnings.warn(f"{self.folder}: {error.strerror}; there is no whole trace", stacklevel=2)
+                return
         self.say(f"iterations {first} to {iteration} of rank {ranks} are traced in {self.folder}")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 
 from megazero.config import RunConfig
 from megazero.mesh.launch import Launch
+from megazero.train.exit_status import ExitStatus
 from megazero.train.history import record_end
 from megazero.train.stopping import NotStarted, StopSignals
 from megazero.train.streams import log_each_rank
@@ -17,10 +19,14 @@ def run(config: RunConfig, launch: Launch) -> int:
 
     A signal during the start, in which torch is loaded, ends the process at once.
     """
+    if config.logging.log_each_rank:
+        try:
+            log_each_rank(config.logging.log_dir, launch.rank)
+        except ValueError as error:
+            print(f"[rank {launch.rank}] {error}", file=sys.stderr, flush=True)
+            return ExitStatus.MISTAKE
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
-            if config.logging.log_each_rank:
-                log_each_rank(config.logging.log_dir, launch.rank)
             from megazero.train.setup import main
 
             return main(config, launch, signals)

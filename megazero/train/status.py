@@ -67,7 +67,8 @@ class Run:
     @property
     def ended(self) -> Line | None:
         """The end of the last start, or None while it is under way or where it said nothing."""
-        last = next((event for event in reversed(self.events) if event.get("event") != "save"), {})
+        of_starts = (e for e in reversed(self.events) if e.get("event") in ("start", "end"))
+        last = next(of_starts, {})
         return last if last.get("event") == "end" else None
 
     @property
@@ -175,15 +176,18 @@ def state(run: Run) -> str:
 
 
 def restarts(run: Run) -> list[str]:
-    """Return a line for every start but the first: when, from where, and why the one before ended."""
+    """Return a line for every start but the first, with why the one before ended, and for every rollback."""
     out, why = list[str](), ""
     for event in run.events:
-        if event.get("event") == "end":
+        at = when(event)
+        clock = f"{at.astimezone():%F %T}" if at else "?"
+        kind = event.get("event")
+        if kind == "end":
             why = f"status {event['status']}: {event['why']}"
-        elif event.get("event") == "start":
+        elif kind == "rollback":
+            out.append(f"{clock}  back to iteration {event['first'] - 1}  ({event['why']})")
+        elif kind == "start":
             if event is not run.starts[0]:
-                at = when(event)
-                clock = f"{at.astimezone():%F %T}" if at else "?"
                 said = why or "it said nothing: killed, or its node lost"
                 out.append(f"{clock}  after iteration {event['iteration']}  ({said})")
             why = ""

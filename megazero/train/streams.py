@@ -73,14 +73,19 @@ def log_each_rank(log_dir: str, rank: int) -> Path:
     """Copy what this process writes to its standard output and error to LOG_DIR/ranks/rank_N.log, too.
 
     That is done for the file descriptors by a process each, so what libraries in C print is in it, and the last
-    words of a process that is killed. Raises OSError if the file cannot be written.
+    words of a process that is killed. What a full disk does not take is missing there. Raises ValueError if the file
+    cannot be written for another reason.
     """
     path = Path(log_dir) / "ranks" / f"rank_{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(
-            f"--- rank {rank}, process {os.getpid()} on {os.uname().nodename}, {datetime.now():%F %T}\n"
-        )
+    head = f"--- rank {rank}, process {os.getpid()} on {os.uname().nodename}, {datetime.now():%F %T}\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.write(head)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            cure = "name another --log-dir"
+            raise ValueError(f"--log-each-rank cannot write {path} ({error.strerror}); {cure}") from error
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()
         copy = subprocess.Popen(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
 from megazero.train.rollback import go_back
+from megazero.train.saver import Saver
 from megazero.train.skipping import just_before, leave_out, next_to_leave_out
 from megazero.train.stopping import ExitConditions
 from megazero.train.stragglers import KINDS, Stragglers
@@ -71,6 +73,8 @@ class Trainer:
         self.config = checkpointing.config
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
+        limit_s = self.config.training.distributed_timeout_minutes * 60
+        self.saver = Saver(checkpointing, outputs.console, self._saved, limit_s)
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
         self.guard, self.scaling, self.spikes = NonFiniteGuard(), checkpointing.scaling, checkpointing.spikes
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
@@ -78,8 +82,9 @@ class Trainer:
         self.forecast = forecast
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
-        # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, its last times by kind.
-        self.scalars = torch.zeros(2 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
+        # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, whether its part of a
+        # save has ended, its last times by kind.
+        self.scalars = torch.zeros(3 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
         self.told: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -109,6 +114,9 @@ class Trainer:
         self._compare()
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
+        if self.saver.under_way:
+            self.phase = f"saving up to iteration {self.progress.iteration}"
+        self.saver.wait()
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or owed:
@@ -148,6 +156,7 @@ class Trainer:
         if why is None:
             return False
         self.phase = f"going back from iteration {reached}"
+        self.saver.wait()
         before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
         self.progress = leave_out(before, reached, self.length.batch_sizes, rollback=True)
         batches.seek(self.progress.consumed_samples)
@@ -181,10 +190,11 @@ class Trainer:
             self.scalars[0].copy_(self._forward_backward(step, ids, factor))
             own_reason = self.exits.own_reason()
             self.scalars[1].fill_(float(own_reason is not None))
-            for place, time_of_kind in enumerate(self.stragglers.own, 2):
+            self.scalars[2].fill_(float(self.saver.part_ended))
+            for place, time_of_kind in enumerate(self.stragglers.own, 3):
                 self.scalars[place].fill_(time_of_kind)
             info = self.engine.step(self.scalars)
-            losses, reasons, *_ = zip(*info.scalars, strict=True)
+            losses, reasons, ended, *_ = zip(*info.scalars, strict=True)
             self.told = self.exits.told(own_reason, any(reasons))
             loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
             own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
@@ -200,6 +210,8 @@ class Trainer:
         took = time.perf_counter() - began
         self._log(loss, info, rates, took, batches.consumed - consumed)
         self.step_seconds.append(took)
+        if all(ended):
+            self.saver.go_on()
         return info
 
     def _take_stalls(self) -> None:
@@ -296,25 +308,19 @@ class Trainer:
         if self.config.checkpoint.save is None or iteration == saved_at:
             return saved_at
         self.phase = f"saving iteration {iteration}"
-        began = time.perf_counter()
-        path = self.checkpointing.save(self.progress)
-        self.outputs.saved(iteration, path, time.perf_counter() - began)
-        self.progress = replace(self.progress, checkpoint=str(path))
+        self.saver.save(self.progress)
         return iteration
+
+    def _saved(self, iteration: int, path: Path, seconds: float) -> None:
+        self.outputs.saved(iteration, path, seconds)
+        self.progress = replace(self.progress, checkpoint=str(path))
 
     def _export(self) -> None:
         """Write the folder of --save-hf when the training is over, not where it stops on the way."""
         if self.config.checkpoint.save_hf is None or self.progress.iteration < self.length.last_iteration:
             return
         self.phase = "writing --save-hf"
-        began = time.perf_counter()
-        folder = self.checkpointing.export(self.progress.iteration)
-        done = (
-            f"wrote {folder} in {time.perf_counter() - began:.1f} s"
-            if folder
-            else "--save-hf is there already"
-        )
-        self.outputs.console.note(done)
+        self.saver.export(self.progress.iteration)
 
     def _due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0
@@ -356,7 +362,7 @@ class Trainer:
         self, loss: float, info: StepInfo, rates: dict[str, float], seconds: float, samples: int
     ) -> None:
         traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
-        ranks, slow = self.stragglers.take([row[2:] for row in info.scalars], bill, seconds)
+        ranks, slow = self.stragglers.take([row[3:] for row in info.scalars], bill, seconds)
         length = self.config.model.seq_length
         assert length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples

@@ -33,6 +33,7 @@ from megazero.plan.report import describe, layout_flags
 from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
+from tests.benchmarks.pipeline_page import setting
 from tests.netlab.lab import Lab, LabUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,24 @@ SHAPES = {
 }
 TRAINING = ["--lr", "1e-4", "--train-iters", "1", "--mock-data", "--ranks-per-node", str(RANKS)]
 ROUNDS = 5
+TITLE = "Step time against measurement"
+TEXT = """    python tests/benchmarks/plan_step_time.py --keep FOLDER {command}
+
+2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32; links shaped to the rate. On each of them first
+`megazero profile` of the first shape, then {layouts} layouts of each of two shapes, of which the second was not
+profiled, drawn at random by the seed: TP and PP first, then a frame that has them, then shards, then messages.
+{batch} samples a step; medians (least to most) of the quietest {rounds} rounds of up to three more. Other programs
+took {foreign} of the machine's processors (median; {most} at most), and predictions are for what they left.
+
+- profiled: `{profiled}`
+- other: `{other}`
+
+{setting}.
+
+{verdicts}
+
+{table}
+"""
 
 
 class Case(NamedTuple):
@@ -116,6 +135,13 @@ def step_file(keep: Path, rate: str) -> Path:
 
 
 def profile(lab: Lab, keep: Path, rate: str, timeout: float) -> None:
+    """Profile the first shape. What does not use the link is taken from another rate's profile, if there is one."""
+    progress = keep / f"{rate}.yaml.measured.jsonl"
+    for other in keep.glob("*.yaml.measured.jsonl"):
+        if not progress.exists():
+            lines = other.read_text().splitlines()
+            kept = [line for line in lines if not json.loads(line).get("point", "").startswith("collectives")]
+            progress.write_text("\n".join(kept) + "\n")
     words = ["--cluster-output", str(cluster_file(keep, rate)), "--cluster-name", f"lab, {rate}"]
     words += ["--profile-largest-bytes", str(4 << 20), "--profile-rounds", str(ROUNDS)]
     _run(lab, ["-m", "megazero", "profile", *SHAPES["profiled"].split(), *words], timeout)
@@ -187,6 +213,28 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
+    """Put the tables into docs/planning.md."""
+    text = TEXT.format(
+        command=f"--rates {' '.join(options.rates)} --seed {options.seed} --batch {options.batch}",
+        profiled=SHAPES["profiled"],
+        other=SHAPES["other"],
+        layouts=options.layouts,
+        batch=options.batch,
+        rounds=ROUNDS,
+        foreign=f"{statistics.median(row['foreign'] for row in rows):.0%}",
+        most=f"{max(row['foreign'] for row in rows):.0%}",
+        setting=setting(),
+        verdicts="\n".join(verdicts(rows)),
+        table="\n".join(table(rows)),
+    )
+    page = options.page.read_text(encoding="utf-8")
+    before, heading, rest = page.partition(f"## {TITLE}\n")
+    assert heading, f"{options.page} has no section {TITLE}"
+    after = rest[rest.index("\n## ") :]
+    options.page.write_text(f"{before}{heading}\n{text.strip()}\n{after}", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -197,6 +245,7 @@ def main() -> int:
     parser.add_argument("--layouts", type=int, default=12, help="of each of the two shapes")
     parser.add_argument("--batch", type=int, default=8, help="samples of a step")
     parser.add_argument("--seconds", type=float, default=1e9, help="of this call")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "planning.md")
     parser.add_argument("--predict-only", action="store_true", help="measure nothing")
     options = parser.parse_args()
     until = time.time() + options.seconds
@@ -220,7 +269,10 @@ def main() -> int:
     rows = residuals(options.keep, rates, cases)
     if rows:
         print("\n".join([*verdicts(rows), "", *table(rows)]))
-    return 0 if len(rows) == len(options.rates) * len(cases) else 1
+    if len(rows) < len(options.rates) * len(cases):
+        return 1
+    write_section(rows, options)
+    return 0
 
 
 if __name__ == "__main__":

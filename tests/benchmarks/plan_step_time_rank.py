@@ -104,7 +104,7 @@ def main() -> None:
         late = torch.tensor(float(time.time() > options.until))
         dist.broadcast(late, 0)
         if not late:
-            found = measure(parse(asked["flags"], world), world, options.rounds, 2 * options.rounds)
+            found = measure(parse(asked["flags"], world), world, options.rounds, options.rounds + 3)
             every: list[Any] = [None] * size
             dist.all_gather_object(every, found.pop("bill"))
             if rank == 0:

@@ -147,6 +147,12 @@ def _rather(found: Found) -> str:
     )
 
 
+def _section(title: str) -> str:
+    """Return a section of the page as it is: plan_step_time.py writes it."""
+    page = (DOCS / "planning.md").read_text(encoding="utf-8")
+    return page.partition(f"## {title}\n")[2].partition("\n## ")[0].strip()
+
+
 def main() -> None:
     exact, _ = transcript("exact")
     quantised, flags = transcript("zeropp", DOCS / "planning.png")
@@ -164,6 +170,7 @@ def main() -> None:
         "CHOICES": "\n".join(choices_table()),
         "BLOOM": "\n".join(bloom_table()),
         "RATHER": _rather(rather),
+        "STEPS": _section("Step time against measurement"),
     }
     text = (Path(__file__).parent / "planning_page.txt").read_text(encoding="utf-8")
     for name, value in parts.items():

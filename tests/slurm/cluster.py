@@ -25,6 +25,7 @@ from tests.netlab.lab import SOCKETS, Lab, LabUnavailable
 PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
 HEAD, HEAD_ADDRESS = "switch", "10.0.0.250"
 DISK = "16m"  # bytes of each disk that is to be filled
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE"}  # states of jobs
 START = 60.0  # seconds that daemons have to answer
 # cred_expire is also how long SLURM holds a requeued job back: 120 s by itself.
 CONFIGURATION = """\
@@ -140,7 +141,7 @@ class Cluster:
 
     def wait(self, number: int, *states: str, timeout: float = 240.0) -> dict[str, str]:
         """Wait until the job is in one of the states (default: any in which it is over), and return ``job``."""
-        wanted = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE")
+        wanted = states or OVER
         job: dict[str, str] = {}
 
         def reached() -> bool:
@@ -148,7 +149,11 @@ class Cluster:
             job = self.job(number)
             return job["JobState"] in wanted
 
-        until(reached, timeout, lambda: f"job {number} is {job.get('JobState')}, not {' or '.join(wanted)}")
+        until(
+            reached,
+            timeout,
+            lambda: f"job {number} is {job.get('JobState')}, not {' or '.join(sorted(wanted))}",
+        )
         return job
 
     def wait_for_jobs(self, *chosen: str, timeout: float = 300.0) -> list[str]:
@@ -158,10 +163,15 @@ class Cluster:
         def over() -> bool:
             nonlocal states
             states = self.call("squeue", "-h", "-r", "-t", "all", "-o", "%T", *chosen).split()
-            return bool(states) and not {"PENDING", "RUNNING", "COMPLETING"} & set(states)
+            return bool(states) and set(states) <= OVER
 
         until(over, timeout, lambda: f"jobs of {chosen} are {states}")
         return states
+
+    def empty(self) -> None:
+        """Cancel all jobs, and wait until all nodes are idle."""
+        self.call("scancel", "--user=root")
+        until(self._idle, START, lambda: "nodes are not idle again")
 
     def preempt(self, number: int, folder: Path) -> None:
         """Submit a short job of the urgent partition, whose script lies in ``folder``, for the nodes of another."""

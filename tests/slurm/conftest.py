@@ -18,3 +18,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(f"no SLURM: {error}")
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(autouse=True)
+def idle(slurm: Cluster) -> Iterator[None]:
+    """No job is left to the next test, whose nodes are then the first ones."""
+    yield
+    slurm.empty()

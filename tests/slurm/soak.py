@@ -20,12 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import OVER, Cluster
 from tests.slurm.jobs import ROOT, curve, iterations, log, nodes_of, submit, words
 
 ITERATIONS, SAVE_INTERVAL, SLOWLY = 1400, 25, 0.5  # the last in seconds per iteration
 PAUSE = (3.0, 45.0)  # seconds of a running job before the next thing happens
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Soak:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.cluster import Cluster, until
+from tests.slurm.cluster import OVER, Cluster, until
 from tests.slurm.jobs import ROOT, curve, log, nodes_of, submit, words
 from tests.slurm.pausing import EVALUATION, MOMENTS, SAVE
 
@@ -35,7 +35,6 @@ FLAGS = {
     "eval_iters": 3,
     "log_interval": 10,
 }
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Case:
         (self.folder / "go").touch()
 
     def end(self) -> dict[str, str]:
-        return self.slurm.wait(self.number, *OVER, timeout=300)
+        return self.slurm.wait(self.number, timeout=300)
 
     def inside(self, which: int, *command: str) -> None:
         """Run a command on a node of the job, outside of SLURM."""

@@ -161,6 +161,7 @@ def test_faults(changes, part):
         {"lr_wsd_decay_iters": 5},
         {"wandb_exp_name": "x"},
         {"save": "x", "save_keep_last": 2},
+        {"save": "x", "async_save": True},
         {"tokenizer_model": "x"},
         {"reset_position_ids": True, "position_embedding_type": "alibi"},
         {"data_cache_path": "x"},

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from megazero.config import World, make_config
 from megazero.mesh.launch import Launch, is_first, read_launch
+from megazero.train import program
 from megazero.train.ending import Ending
 from megazero.train.exit_status import ExitStatus, read_status, record_status
 from megazero.train.history import RUN_FILE, Start, identify, read_events
@@ -181,6 +183,15 @@ def test_a_mistake_of_the_launcher_is_said_by_the_first_process_alone() -> None:
         assert done.returncode == ExitStatus.MISTAKE
         assert done.stderr.count("different numbers of tasks") == said, done.stderr
     assert is_first({}) and is_first({"RANK": "0", "SLURM_PROCID": "1"}) and not is_first({"PMI_RANK": "2"})
+
+
+def test_a_log_of_a_rank_that_cannot_be_written_is_a_mistake_with_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").touch()
+    config = make_config({**SMALL, "log_each_rank": True, "log_dir": str(tmp_path / "logs")}, World(1, 1))
+    assert program.run(config, Launch()) == ExitStatus.MISTAKE
+    assert f"--log-each-rank cannot write {tmp_path}/logs/ranks/rank_0.log" in capsys.readouterr().err
 
 
 def test_what_each_rank_prints_is_kept_at_the_file_descriptors(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
 from megazero.plan.shared import Machine, fair_level
 from megazero.plan.simulate import BILL, simulate
+from megazero.pp.schedules import make_schedule, sends
 
 MODEL = {
     "model_family": "llama",
@@ -104,6 +105,15 @@ def test_one_rank_of_a_node_has_the_whole_link() -> None:
     assert machine._rates([False, False])[1] == [pytest.approx(1.0)] * 2
     machine.send(1, Leg(INTRA, 1.0, 0.5))  # bound by the processors, of which ranks that wait leave it more
     assert machine._rates([False, False])[1][2] > 1.0 > machine._rates([True, True])[1][2]
+
+
+def test_messages_are_those_of_the_schedule() -> None:
+    for schedule in ("1f1b", "zb-h1"):
+        plan = layout(lab(2), pipeline_model_parallel_size=4, pipeline_schedule=schedule)
+        machine = Machine(plan, 4, BILL)
+        machine.run()
+        wanted = sends(make_schedule(schedule, 4, 1, 4), 4)
+        assert len(machine.messages) == sum(len(messages) for messages in wanted.values())
 
 
 def test_bounds_hold_and_search_finds_the_best() -> None:

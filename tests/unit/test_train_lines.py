@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megazero.data.files import replacing
 from megazero.train import lines
 from megazero.train.lines import LineFile
 from megazero.train.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
@@ -151,6 +152,16 @@ def fill(disk: Path) -> Path:
                 return filler
 
 
+def test_a_file_that_does_not_fit_is_named_in_the_error(disk: Path) -> None:
+    fill(disk)
+    with (
+        pytest.raises(OSError, match="No space left on device: .*disk/file"),
+        replacing(disk / "file") as file,
+    ):
+        file.write(b"x" * 10_000)
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
 def before(iteration: int, act: Callable[[], object]) -> Callable[[Trainer], None]:
     """What ``run`` takes, to do something before an iteration."""
 
@@ -175,7 +186,8 @@ def test_a_run_goes_on_while_its_log_disk_is_full_and_resumes_on_it(
     monkeypatch.setattr(lines, "RETRY_S", 0.0)
     values = chain(tmp_path, train_iters=12, log_dir=str(disk / "logs"), log_interval=1)
     with pytest.warns(UserWarning, match=r"metrics.jsonl: No space left on device; training goes on"):
-        run({**values, "exit_interval": 8}, before(2, lambda: fill(disk)))
+        traced = {"profile": True, "profile_step_start": 2, "profile_step_end": 3}
+        run({**values, **traced, "exit_interval": 8}, before(2, lambda: fill(disk)))
     found = [line["iteration"] for line in read_metrics(disk / "logs")]
     assert found == list(range(1, len(found) + 1)) and len(found) < 8  # what its last block had room for
     with pytest.warns(UserWarning) as caught:

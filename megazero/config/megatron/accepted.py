@@ -127,7 +127,7 @@ ACCEPTED: tuple[tuple[str, str], ...] = (
     (
         "how checkpoints are written; here each rank always writes its slices and any layout loads them",
         """
-        async-ckpt-cpu-priority=1 async-ckpt-io-priority=1 async-ckpt-use-cpu-shm async-save
+        async-ckpt-cpu-priority=1 async-ckpt-io-priority=1 async-ckpt-use-cpu-shm
         async-strategy=1 auto-detect-ckpt-format ckpt-assume-constant-structure
         ckpt-drop-redundant-extra-state ckpt-format=1 ckpt-fully-parallel-load
         ckpt-fully-parallel-load-exchange-algo=1 ckpt-fully-parallel-load-per-rank-objects

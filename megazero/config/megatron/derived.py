@@ -54,7 +54,7 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
 
 def _sizes(values: dict[str, Any], batch: int) -> BatchSizeRampup:
     """Return the batches up to ``batch``. A ramp-up that is not legal, which is reported elsewhere, is none."""
-    ramp = values.get("rampup_batch_size") or ()
+    ramp: tuple[int, ...] = tuple(values.get("rampup_batch_size") or ())
     legal = len(ramp) == 3 and min(ramp) > 0 and ramp[0] <= batch and (batch - ramp[0]) % ramp[1] == 0
     start, increment, samples = ramp if legal else (batch, 0, 0)
     return BatchSizeRampup(start, increment, samples, batch, 1, 1)

@@ -1,0 +1,133 @@
+"""A rank's file as it will be written, in host memory, so that the training can go on while it is.
+
+The bytes that torch.save puts around a tensor do not depend on its values. They are taken from a tensor of its size
+whose memory is never touched, and the values are copied to where they belong: on CUDA by copies that nobody waits for
+one by one. What is left to do is to take the checksum of one stretch of memory and to write it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+
+from megazero.checkpoint.manifest import FileEntry
+
+PROGRAM = Path(__file__).with_name("image_writer.py")
+
+
+@dataclass(frozen=True)
+class Image:
+    """A file in memory. data: its bytes, 1-D. memory: the descriptor by which another process sees them."""
+
+    data: torch.Tensor
+    memory: int
+
+
+class Staging:
+    """Shared memory for the images of a run, one after the other, page-locked where it takes copies from CUDA."""
+
+    def __init__(self) -> None:
+        self._memory = -1
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def room(self, nbytes: int, pinned: bool) -> Image:
+        """Return room for so many bytes, at least 1. It is that of the last call. Raises OSError without memory."""
+        if self.nbytes < nbytes:
+            self._release()
+            self._memory = os.memfd_create("megazero save")
+            os.posix_fallocate(self._memory, 0, nbytes)
+            self._buffer = torch.frombuffer(mmap.mmap(self._memory, nbytes), dtype=torch.uint8)
+            if pinned:
+                status = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), nbytes, 0)
+                torch.cuda.check_error(status)
+        return Image(self._buffer[:nbytes], self._memory)
+
+    def _release(self) -> None:
+        if self._buffer.is_pinned():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        if self._memory >= 0:
+            os.close(self._memory)
+
+
+class Frame:
+    """The bytes around the values of tensors, and the places for the values, in the order of ``add``."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.places: list[int] = []  # of the values
+        self._around: list[tuple[int, bytes]] = []
+        self._values = range(0)
+
+    def add(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+        """Make room for what torch.save writes of a tensor. Returns its start and length."""
+        start, untouched = self.size, torch.empty(tuple(shape), dtype=dtype)
+        self._values = range(untouched.data_ptr(), untouched.data_ptr() + untouched.nbytes)
+        torch.save(untouched, cast(IO[bytes], self))
+        return start, self.size - start
+
+    def write(self, data: Any) -> int:
+        """Take what torch.save writes: its own bytes as they are, of the values the place."""
+        address = np.frombuffer(data, np.uint8).__array_interface__["data"][0] if len(data) else 0
+        if address not in self._values:
+            self._around.append((self.size, bytes(data)))
+        elif address == self._values.start:
+            self.places.append(self.size)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """All of it is taken already."""
+
+    def fill(self, image: torch.Tensor, values: Sequence[Callable[[], torch.Tensor]]) -> None:
+        """Make ``image`` [size] the file. values: contiguous tensors, made one by one.
+
+        On CUDA they are copied on the current stream, and the host waits once, for all of them.
+        """
+        for at, data in self._around:
+            image[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        devices = set[torch.device]()
+        for at, value in zip(self.places, values, strict=True):
+            tensor = value().detach()
+            image[at : at + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
+            devices |= {tensor.device} if tensor.is_cuda else set()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry:
+    """Write the image to a new file by a process of its own, and return its size and checksum. tick: it got on.
+
+    Not by a thread: steps are to come first, so what writes has the least priority there is, and a thread that has it
+    would make the others wait for Python's lock as long as the machine is busy. Raises OSError.
+    """
+    with open(path, "xb", buffering=0) as file:
+        given = image.memory, file.fileno()
+        words = [*given, len(image.data), os.getpid()]
+        command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=given) as writer:
+            assert writer.stdout is not None
+            for line in writer.stdout:
+                tick()
+                kind, _, number = line.partition(" ")
+                if kind == "crc32":
+                    return FileEntry(len(image.data), int(number))
+                if kind == "errno":
+                    raise OSError(int(number), os.strerror(int(number)), str(path))
+        raise OSError(
+            errno.EIO, f"the process that writes it ended with status {writer.returncode}", str(path)
+        )

@@ -1,0 +1,148 @@
+"""Saves behind the training: the same checkpoints, one in flight, complete at a stop, and a failure that is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megazero.checkpoint import storage, store
+from megazero.train.exit_status import ExitStatus, status_of
+from tests.dist.pool import run_ranks
+from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
+
+BASE = {"zero_preset": "zero3", "global_batch_size": 4}
+WRITE = storage.write_image
+
+
+def with_writes(values: dict[str, Any], write: Callable) -> Any:
+    """A run in this rank whose images are written by ``write(count, path, ...)``: its losses, or error and status."""
+    count = [0]
+
+    def counted(*arguments: Any) -> Any:
+        count[0] += 1
+        return write(count[0], *arguments)
+
+    storage.write_image = counted
+    try:
+        return train(values).losses
+    except store.CheckpointError as error:
+        return f"{error}", status_of(error)
+    finally:
+        storage.write_image = WRITE
+
+
+def slowly(count: int, *arguments: Any) -> Any:
+    time.sleep(0.2 * dist.get_rank())
+    return WRITE(*arguments)
+
+
+def full_at_the_second(count: int, path: Path, *rest: Any) -> Any:
+    if count == 2 and dist.get_rank() == 1:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return WRITE(path, *rest)
+
+
+def still_at_the_second(count: int, *arguments: Any) -> Any:
+    if count == 2 and dist.get_rank() == 1:
+        time.sleep(5)
+    return WRITE(*arguments)
+
+
+def tensors(folder: Path) -> dict[str, str]:
+    """Of all checkpoints in a folder: the files with tensors and positions."""
+    return {
+        name: text for name, text in digest(folder).items() if not name.endswith(("manifest.json", "json"))
+    }
+
+
+def test_checkpoints_are_those_of_saves_at_once(tmp_path: Path) -> None:
+    """Those of bf16 with an interval of one step, too, and a resume from them goes on bit for bit."""
+    jobs, folders = [], []
+    for number, options in enumerate(({}, {"params_dtype": "bf16", "save_interval": 1, "save_keep_last": 2})):
+        for behind in (True, False):
+            folder = tmp_path / f"{number}-{behind}"
+            common = {
+                **BASE,
+                "save_interval": 2,
+                **options,
+                "async_save": behind,
+                "log_dir": f"{folder}-logs",
+            }
+            jobs.append({**common, "save": str(folder), "train_iters": 5})
+            folders.append(folder)
+    every = run_ranks(2, train_all, jobs, timeout=300)
+    for seen in every:
+        assert seen[0].losses == seen[1].losses and seen[2].losses == seen[3].losses
+    for behind, at_once in ((folders[0], folders[1]), (folders[2], folders[3])):
+        assert tensors(behind) == tensors(at_once) and len(tensors(behind)) > 4
+        assert not differences(checkpoint_of(behind), checkpoint_of(at_once))
+        assert sorted(os.listdir(behind)) == sorted(os.listdir(at_once))
+    assert sorted(os.listdir(folders[0])) == [f"iter_{step:07d}" for step in (2, 4, 5)]
+    assert sorted(os.listdir(folders[2])) == [f"iter_{step:07d}" for step in (4, 5)]
+
+
+def test_a_stop_and_the_end_wait_for_what_is_written(tmp_path: Path) -> None:
+    run = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
+    stop = {**run, "save_interval": 100, "exit_interval": 3}
+    run_ranks(2, with_writes, stop, slowly, timeout=300)
+    assert os.listdir(tmp_path / "run") == ["iter_0000003"] and store.latest(tmp_path / "run") is not None
+    go_on = {**run, "save_interval": 2, "load": str(tmp_path / "run"), "save_hf": str(tmp_path / "hf")}
+    run_ranks(2, with_writes, go_on, slowly, timeout=300)
+    assert sorted(os.listdir(tmp_path / "run")) == [f"iter_{step:07d}" for step in (3, 4, 6)]
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("fault", [full_at_the_second, still_at_the_second])
+def test_a_failed_write_is_an_error_at_the_next_save(tmp_path: Path, fault: Callable) -> None:
+    """Of a disk that is full, or stands still for the time limit: on every rank alike, naming the one that has it."""
+    values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
+    values |= {"save_interval": 2, "train_iters": 20, "distributed_timeout_minutes": 0.02}
+    answers = run_ranks(2, with_writes, values, fault, timeout=300)
+    ((text, status),) = set(answers)
+    what = "No space left" if fault is full_at_the_second else "has not got on for"
+    assert "iter_0000004' not saved, older ones are unharmed: rank 1: " in text and what in text, text
+    assert status is ExitStatus.STORAGE
+    latest = store.latest(tmp_path / "run")
+    assert latest is not None and latest.name == "iter_0000002" and store.verify(latest).step == 2
+    done = (tmp_path / "logs" / "metrics.jsonl").read_bytes().count(b"\n")
+    assert done == 6  # the training went on up to the next save
+
+
+def die_in_the_third_write(rank: int) -> None:
+    """In rank 1, SIGKILL where its third file is being written."""
+    count = [0]
+
+    def counted(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return WRITE(*arguments)
+
+    if rank == 1:
+        storage.write_image = counted
+
+
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "save_interval": 2, "train_iters": 8}
+    values |= {"load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
+    ranks = Processes.start(2, values, tmp_path, prepare=die_in_the_third_write)
+    assert ranks.statuses() == [ExitStatus.RANK_LOST, -signal.SIGKILL], ranks.texts()
+    latest = store.latest(tmp_path / "run")
+    assert latest is not None and latest.name == "iter_0000004"
+    straight = {
+        **BASE,
+        "save": str(tmp_path / "straight"),
+        "train_iters": 8,
+        "log_dir": str(tmp_path / "other"),
+    }
+    resumed, other = run_ranks(2, train_all, [values, straight], timeout=300)[0]
+    assert resumed.start == 4 and resumed.losses == other.losses[4:]
+    assert not differences(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "straight"))

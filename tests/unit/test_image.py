@@ -1,0 +1,132 @@
+"""A rank's file in host memory is the file that a save at once writes, byte for byte."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.checkpoint import image, store
+from megazero.checkpoint.manifest import checksum
+from megazero.checkpoint.placement import Placement, Segment
+from megazero.train.exit_status import ExitStatus, status_of
+
+
+def records(scale: float = 1.0) -> list[store.SliceRecord]:
+    """Slices that begin in the middle of rows, a transposed one, one that is stored in another dtype, a replica's."""
+    flat = torch.arange(60.0) * scale
+    turned = Placement("t", (4, 6), (6, 4), (Segment(0, 6, 0),), transposed=True)
+    plain, other = Placement.plain("w", (6, 4)), Placement.plain("v", (3, 4))
+    rounded = {"weights": torch.bfloat16}
+    return [
+        store.SliceRecord(plain, 0, 9, {"weights": flat[:9], "master": flat[:9]}, stored=rounded),
+        store.SliceRecord(plain, 9, 24, {"weights": flat[9:24], "master": flat[9:24]}, stored=rounded),
+        store.SliceRecord(turned, 0, 24, {"weights": flat[24:48]}),
+        store.SliceRecord(other, 0, 12, {"weights": flat[48:].to(torch.float64)}),
+        store.SliceRecord(other, 0, 12, {"weights": flat[48:].to(torch.float64)}, owner=False),
+    ]
+
+
+def snapshot(step: int, scale: float = 1.0) -> store.Snapshot:
+    state = {"fallen": {"a": ["b"]}}
+    return store.Snapshot(step, records(scale), state, {"rng": torch.arange(5, dtype=torch.uint8)})
+
+
+def behind(root: Path, taken: store.Snapshot, staging: store.Staging, meanwhile: Callable[[], None]) -> Path:
+    """Save from a copy; ``meanwhile`` is done before the first part."""
+    parts = store.saving(root, taken, staging=staging)
+    part = next(parts)
+    meanwhile()
+    while True:
+        thread = threading.Thread(target=part.run)
+        thread.start()
+        thread.join()
+        try:
+            part = next(parts)
+        except StopIteration as end:
+            return end.value
+
+
+def files(path: Path) -> dict[str, bytes]:
+    """A checkpoint's files; of its manifest what does not tell the order of saving."""
+    return {each.name: each.read_bytes() for each in path.iterdir() if each.name != "manifest.json"}
+
+
+def test_a_save_behind_the_training_holds_what_was_there_when_it_began(tmp_path: Path) -> None:
+    staging, addresses = store.Staging(), set[int]()
+    for step, scale in ((1, 1.0), (2, 3.0)):
+        at_once = store.save(tmp_path / "at once", snapshot(step, scale))
+        taken = snapshot(step, scale)
+
+        def change(taken: store.Snapshot = taken) -> None:
+            for record in taken.records:
+                for tensor in record.tensors.values():
+                    tensor.fill_(-1)
+            taken.rank_tensors["rng"].zero_()
+            taken.state["fallen"]["a"].append("c")
+
+        path = behind(tmp_path / "behind", taken, staging, change)
+        assert files(path) == files(at_once) and store.verify(path) == store.verify(at_once)
+        addresses.add(staging.room(1, False).data.data_ptr())
+    assert len(addresses) == 1  # the buffer was kept
+    size = store.verify(path).files["__0_0.distcp"].size
+    assert staging.nbytes == size
+
+
+def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    def full(tick: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    part = store.Part("writing", full)
+    part.run()
+    assert part.ended(60)
+    with pytest.raises(OSError, match="No space left") as caught:
+        part.result()
+    assert status_of(caught.value) is ExitStatus.STORAGE
+
+    release = threading.Event()
+    hanging = store.Part("writing 'X'", lambda tick: release.wait())
+    threading.Thread(target=hanging.run).start()
+    assert not hanging.ended(60)
+    hanging.wait(0.05)
+    release.set()
+    with pytest.raises(TimeoutError, match="writing 'X' has not got on for .* hangs") as caught:
+        hanging.result()
+    assert status_of(caught.value) is ExitStatus.STORAGE
+
+    def slow(tick: Callable[[], None]) -> int:
+        for _ in range(20):
+            time.sleep(0.02)
+            tick()
+        return 7
+
+    moving = store.Part("writing", slow)
+    threading.Thread(target=moving.run).start()
+    moving.wait(0.3)  # less than it takes, more than it stands still
+    assert moving.result() == 7
+
+
+def test_an_image_is_written_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, and what goes wrong there is the operating system's error here."""
+    program = tmp_path / "image_writer.py"
+    program.write_text(image.PROGRAM.read_text().replace("1 << 28", "1000"))
+    monkeypatch.setattr(image, "PROGRAM", program)
+    room, ticks = store.Staging().room(2500, False), []
+    room.data.copy_(torch.arange(2500))
+    entry = image.write_image(tmp_path / "file", room, lambda: ticks.append(1))
+    assert (tmp_path / "file").read_bytes() == bytes(room.data.tolist()) and len(ticks) == 3 + 1
+    assert checksum(tmp_path / "file") == entry
+    with pytest.raises(FileExistsError):
+        image.write_image(tmp_path / "file", room, lambda: None)
+    program.write_text('print("errno 28")')
+    with pytest.raises(OSError, match="No space left on device"):
+        image.write_image(tmp_path / "full", room, lambda: None)
+    program.write_text("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(OSError, match="the process that writes it ended with status -9"):
+        image.write_image(tmp_path / "other", room, lambda: None)
