@@ -75,13 +75,13 @@ def sends_nothing(rank: int) -> None:
 
 
 def hold(pid: int) -> None:
-    """Attach to a process as a debugger does, which stops it, and stay."""
+    """Attach to a process as a debugger does, which stops it, until it is killed: its parent hears of that only then."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long] * 4
     if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) != 0:
         os._exit(ctypes.get_errno())
-    os.waitpid(pid, 0x40000000)  # __WALL: it is no child
-    time.sleep(600)
+    while os.WIFSTOPPED(os.waitpid(pid, 0x40000000)[1]):  # __WALL: it is no child
+        pass
 
 
 def stop(pid: int) -> None:
