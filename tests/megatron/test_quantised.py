@@ -71,7 +71,7 @@ def test_every_shape(case: Case, formats: Formats) -> None:
             sum(run.sent.get((kind, INTER), 0) for kind in ("refresh", "reduce"))
             for run in (runs[0], exact[0])
         ]
-        assert across[0] < 0.3 * across[1]
+        assert across[0] < 0.35 * across[1]  # of few steps, of which the first gathers experts exactly, too
 
 
 def expected_bytes(case: Case, run: Run, rank: int, formats: Formats) -> dict[tuple[str, str], int]:
