@@ -16,8 +16,8 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
+from megazero.config.observing import LoggingConfig
 from megazero.config.secrets import redact
-from megazero.config.sections import LoggingConfig
 from megazero.data.files import replacing
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
