@@ -49,12 +49,13 @@ def main(words: list[str]) -> int:
             raise ConfigError(["no script: name one that ends in .py, behind the flags"])
         if not Path(script[0]).is_file():
             raise ConfigError([f"script {script[0]} is not there"])
+        # As python does for a script, and before megatron.core is imported: the script may lie in a checkout of it.
+        sys.path[0] = str(Path(script[0]).resolve().parent)
         megatron_core_patch.turn_on(options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     sys.argv[:] = script
-    sys.path[0] = str(Path(script[0]).resolve().parent)  # as for a script that Python runs itself
     runpy.run_path(script[0], run_name="__main__")
     return 0
 

@@ -99,10 +99,10 @@ def reduce_columns(tile: Tile, codecs: Codecs, factor: float, passing: Passing) 
             starts = [tile.offsets(codec, node, hops.intra.index) for node in range(hops.inter.size)]
             hop = _Hop(hops.inter, codec, starts, tile.width(codec))
             sums = yield from _sum_over(hop, sums[:, None], frame.take, passing)
+        if factor != 1.0:  # before the sum is rounded to the gradients' dtype, in which it may overflow
+            sums[0].mul_(factor)
         if hops.axes:
             target.copy_(sums[0])
-    if factor != 1.0:
-        target.mul_(factor)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ FINALIZE = f"{CORE}.distributed.finalize_model_grads"
 DDP = f"{CORE}.distributed.distributed_data_parallel"
 BASE = f"{CORE}.distributed.data_parallel_base"
 OPTIMIZER = f"{CORE}.optimizer.distrib_optimizer"
+STATE = f"{CORE}.parallel_state"
 
 # Module -> name in it -> the parameters that the patch relies on; None: it is called by Megatron alone.
 NEEDED: dict[str, dict[str, tuple[str, ...] | None]] = {

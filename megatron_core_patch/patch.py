@@ -15,12 +15,22 @@ import torch.distributed as dist
 
 import megatron_core_patch
 from megatron_core_patch.carrier import Carrier, Sync, collective_group
-from megatron_core_patch.names import BASE, BUFFER, DDP, FINALIZE, OPTIMIZER, Replaced, check_names, replaced
+from megatron_core_patch.names import (
+    BASE,
+    BUFFER,
+    DDP,
+    FINALIZE,
+    OPTIMIZER,
+    STATE,
+    Replaced,
+    check_names,
+    replaced,
+)
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import ddp_problems, optimizer_problems, wrapper_problems
-from megatron_core_patch.report import connections_note, start_line
+from megatron_core_patch.report import Kind, Teller, connections_note
 from megatron_core_patch.tied import exchange_parts, is_tied
-from megatron_core_patch.two_hops import TwoHops, cut_groups
+from megatron_core_patch.two_hops import TwoHops, cut_groups, timeout_of
 from megatron_core_patch.watch import WEIGHTS
 from megazero.comm.traffic import Traffic
 from megazero.config.errors import ConfigError
@@ -48,6 +58,7 @@ class Patch:
         self.tied_link = INTRA  # between these stages
         self.whole_sums = False  # the step's gradients are summed whole on every rank
         self.carrier: Carrier | None = None
+        self.teller: Teller | None = None
         self.names = Replaced()
         self.buffer = importlib.import_module(BUFFER)
         self._wrap_all()
@@ -93,12 +104,16 @@ class Patch:
         self._refuse(ddp_problems(given["ddp_config"], given["config"]))
         original(ddp, *args, **kwargs)
         try:
-            self.carrier = self.carrier or self._make_carrier(ddp)
+            if self.carrier is None:
+                self.carrier = self._make_carrier(ddp)
+                self.teller = Teller(self.version, self.carrier.codecs, pipeline_of(ddp))
             for bucket_group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
                 hops = self.carrier.hops_of(collective_group(bucket_group))
                 self.tied += [(bucket, hops) for bucket in bucket_group.buckets if is_tied(bucket)]
         except ValueError as error:
             self._refuse([str(error)])
+        assert self.teller is not None
+        self.teller.tell(self._kinds(ddp))
 
     def _build_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> None:
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
@@ -137,7 +152,12 @@ class Patch:
 
     def _exchange_tied(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         tied = [] if self.whole_sums else self.tied
-        return exchange_parts(partial(original, *args, **kwargs), tied, self.traffic, self.tied_link)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        state = importlib.import_module(STATE)  # Megatron's own choice where no group is given
+        group = given.get("embd_group") or state.get_embedding_group(check_initialized=False)
+        stages = group.size() if isinstance(group, dist.ProcessGroup) else 1
+        exchange = partial(original, *args, **kwargs)
+        return exchange_parts(exchange, tied, stages, self.traffic, self.tied_link)
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -164,20 +184,26 @@ class Patch:
         ranks = {
             name: dist.get_process_group_ranks(group) if group else own for name, group in groups.items()
         }
-        cut = cut_groups(ranks, ranks_per_node, device)
-        pipeline = ddp.pp_group[0] if isinstance(ddp.pp_group, list) else ddp.pp_group
-        stages = [rank // ranks_per_node for rank in dist.get_process_group_ranks(pipeline)]
+        timeout = timeout_of(groups["dense"] or dist.group.WORLD, device)
+        cut = cut_groups(ranks, ranks_per_node, device, timeout)
+        stages = [rank // ranks_per_node for rank in pipeline_of(ddp)]
         self.tied_link = INTRA if stages[0] == stages[-1] else INTER
         at_once = device.type == "cpu" and len(stages) > 1
-        carrier = Carrier(self.options, cut, device, at_once, self.traffic)
-        if dist.get_rank() == 0:
-            buffers = {"dense": ddp.buffers, "expert": ddp.expert_parallel_buffers}
-            kinds = [(name, cut[tuple(ranks[name])], buffers[name]) for name in GROUPS if buffers[name]]
-            print(start_line(self.version, kinds, carrier.codecs), flush=True)
-            note = connections_note(os.environ.get(CONNECTIONS)) if device.type == "cuda" else ""
-            if note:
-                print(f"megatron_core_patch: {note}", flush=True)
-        return carrier
+        note = connections_note(os.environ.get(CONNECTIONS)) if device.type == "cuda" else ""
+        if note and dist.get_rank() == 0:
+            print(f"megatron_core_patch: {note}", flush=True)
+        return Carrier(self.options, cut, device, at_once, self.traffic)
+
+    def _kinds(self, ddp: Any) -> list[Kind]:
+        buffers = {"dense": ddp.buffers, "expert": ddp.expert_parallel_buffers}
+        hops_of = self._carrier.hops_of
+        return [(name, hops_of(own[0].data_parallel_group), own) for name, own in buffers.items() if own]
+
+
+def pipeline_of(ddp: Any) -> list[int]:
+    """Return the ranks of this rank's pipeline, by stage."""
+    group = ddp.pp_group[0] if isinstance(ddp.pp_group, list) else ddp.pp_group
+    return dist.get_process_group_ranks(group)
 
 
 def node_size(override: int | None) -> int:

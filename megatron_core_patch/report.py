@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_core_patch.two_hops import TwoHops
 from megazero.comm.codec import Blockwise, Codec
 from megazero.mesh.launch import CONNECTIONS, USUAL_CONNECTIONS
 from megazero.zero.policy import Codecs
 
+Kind = tuple[str, TwoHops, Iterable[Any]]  # 'dense' or 'expert' parameters, with their group and buffers
 
-def start_line(version: str, kinds: Iterable[tuple[str, TwoHops, Iterable[Any]]], codecs: Codecs) -> str:
-    """Return the line. ``kinds`` are the kinds of parameters ('dense', 'expert') with their group and buffers."""
+
+class Teller:
+    """Prints the line when a kind of parameters first gets a buffer, from as few ranks as know of it."""
+
+    def __init__(self, version: str, codecs: Codecs, pipeline: Sequence[int]) -> None:
+        """pipeline: the ranks that are this rank's pipeline."""
+        self.version, self.codecs = version, codecs
+        self.later = pipeline[0] == 0
+        self.told: set[str] | None = None
+
+    def tell(self, kinds: Iterable[Kind]) -> None:
+        """Print the line of those kinds of a model chunk that no chunk had before it.
+
+        The first call is collective over all ranks: of those that have a kind, the lowest prints it. For later
+        chunks, of which ranks may have different numbers, no rank is asked: rank 0's pipeline prints, each stage
+        its own.
+        """
+        found = {kind[0]: kind for kind in kinds}
+        if self.told is None:
+            every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(every, list(found))
+            first = {name: rank for rank in reversed(range(len(every))) for name in every[rank]}
+            new = [kind for name, kind in found.items() if first[name] == dist.get_rank()]
+            self.told = set(first)
+        else:
+            new = [kind for name, kind in found.items() if self.later and name not in self.told]
+            self.told.update(found)
+        if new:
+            print(start_line(self.version, new, self.codecs), flush=True)
+
+
+def start_line(version: str, kinds: Iterable[Kind], codecs: Codecs) -> str:
+    """Return the line."""
     told = [_kind(name, hops, list(buffers), codecs) for name, hops, buffers in kinds]
     return f"megatron_core_patch on megatron-core {version}: " + ". ".join(told)
 
@@ -48,7 +81,8 @@ def _gradients(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> 
     if hops.inter.size > 1:
         told.append(f"{_format(codecs.gradients_inter, 'fp32' if told else raw)} across nodes, sums in fp32")
     elif codecs.gradients_inter:
-        told.append("not quantised as no hop crosses nodes")
+        what = "nothing across nodes" if codecs.gradients_intra else "not quantised as no hop crosses nodes"
+        told.append(what)
     return ", ".join(told)
 
 

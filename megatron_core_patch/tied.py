@@ -25,10 +25,11 @@ def is_tied(bucket: Any) -> bool:
 
 
 def exchange_parts(
-    original: Callable[[], Any], tied: list[tuple[Any, TwoHops]], traffic: Traffic, link: str
+    original: Callable[[], Any], tied: list[tuple[Any, TwoHops]], stages: int, traffic: Traffic, link: str
 ) -> Any:
     """Run Megatron's exchange of word embeddings' gradients with this rank's shards of the ``tied`` buckets.
 
+    stages: how many hold the weight. A rank of k in an all-reduce sends 2 (k - 1) / k of its message.
     link: the link class between the stages, for the counters (kind 'tied').
     """
     finalize = importlib.import_module(FINALIZE)
@@ -44,7 +45,7 @@ def exchange_parts(
         part = own(grad)
         if part is None:
             return unshard(grad)
-        traffic.add("tied", link, part.nbytes)
+        traffic.add("tied", link, part.nbytes * 2 * (stages - 1) // stages)
         return part
 
     def whole_again(part: Any, grad: Any) -> Any:

@@ -56,6 +56,12 @@ def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     return next(iter(counts.values()))
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return how long the group's messages on this device may take; None where its backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 def cut_groups(
     groups: Mapping[str, Sequence[int]],
     ranks_per_node: int,
@@ -65,7 +71,8 @@ def cut_groups(
     """Return the two axes of each group of this rank, by the group's ranks.
 
     groups: name -> ranks, in the group's order; every rank gives the same names in the same order. Groups of the
-    same ranks share their axes. This is collective over all ranks. Raises ValueError on every rank where a group of
+    same ranks share their axes. timeout: of what is sent over them; None is torch's default. This is collective over
+    all ranks. Raises ValueError on every rank where a group of
     any rank cannot be cut.
     """
     sizes, problem = dict[str, int](), ""

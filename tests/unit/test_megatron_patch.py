@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from types import SimpleNamespace as Config
 
 import pytest
 import torch
+import torch.distributed as dist
+from megazero.kernels.arena import Arena
 
 import megatron_core_patch
-from megatron_core_patch import names
+from megatron_core_patch import chains, names, patch
 from megatron_core_patch.__main__ import main, parse, split
-from megatron_core_patch.chains import Tile
+from megatron_core_patch.chains import Passing, Tile, reduce_columns
 from megatron_core_patch.options import from_words
 from megatron_core_patch.refusals import ddp_problems, optimizer_problems, wrapper_problems
+from megatron_core_patch.report import Teller, start_line
 from megatron_core_patch.tied import exchange_parts, is_tied
-from megatron_core_patch.two_hops import TwoHops, ranks_on_a_node
+from megatron_core_patch.two_hops import TwoHops, cut_groups, ranks_on_a_node
 from megatron_core_patch.watch import GRADIENTS, WEIGHTS, Watch
 from megazero.comm.codec import Blockwise
 from megazero.comm.traffic import Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
+from megazero.train.parallelize import make_codecs
+from megazero.zero.policy import Codecs
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {
@@ -153,17 +159,20 @@ def test_the_launcher_runs_the_script_with_its_own_words(
     script = tmp_path / "job.py"
     script.write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])")
     on: list = []
-    monkeypatch.setattr(megatron_core_patch, "turn_on", on.append)
+    monkeypatch.setattr(megatron_core_patch, "turn_on", lambda options: on.extend([options, sys.path[0]]))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(["--zero-quantized-gradients", str(script), "--bf16"]) == 0
     assert capsys.readouterr().out.split() == ["__main__", "['--bf16']", str(tmp_path)]
     assert on[0].wire == from_words(gradients="int4").wire
+    assert on[1] == str(
+        tmp_path
+    )  # from where megatron.core is imported: a script may lie in a checkout of it
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied, stages, sent", [(True, 2, 16), (True, 4, 24), (False, 2, 0)])
 def test_stages_exchange_this_ranks_shard_of_a_tied_gradient(
-    tied: bool, monkeypatch: pytest.MonkeyPatch
+    tied: bool, stages: int, sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Megatron's function does, with an addition for its all-reduce: of two ranks' shards, rank 1's alone."""
     finalize = ModuleType("finalize")
@@ -180,10 +189,10 @@ def test_stages_exchange_this_ranks_shard_of_a_tied_gradient(
         weight.main_grad = finalize._reshard_if_dtensor(part, weight.main_grad)
 
     traffic, hops = Traffic(), Config(ranks=(0, 1), index=1)
-    exchange_parts(exchange, [(bucket, hops)] if tied else [], traffic, INTER)
+    exchange_parts(exchange, [(bucket, hops)] if tied else [], stages, traffic, INTER)
     assert weight.main_grad.shape == (2, 3)
     assert bucket.grad_data.tolist() == ([0, 0, 0, 0, 1, 1, 1, 1] if tied else [1, 1, 1, 1, 1, 1, 0, 0])
-    assert traffic.bytes == ({("tied", INTER): 16} if tied else {})
+    assert traffic.bytes == ({("tied", INTER): sent} if tied else {})
 
 
 def test_first_steps_are_compared_with_exact_ones(
@@ -242,9 +251,90 @@ def test_groups_are_cut_at_the_node() -> None:
 
 def test_blocks_lie_on_the_buckets_grid() -> None:
     """Shards of 96 elements: the second begins in the middle of a block of 64."""
-    inter = Axis(AxisSpec("inter", "data", 2, 1, INTER), 0, (0, 2), None, None)
-    intra = Axis(AxisSpec("intra", "data", 2, 1, INTRA), 1, (0, 1), None, None)
-    tile = Tile(torch.zeros(4 * 96), slice(0, 96), TwoHops((0, 1, 2, 3), inter, intra))
+    tile = Tile(torch.zeros(4 * 96), slice(0, 96), two_hops(2, 2, local=1))
     codec = Blockwise(4, 64)
     assert tile.offsets(codec, None, None) == [0, 32, 0, 32] and tile.offsets(codec, 1, 1) == [32]
     assert tile.width(codec) == 128
+
+
+def two_hops(nodes: int, size: int, local: int = 0) -> TwoHops:
+    """The group of the first ranks, seen by a rank of the first node; it has no communicators."""
+    inter = Axis(
+        AxisSpec("inter", "data", nodes, 1, INTER), 0, tuple(range(0, nodes * size, size)), None, None
+    )
+    intra = Axis(AxisSpec("intra", "data", size, 1, INTRA), local, tuple(range(size)), None, None)
+    return TwoHops(tuple(range(nodes * size)), inter, intra)
+
+
+@pytest.mark.parametrize("dtype, nodes, size", [(torch.float16, 2, 1), (torch.bfloat16, 1, 3)])
+def test_averages_are_rounded_once(
+    dtype: torch.dtype, nodes: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks send what this one does. Two of fp16's largest have a sum that fp16 lacks."""
+
+    def echo(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> None:
+        out.copy_(messages)
+
+    monkeypatch.setattr(chains, "start_exchange", echo)
+    d = nodes * size
+    values = torch.linspace(-65504.0, 65504.0, 64).to(dtype)
+    grads, hops = values.repeat(d), two_hops(nodes, size)
+    passing = Passing(Traffic(), Arena(), torch.device("cpu"))
+    list(reduce_columns(Tile(grads, slice(0, 64), hops), Codecs(), 1 / d, passing))
+    assert torch.equal(grads[:64], values)
+
+
+def test_groups_wait_as_long_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, whose data-parallel group has a time of its own."""
+    given: list = []
+    monkeypatch.setattr(patch, "cut_groups", lambda *args: given.append(args[3]) or cut_groups(*args))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = Config(
+            module=torch.nn.Linear(1, 1),
+            intra_dp_cp_group=dist.new_group([0], timeout=timedelta(minutes=47)),
+            pp_group=dist.group.WORLD,
+        )
+        patch.Patch._make_carrier(Config(options=from_words(ranks_per_node=1), traffic=Traffic()), ddp)
+    finally:
+        dist.destroy_process_group()
+    assert given == [timedelta(minutes=47)]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_kind_has_a_line_when_it_first_gets_a_buffer(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Ranks 0 and 1 are stages of a pipeline, of which the second alone has experts; rank 2 is of another."""
+    stages = {0: ["dense"], 1: ["dense", "expert"], 2: ["dense"]}
+
+    def gather(out: list, own: list) -> None:
+        out[:] = [stages[r] if r != rank else own for r in range(3)]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    buffers = [Config(param_dtype=torch.bfloat16, grad_dtype=torch.float32)]
+    kind = lambda name: (name, two_hops(2, 1), buffers)  # noqa: E731
+    teller = Teller("0.16.1", Codecs(), [2] if rank == 2 else [0, 1])
+    teller.tell(map(kind, stages[rank]))
+    told = capsys.readouterr().out
+    assert ("dense parameters" in told) == (rank == 0) and ("expert parameters" in told) == (rank == 1)
+    for new in (True, False):  # chunks after the first one
+        teller.tell(map(kind, ("dense", "expert", "other")))
+        told = capsys.readouterr().out
+        assert ("other parameters" in told) == (new and rank != 2)
+        assert "dense parameters" not in told and "expert parameters" not in told
+
+
+def test_the_line_says_what_one_node_quantises() -> None:
+    buffers = [Config(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)]
+    for words, said in (
+        ({}, "gradients exact bf16 inside a node, not quantised as no hop crosses nodes"),
+        (
+            {"gradients_intra_node": "int8"},
+            "gradients int8 (blocks of 64) inside a node, nothing across nodes",
+        ),
+    ):
+        codecs = make_codecs(from_words(gradients="int4", **words).wire)
+        assert said in start_line("0.16.1", [("dense", two_hops(1, 2), buffers)], codecs)
