@@ -14,6 +14,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.fields import Option, convert, section_options, show
 from megazero.config.model import ModelConfig, as_trained, complete
 from megazero.config.nearest import did_you_mean
+from megazero.config.observing import LoggingConfig, PlanningConfig, ProfilingConfig
 from megazero.config.optimizers import OptimizerConfig
 from megazero.config.pipeline import (
     partition_method,
@@ -26,11 +27,8 @@ from megazero.config.sections import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
-    LoggingConfig,
     ParallelConfig,
-    PlanningConfig,
     PrecisionConfig,
-    ProfilingConfig,
     TrainingConfig,
     ZeroConfig,
 )

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
+from megazero.config.observing import LoggingConfig
 from megazero.config.secrets import redact
-from megazero.config.sections import LoggingConfig
 from megazero.data.files import replacing
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
@@ -147,10 +147,10 @@ def _asked_for(
     if log.wandb_project:
         yield partial(
             WandbLogger,
-            log.wandb_project,
+            redact(log.wandb_project),
             run_id=run_id,
-            entity=log.wandb_entity,
-            name=log.wandb_exp_name,
+            entity=redact(log.wandb_entity),
+            name=redact(log.wandb_exp_name),
             directory=log.wandb_save_dir,
             config=resolved,
         )

@@ -24,8 +24,8 @@ _copies: list[subprocess.Popen[bytes]] = []
 class SafeStream:
     """A text stream that hides secrets, and drops what a full disk does not take instead of raising OSError.
 
-    Everything else is the stream's own; what is set on it is set there (wandb replaces ``write``, and sees what is
-    safe).
+    Everything else is the stream's own. A ``write`` that is set on it (wandb's, around the one that it found) is
+    called with what is safe.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -52,7 +52,10 @@ class SafeStream:
         return getattr(self._stream, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._stream, name, value)
+        if name == "write":
+            self.__dict__["write"] = lambda text: value(redact(text))
+        else:
+            setattr(self._stream, name, value)
 
 
 def _pass_if_full(error: OSError) -> None:

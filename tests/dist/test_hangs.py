@@ -75,7 +75,7 @@ def sends_nothing(rank: int) -> None:
 
 
 def hold(pid: int) -> None:
-    """Attach to a process as a debugger does, which stops it, until it is killed, and reap it before its parent."""
+    """Attach to a process as a debugger does, which stops it until it is killed."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long] * 4
     if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) != 0:

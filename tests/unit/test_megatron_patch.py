@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from types import SimpleNamespace as Config
 
 import pytest
@@ -12,12 +13,15 @@ import torch
 
 import megatron_core_patch
 from megatron_core_patch import names
-from megatron_core_patch.__main__ import parse, split
+from megatron_core_patch.__main__ import main, parse, split
 from megatron_core_patch.chains import Tile
 from megatron_core_patch.options import from_words
 from megatron_core_patch.refusals import ddp_problems, optimizer_problems, wrapper_problems
+from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, ranks_on_a_node
+from megatron_core_patch.watch import GRADIENTS, WEIGHTS, Watch
 from megazero.comm.codec import Blockwise
+from megazero.comm.traffic import Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
 
@@ -141,6 +145,91 @@ def test_every_name_is_given_back() -> None:
     assert [getattr(owner, name) for owner, name in found] != before
     megatron_core_patch.disable()
     assert [getattr(owner, name) for owner, name in found] == before
+
+
+def test_the_launcher_runs_the_script_with_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])")
+    on: list = []
+    monkeypatch.setattr(megatron_core_patch, "turn_on", on.append)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["--zero-quantized-gradients", str(script), "--bf16"]) == 0
+    assert capsys.readouterr().out.split() == ["__main__", "['--bf16']", str(tmp_path)]
+    assert on[0].wire == from_words(gradients="int4").wire
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_exchange_this_ranks_shard_of_a_tied_gradient(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Megatron's function does, with an addition for its all-reduce: of two ranks' shards, rank 1's alone."""
+    finalize = ModuleType("finalize")
+    finalize._unshard_if_dtensor = lambda grad: grad  # type: ignore[attr-defined]
+    finalize._reshard_if_dtensor = lambda grad, like: grad  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, names.FINALIZE, finalize)
+    bucket = Config(grad_data=torch.zeros(8), params_list=[Config(shared_embedding=tied)])
+    weight = Config(main_grad=bucket.grad_data[:6].view(2, 3))
+    assert is_tied(bucket) == tied
+
+    def exchange() -> None:
+        part = finalize._unshard_if_dtensor(weight.main_grad)
+        part.add_(1)
+        weight.main_grad = finalize._reshard_if_dtensor(part, weight.main_grad)
+
+    traffic, hops = Traffic(), Config(ranks=(0, 1), index=1)
+    exchange_parts(exchange, [(bucket, hops)] if tied else [], traffic, INTER)
+    assert weight.main_grad.shape == (2, 3)
+    assert bucket.grad_data.tolist() == ([0, 0, 0, 0, 1, 1, 1, 1] if tied else [1, 1, 1, 1, 1, 1, 0, 0])
+    assert traffic.bytes == ({("tied", INTER): 16} if tied else {})
+
+
+def test_first_steps_are_compared_with_exact_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One rank of one: what is 'sent' is off by a tenth, then exact; the third step is not looked at."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    watch, hops = Watch(from_words(verify_first_steps=2)), Config(ranks=(0,), index=0)
+    copy = lambda out, source, **_: out.copy_(source)  # noqa: E731
+    for updates, factor in ((0, 1.1), (1, 1.0), (2, 1.1)):
+        bucket = Config(grad_data=torch.ones(4), param_data=torch.ones(4, dtype=torch.bfloat16))
+        checks = watch.gradients(bucket, hops, updates, copy, None, None)
+        checks += watch.weights(bucket, hops, updates + 1, copy, None)
+        assert len(checks) == (0 if updates == 2 else 2)
+        bucket.grad_data.mul_(factor)
+        for check in checks:
+            check()
+        watch.tell(GRADIENTS)
+        watch.tell(WEIGHTS)
+    told = capsys.readouterr().out
+    assert "step 1: gradients differ from exact ones by 1.00e-01" in told
+    assert "step 2: gradients differ from exact ones by 0.00e+00" in told and "step 3" not in told
+    assert "step 1: weights differ from exact ones by 0.00e+00" in told
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_checksums_tell_replicas_apart(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's checksum is that of parameters of which one has another last bit, or of the same."""
+
+    def gather(every: list, own: torch.Tensor, group: object) -> None:
+        every[0].copy_(own)
+        every[1].copy_(own + change)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
+    watch, hops = Watch(from_words(checksum_interval=3)), Config(ranks=(0, 1), index=0)
+    bucket = Config(param_data=torch.randn(10, dtype=torch.bfloat16))
+    assert not watch.weights(bucket, hops, 2, None, None)
+    (check,) = watch.weights(bucket, hops, 3, None, None)
+    if change:
+        with pytest.raises(RuntimeError, match="after step 3 data-parallel ranks hold different parameters"):
+            check()
+    else:
+        check()
 
 
 def test_groups_are_cut_at_the_node() -> None:

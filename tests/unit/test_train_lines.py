@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -119,6 +120,20 @@ class Full:
 
     def flush(self) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_library_that_replaces_write_sees_what_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "planted1")
+    stream, seen = SafeStream(io.StringIO()), list[str]()
+    found = stream.write
+
+    def write(text: str) -> int:
+        seen.append(text)
+        return found(text)
+
+    stream.write = write  # type: ignore[method-assign]
+    print("it is planted1", file=stream)
+    assert "".join(seen) == stream.getvalue() == "it is ***\n"
 
 
 def test_a_log_on_a_full_disk_does_not_raise() -> None:

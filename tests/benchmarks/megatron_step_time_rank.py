@@ -1,0 +1,87 @@
+"""One rank of megatron_step_time.py: contestants take turns. Started in every node of a lab."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.megatron.case import Case
+from tests.megatron.cases import DELTA_INT4, EXACT, INT8_INT4
+from tests.megatron.training import Formats, a_job
+from tests.netlab.lab import interface_bytes
+
+CONTESTANTS: dict[str, Formats | None] = {
+    "megatron-core": None,
+    "exact hops": EXACT,
+    "INT8 + INT4": INT8_INT4,
+    "4-bit differences + INT4": DELTA_INT4,
+}
+WARM_UP = 2
+
+
+def turn(case: Case, formats: Formats | None) -> tuple[float, float, int]:
+    """Build and train; return the seconds and the bytes into this node per step, and the number of parameters."""
+    with a_job(case, formats) as job:
+        for step in range(WARM_UP):
+            job.step(step)
+        dist.barrier()
+        began, (_, before) = time.perf_counter(), interface_bytes()
+        for step in range(WARM_UP, case.steps):
+            job.step(step)
+        dist.barrier()
+        steps = case.steps - WARM_UP
+        seconds = (time.perf_counter() - began) / steps
+        received = (interface_bytes()[1] - before) / steps
+        return seconds, received, sum(p.numel() for chunk in job.chunks for p in chunk.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--micro-batches", type=int, nargs="+", required=True)
+    parser.add_argument("--overlap", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = defaultdict(lambda: {"seconds": [], "received": []})
+    parameters = 0
+    for _ in range(options.rounds):
+        for count in options.micro_batches:
+            case = Case(
+                dp=4,
+                layers=4,
+                hidden=256,
+                vocabulary=2048,
+                sequence=64,
+                bf16=True,
+                bucket_size=1_000_000,
+                micro_batches=count,
+                steps=WARM_UP + options.steps,
+                overlap_grad_reduce=options.overlap,
+                overlap_param_gather=options.overlap,
+            )
+            for name, formats in CONTESTANTS.items():
+                seconds, received, parameters = turn(case, formats)
+                each = found[f"{name} {count}"]
+                each["seconds"].append(seconds)
+                each["received"].append(received)
+    if dist.get_rank() == 0:
+        options.result.write_text(json.dumps({"parameters": parameters, "by_case": found}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
