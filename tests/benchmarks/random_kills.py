@@ -265,9 +265,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     moments: Counter[str] = Counter()
     sizes: Counter[int] = Counter()
     for row in rows:
-        killed = row["attempts"][:-1]
-        moments.update(each["during"] for each in killed)
-        sizes.update(len(row["kills"][turn]["victims"]) for turn, each in enumerate(killed))
+        for kill, each in zip(row["kills"], row["attempts"], strict=False):
+            if each["during"] != "after the end":  # else it had ended before
+                moments[each["during"]] += 1
+                sizes[len(kill["victims"])] += 1
     wrong = [row["trial"] for row in rows if row["problems"]]
     behind = sum(row["async_save"] for row in rows)
     return (
