@@ -156,9 +156,11 @@ def prepare(
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
     config, world = find_world(config, launch)
+    lookout.joining = "the planning"
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
+    lookout.joining = "making communicators"
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
-    lookout.joining = False
+    lookout.joining = None
     _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
