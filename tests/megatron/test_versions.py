@@ -34,7 +34,7 @@ TESTS = (  # the first two, of two data-parallel ranks, compare bits with those 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_version(version: str) -> None:
     """MEGATRON_CORE_VERSIONS=FOLDER python -m pytest ... -m slow"""
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-m", "slow or not slow"]
     command += [f"tests/megatron/{name}" for name in TESTS]
     environ = {**os.environ, "PYTHONPATH": path_of(version)}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400)
