@@ -16,7 +16,6 @@ from math import gcd, log
 from typing import Any
 
 from megazero.checkpoint.directory import newest_state
-from megazero.checkpoint.errors import CheckpointError
 from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.config.fields import typed
 from megazero.config.run import RunConfig, World, all_options
@@ -41,7 +40,7 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
         return config, errors
     try:
         sizes = _sizes_to_come(config)
-    except (CheckpointError, OSError) as error:
+    except (ValueError, OSError) as error:
         return config, [*errors, f"--load {config.checkpoint.load}: {error}"]
     found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
