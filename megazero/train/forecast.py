@@ -65,10 +65,11 @@ class Forecast:
         most = float(mesh.gather_rows(own.to(mesh.device)).max())
         if not step_seconds:
             return None
-        words = [f"memory {self.memory.total / GIB:.3f} GiB predicted, {most / GIB:.3f} measured"]
-        measured = median(step_seconds)
+        # A CPU's resident size has the libraries' own memory and what glibc keeps of the freed: up to twice as much.
+        measured = "measured" if mesh.device.type == "cuda" else "is what the resident size grew by"
+        words = [f"memory {self.memory.total / GIB:.3f} GiB predicted, {most / GIB:.3f} {measured}"]
         if self.seconds is not None:
-            words.append(f"step {self.seconds:.4g} s predicted, {measured:.4g} measured")
+            words.append(f"step {self.seconds:.4g} s predicted, {median(step_seconds):.4g} measured")
         return "; ".join(words)
 
 
@@ -85,6 +86,7 @@ def foresee(
     try:
         if name is not None:
             cluster = cluster_of_run(name, world.world_size, config.ranks_per_node(world))
+            cluster = cluster if room is None else cluster.with_room(room)
         else:
             cluster = _unknown_cluster(config, world, room)
         frame = Frame(config, world, cluster, Collectives(cluster))
