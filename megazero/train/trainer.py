@@ -116,7 +116,7 @@ class Trainer:
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
         if self.saver.under_way:
             self.phase = f"saving up to iteration {self.progress.iteration}"
-        self.saver.wait()
+        self.saver.finish(self.progress)
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or owed:
@@ -151,6 +151,7 @@ class Trainer:
             begin = reached - self.spikes.beyond + 1
         except NonFiniteLoss as error:
             if not watching:
+                self._end_save(f"{error}")
                 raise
             why, begin = f"{error}", reached - max(self.spikes.beyond, self.guard.skipped_in_a_row - 1)
         if why is None:
@@ -164,6 +165,15 @@ class Trainer:
         self.engine.traffic.take()  # of no iteration
         self.outputs.went_back(why, self.progress.left_out[-1])
         return True
+
+    def _end_save(self, why: str) -> None:
+        """Wait for a save under way before an error that every rank raises ends the run. Collective."""
+        if self.saver.under_way:
+            self.phase = f"saving up to iteration {self.progress.iteration}"
+            self.outputs.console.warning(
+                f"{why}. The run ends when the save under way is complete, or has failed"
+            )
+            self.saver.wait()
 
     def _compare(self) -> None:
         """Print what was predicted beside what was measured."""
