@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,22 @@ def newest_manifest(root: str | os.PathLike) -> Manifest | None:
 
 
 def newest_state(root: str | os.PathLike) -> Mapping[str, Any]:
-    """Return what the newest complete checkpoint under ``root`` says of the run, or nothing when there is none."""
-    path = latest(root)
-    return json.loads((path / STATE_FILE).read_bytes()) if path else {}
+    """Return what the checkpoint saved last under ``root`` says of the run, or nothing when there is none.
+
+    Only the manifests are looked at, as every rank of a large run asks. Raises CheckpointError if it cannot be read.
+    """
+    found = []
+    for path in _entries(Path(root)):
+        with suppress(CheckpointError, OSError):
+            if _NAME.fullmatch(path.name):
+                found.append((read_manifest(path).serial, path / STATE_FILE))
+    if not found:
+        return {}
+    file = max(found)[1]
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"'{file}' cannot be read ({error}); load an older checkpoint") from error
 
 
 def find_checkpoint(folder: str | os.PathLike[str]) -> Path:

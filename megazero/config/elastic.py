@@ -38,10 +38,14 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
     known = config.batch.global_batch_size is not None  # by now, unless the ranks do not divide
     if not known or not (errors or ramped) or find_errors(config, None):  # which no layout would mend
         return config, errors
-    found = next(_legal(config, world), None)
+    try:
+        sizes = _sizes_to_come(config)
+    except (ValueError, OSError) as error:
+        return config, [*errors, f"--load {config.checkpoint.load}: {error}"]
+    found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"
     if found is None:
-        others = _other_worlds(config, world) if elastic and errors else []
+        others = _other_worlds(config, world, sizes) if elastic and errors else []
         near = f"--elastic: nothing keeps {batch}; nearest numbers of ranks: {' or '.join(map(str, others))}"
         return config, [*errors, *([near] if others else [])]
     changes = _changes(config, found)
@@ -58,7 +62,7 @@ def _changes(config: RunConfig, found: RunConfig) -> str:
     return " ".join(typed(opt, value) if value is not None else f"no {opt.flag}" for opt, value in changed)
 
 
-def _other_worlds(config: RunConfig, world: World) -> list[int]:
+def _other_worlds(config: RunConfig, world: World, sizes: Sequence[int]) -> list[int]:
     """Return the nearest smaller and larger number of ranks, in whole nodes, for which there is a legal choice."""
     ranks, node = world.world_size, world.ranks_per_node
     one_node = node in (0, ranks)
@@ -66,13 +70,14 @@ def _other_worlds(config: RunConfig, world: World) -> list[int]:
     for step in (-1, 1) if one_node else (-node, node):
         others = (ranks + step * k for k in range(1, MOST_WORLDS + 1))
         worlds = (World(n, n if node == ranks else node) for n in others if n > 0)
-        near += [other.world_size for other in islice((w for w in worlds if any(_legal(config, w))), 1)]
+        near += [
+            other.world_size for other in islice((w for w in worlds if any(_legal(config, w, sizes))), 1)
+        ]
     return near
 
 
-def _legal(config: RunConfig, world: World) -> Iterator[RunConfig]:
-    """Yield the legal choices, nearest first: of layouts, of their shards, of micro-batches."""
-    sizes = _sizes_to_come(config)
+def _legal(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[RunConfig]:
+    """Yield the legal choices, nearest first: of layouts, of their shards, of micro-batches for these batches."""
     for parallel in _layouts(config, world):
         arranged = replace(config, parallel=parallel)
         for zero in _shards(arranged, world):

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 HIDDEN = "***"
 SHORTEST = 6  # characters of a value that is taken for a secret: shorter ones are in ordinary words
+SHORTEST_WORD = 12  # letters that are taken for one, unless the variable's name is sure
 _KIND = (
     r"(?:api_?key|access_?key|private_?key|key_id|key|token|secret|password|passwd|passphrase|pass|credentials?|"
     r"jwt|auth)"
@@ -24,6 +25,12 @@ _KIND = (
 # Names of variables and flags whose values are secrets: WANDB_API_KEY, --hf-token; not eos_token, a tokenizer's.
 _NAME = re.compile(
     rf"(?!(?:.*_)?(?:eos|bos|pad|unk|eod|sep|cls|mask)_token$)(?:(?:.*[_-])?{_KIND}|.*(?:secret|password|passwd|apikey))",
+    re.IGNORECASE,
+)
+# Names that mean nothing else. A MY_KEY or DATA_PASS may as well be a word, which stands in paths and texts.
+_SURE = re.compile(
+    r".*(?:api_?key|access_?key|private_?key|secret|password|passwd|passphrase)|"
+    r"(?:hf|huggingface|hugging_face_hub|gh|github|gitlab|wandb|aws_session|neptune_api)_token",
     re.IGNORECASE,
 )
 _USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/?#'\"]+)@", re.IGNORECASE)
@@ -96,10 +103,15 @@ def _known() -> Iterator[str]:
     """Yield the secrets of the environment as it is now, and of the command line."""
     for name, value in os.environ.items():
         if names_secret(name):
-            yield value
+            if not _is_word(value.strip()) or _SURE.fullmatch(name):
+                yield value
         elif "://" in value:
             yield from _of_urls(value)
     yield from _of_command_line
+
+
+def _is_word(value: str) -> bool:
+    return value.isalpha() and len(value) < SHORTEST_WORD
 
 
 def _of_urls(text: str) -> Iterator[str]:

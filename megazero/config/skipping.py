@@ -54,8 +54,13 @@ def iteration_ranges(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
     Raises ValueError, which names the word and the rule.
     """
+    return joined(map(_range, words))
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return (first, last) of each range in order, with ranges that touch made one."""
     merged: list[tuple[int, int]] = []
-    for first, last in sorted(map(_range, words)):
+    for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
             merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:

@@ -260,6 +260,9 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, s
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
+    # torch sets no limit on a store that it did not make. NCCL asks it when a communicator is first used, for which a
+    # rank may be as late as for a collective.
+    store.set_timeout(timeout)
     # No device_id: with it NCCL carries every point-to-point message of a group on one stream, where receives that a
     # pipeline posts ahead would stand before its sends.
     dist.init_process_group(

@@ -173,6 +173,11 @@ class Cluster:
     def with_nodes(self, nodes: int) -> Cluster:
         return replace(self, nodes=nodes)
 
+    def with_room(self, room: float) -> Cluster:
+        """Return it with devices on which tensors may take at most ``room`` bytes."""
+        least = min(room, self.device.room) / 2**30
+        return replace(self, device=replace(self.device, memory_gib=least, reserved_gib=0.0))
+
 
 @dataclass(frozen=True)
 class _Top:

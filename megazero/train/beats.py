@@ -124,7 +124,18 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def started(pid: int) -> int:
     """When a process of this host started, in clock ticks since the host did; 0 if there is none."""
+    fields = _stat(f"/proc/{pid}/stat")
+    return int(fields[19]) if fields else 0
+
+
+def is_held(pid: int) -> bool:
+    """Whether the main thread of a process is stopped: a debugger may hold it alone, and the others go on."""
+    return _stat(f"/proc/{pid}/task/{pid}/stat")[:1] in (["t"], ["T"])
+
+
+def _stat(path: str) -> list[str]:
+    """What the kernel says of a process or thread, from its state on; nothing if there is none."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return 0
+        return Path(path).read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -103,6 +103,7 @@ class Checkpointing:
             "tokenizer": self.fingerprint,
             "losses": dict(progress.losses),
             "left_out": [asdict(each) for each in progress.left_out],
+            "rollbacks": progress.rollbacks,
         }
         return store.Snapshot(
             step=progress.iteration,

@@ -99,6 +99,7 @@ def foresee(
     try:
         if name is not None:
             cluster = cluster_of_run(name, world.world_size, config.ranks_per_node(world))
+            cluster = cluster if room is None else cluster.with_room(room)
         else:
             cluster = _unknown_cluster(config, world, room)
         frame = Frame(config, world, cluster, Collectives(cluster))

@@ -20,14 +20,14 @@ from megazero.train.watch import Limit, Watch, connect
 class Lookout:
     """Tells the watch what this rank is at: it joins the others, it prepares the run, it trains.
 
-    While ranks join nothing may stand still for longer than --distributed-init-timeout-minutes. Set ``joining`` to
-    False when all communicators are made: the preparation that follows reads and writes files, which has no limit,
-    but what waits for it in a collective has that one's. Set ``trainer`` when it is over.
+    While ranks join no piece of that may take longer than --distributed-init-timeout-minutes. Set ``joining`` to the
+    name of the next piece, and to None when all communicators are made: the preparation that follows reads and writes
+    files, which has no limit, but what waits for it in a collective has that one's. Set ``trainer`` when it is over.
     """
 
     def __init__(self, config: RunConfig, launch: Launch) -> None:
         self.config, self.launch, self.ending = config, launch, Ending(config, launch)
-        self.joining = True
+        self.joining: str | None = "the start"
         self.trainer: Trainer | None = None
         self._watch: Watch | None = None
 
@@ -35,7 +35,7 @@ class Lookout:
     def phase(self) -> str:
         if self.trainer is not None:
             return self.trainer.phase
-        return "the start" if self.joining else "the preparation"
+        return self.joining or "the preparation"
 
     def begin(self) -> None:
         """Start to watch, when all ranks are there."""
@@ -82,7 +82,7 @@ class Lookout:
         it in a collective has that one's.
         """
         if self.trainer is None:
-            return "joining" if self.joining else time.monotonic()
+            return self.joining or time.monotonic()
         engine = self.trainer.engine
         program = engine.gatherer.program
         order = program.orders.get(program.current) if program.current else None

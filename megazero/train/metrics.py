@@ -208,7 +208,7 @@ def read_lines(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[by
 def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) -> None:
     """Leave in `path` the whole lines up to `iteration` that were not `undone`, and move the rest beside it.
 
-    This is safe to repeat.
+    This is safe to repeat. An evaluation at the last iteration of a range came after the way back, so it stays.
 
     The moved lines are on disk before the file loses them. A kill in between makes the move happen again; its lines
     are then not appended twice.
@@ -220,7 +220,9 @@ def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) ->
     keep, move = list[bytes](), list[bytes]()
     for raw, line in good:
         at = line.get("iteration", 0)
-        (move if at > iteration or range_around(undone, at) else keep).append(raw)
+        found = range_around(undone, at)
+        superseded = found is not None and ("lm_loss" in line or at < found[1])
+        (move if at > iteration or superseded else keep).append(raw)
     move += [encode({"torn": raw.decode("utf-8", "replace")}).encode("ascii") for raw in torn]
     kept = b"".join(raw + b"\n" for raw in keep)
     if kept == data:

@@ -52,7 +52,7 @@ class Progress:
     was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
     keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
     last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
-    checkpoint: the last one of this progress.
+    checkpoint: the last one of this progress. rollbacks: how often the run has gone back from a spike.
     """
 
     iteration: int = 0
@@ -64,6 +64,7 @@ class Progress:
     losses: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
     checkpoint: str = ""
+    rollbacks: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def _opened(path: Path) -> Origin:
         f"checkpoint '{path}' not loaded",
         lambda: (store.read_manifest(path), store.read_state(path)),
     )
+    left_out = tuple(LeftOut(**each) for each in state.get("left_out", ()))
     progress = Progress(
         state["iteration"],
         state["consumed_samples"],
@@ -158,8 +160,9 @@ def _opened(path: Path) -> Origin:
         state.get("ordered_for", {}),
         state.get("owes_evaluation", False),
         state.get("losses", {}),
-        tuple(LeftOut(**each) for each in state.get("left_out", ())),
+        left_out,
         str(path),
+        state.get("rollbacks", sum(each.rollback for each in left_out)),
     )
     return Origin(progress, path, manifest, state)
 

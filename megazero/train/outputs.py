@@ -108,7 +108,7 @@ def open_outputs(
     if not first:
         return Outputs(console, Loggers(), None)
     resolved = redact(config.to_dict())
-    undone = [(each.first, each.last) for each in progress.left_out]
+    undone = [(each.first, each.last) for each in progress.left_out if each.rollback]
     metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts())
     stack.callback(metrics.close)
     events = LineFile(Path(log.log_dir) / EVENTS_FILE)

@@ -26,10 +26,11 @@ class LossSpike(RuntimeError):
 def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: str) -> Progress:
     """Load the newest checkpoint from before iteration ``begin``, where the spike began. Collective.
 
-    Returns where the run was then. Raises LossSpike on every rank if there is none, or after --max-rollbacks.
+    Returns where the run was then. It still knows how often the run has gone back: the checkpoint may be from before
+    the last time. Raises LossSpike on every rank if there is none, or after --max-rollbacks.
     """
     config = checkpointing.config
-    done, save = sum(each.rollback for each in progress.left_out), config.checkpoint.save
+    done, save = progress.rollbacks, config.checkpoint.save
     assert save is not None, "the configuration refuses --rollback-on-spike without --save"
     if done >= config.skipping.max_rollbacks:
         raise LossSpike(
@@ -41,4 +42,7 @@ def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: s
         checkpointing.load(origin, whole=True)
     except CheckpointError as error:
         raise LossSpike(f"{why}. {error}") from error
-    return replace(origin.progress, run_id=progress.run_id, ordered_for=progress.ordered_for)
+    checkpointing.spikes.forget()
+    before = origin.progress
+    done = max(before.rollbacks, done) + 1
+    return replace(before, run_id=progress.run_id, ordered_for=progress.ordered_for, rollbacks=done)

@@ -63,14 +63,11 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
                 lookout.trainer = lookout.ending.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
-        except RankFailure as error:
-            lookout.ask(f"{error}")
-            _fail(lookout, error)
-        except (ValueError, NonFiniteLoss, LossSpike, OSError) as error:
-            _fail(lookout, error)
+        except (RankFailure, ValueError, NonFiniteLoss, LossSpike, OSError) as error:
+            _fail(lookout, error, signals)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
-            _fail(lookout, error)
+            _fail(lookout, error, signals)
     lookout.ending.tell(status, trainer.told or "the last iteration is done")
     if dist.is_initialized():
         dist.barrier()
@@ -81,8 +78,12 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
     return status
 
 
-def _fail(lookout: Lookout, error: Exception) -> None:
+def _fail(lookout: Lookout, error: Exception, signals: StopSignals | None) -> None:
     """Say it and leave without waiting for collectives that can no longer complete."""
+    if signals is not None:
+        signals.hold()
+    if isinstance(error, RankFailure):
+        lookout.ask(f"{error}")
     status, launch, ending = status_of(error), lookout.launch, lookout.ending
     if not _is_told(error):
         print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -94,8 +95,10 @@ def _fail(lookout: Lookout, error: Exception) -> None:
     if ending.trainer is not None:
         ending.trainer.outputs.loggers.flush()
     sys.stdout.flush()
-    if launch.rank == 0 and launch.world_size > 1:
-        time.sleep(1)  # it may hold the store where the others ask whether the message was said
+    if launch.world_size > 1:
+        # The first rank may hold the store where the others ask whether the message was said. And launchers signal
+        # all ranks when one has left: the first one first says how the run ended, not that a signal ended it.
+        time.sleep(1)
     os._exit(status)
 
 
@@ -153,9 +156,11 @@ def prepare(
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
     config, world = find_world(config, launch)
+    lookout.joining = "the planning"
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
+    lookout.joining = "making communicators"
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
-    lookout.joining = False
+    lookout.joining = None
     _look_for_kill_switch(config.training.kill_switch_path)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
@@ -197,7 +202,7 @@ def prepare(
     )
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
     if signals is not None:
-        signals.training()
+        signals.hold()
     return Trainer(
         decoder,
         engine,

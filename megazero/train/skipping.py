@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megazero.config.batch_sizes import BatchSizeRampup
-from megazero.config.skipping import range_around
+from megazero.config.skipping import joined, range_around
 
 if TYPE_CHECKING:
     from megazero.train.origin import Progress
@@ -46,6 +46,24 @@ def next_to_leave_out(
     """Return the last iteration to leave out if the next one is in one of ``ranges``, else None."""
     found = range_around(ranges, progress.iteration + 1)
     return None if found is None else min(found[1], last_iteration)
+
+
+def without_effect(
+    ranges: tuple[tuple[int, int], ...], progress: Progress, last_iteration: int
+) -> Iterator[str]:
+    """Say which ranges have iterations that a run from ``progress`` on cannot leave out, and has not left out."""
+    done = joined((each.first, each.last) for each in progress.left_out)
+    for first, last in ranges:
+        why, trained = [], min(last, progress.iteration)
+        around = range_around(done, first)
+        if first <= trained and (around is None or around[1] < trained):
+            why.append(
+                f"this run begins after iteration {progress.iteration}; resume from a checkpoint before them"
+            )
+        if last > last_iteration:
+            why.append(f"it ends with iteration {last_iteration}")
+        if why:
+            yield f"--skip-train-iteration-range {first}-{last} has no or not its whole effect: {'; '.join(why)}"
 
 
 def just_before(progress: Progress, iteration: int) -> dict[str, Any]:

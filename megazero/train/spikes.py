@@ -23,16 +23,23 @@ class SpikeMonitor:
     def __init__(self, config: SkippingConfig) -> None:
         self.config = config
         self.losses, self.norms = (deque[float](maxlen=config.spike_window) for _ in range(2))
-        self.beyond = 0  # iterations in a row, up to the last one, that were beyond a bound
+        self.forget()
 
-    def observe(self, loss: float, norm: float) -> str | None:
+    def forget(self) -> None:
+        """Begin to count anew: the next iteration does not follow the last one."""
+        self.beyond = 0  # iterations in a row, up to the last one, that were beyond a bound
+        self.began = 0  # the first of them; between them others may have been left out or skipped
+
+    def observe(self, iteration: int, loss: float, norm: float) -> str | None:
         """Take the loss (nats per token) and the norm of an iteration with an update.
 
         Returns what is beyond which bound if this makes a spike, else None.
         """
         found = "; ".join(self._faults(loss, norm))
-        self.beyond = self.beyond + 1 if found else 0
-        if not found:
+        if found:
+            self.beyond, self.began = self.beyond + 1, self.began or iteration
+        else:
+            self.forget()
             self.losses.append(loss)
             self.norms.append(norm)
         return found if self.beyond >= self.config.spike_iterations else None
@@ -56,10 +63,21 @@ class SpikeMonitor:
         """Return the state for a checkpoint, in JSON types. It is empty where spikes are not looked for."""
         if not self.config.rollback_on_spike:
             return {}
-        return {"losses": list(self.losses), "norms": list(self.norms), "beyond": self.beyond}
+        return {
+            "losses": list(self.losses),
+            "norms": list(self.norms),
+            "beyond": self.beyond,
+            "began": self.began,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``. It is empty in checkpoints of runs that did not look for spikes."""
+        """Go on from ``state``. It is empty in checkpoints of runs that did not look for spikes.
+
+        Where they are not looked for nothing is taken: what was beyond a bound would stay so, and stop the saves.
+        """
+        if not self.config.rollback_on_spike:
+            return
         self.losses = deque(state.get("losses", ()), maxlen=self.config.spike_window)
         self.norms = deque(state.get("norms", ()), maxlen=self.config.spike_window)
-        self.beyond = int(state.get("beyond", 0))
+        self.began = int(state.get("began", 0))
+        self.beyond = int(state.get("beyond", 0)) if self.began else 0

@@ -73,11 +73,16 @@ class Run:
 
     @property
     def seconds_per_iteration(self) -> float | None:
-        """By the clock, so evaluations and saves count; by the iterations' own time where that is not known yet."""
+        """By the clock, so evaluations and saves count; by the iterations' own time where that is not known yet.
+
+        Iterations that were named to be left out took no time. Those undone after a spike took theirs.
+        """
         latest = self.latest
         times = [when(line) for line in (latest[0], latest[-1])] if latest else []
         done = latest[-1]["iteration"] - latest[0]["iteration"] if latest else 0
-        if done and times[0] and times[1]:
+        passed = (each["iterations"] for line in latest[1:] for each in line.get("left_out", ()))
+        done -= sum(last - first + 1 for first, last in passed)
+        if done > 0 and times[0] and times[1]:
             return (times[1] - times[0]).total_seconds() / done
         return _mean(line["iteration_time_s"] for line in latest)
 

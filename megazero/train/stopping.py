@@ -30,7 +30,7 @@ class NotStarted(BaseException):  # as KeyboardInterrupt: no handler of errors o
 class StopSignals:
     """Notes a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
 
-    Use it as a context manager in the main thread. Until ``training()`` is called there is nothing to finish or save:
+    Use it as a context manager in the main thread. Until ``hold()`` is called there is nothing to finish or save:
     a signal raises NotStarted at once. From then on it is noted; a second SIGINT raises KeyboardInterrupt at once, a
     second one of the other signals changes nothing. The old handlers come back at the end.
     """
@@ -39,7 +39,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
-        self._training = False
+        self._held = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -53,15 +53,15 @@ class StopSignals:
             number, handler = self._before.popitem()
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def training(self) -> None:
-        """Say that training begins: a signal waits for the end of the step."""
-        self._training = True
+    def hold(self) -> None:
+        """Say that a signal has to wait: training begins, or the run ends with an error, whose status it keeps."""
+        self._held = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT and self._training:
+        if self.received is not None and number == signal.SIGINT and self._held:
             raise KeyboardInterrupt
         first, self.received = self.received is None, self.received or signal.Signals(number)
-        if first and not self._training:
+        if first and not self._held:
             raise NotStarted(
                 f"received {self.received.name} during the start: nothing was trained, nothing is to be saved",
                 ExitStatus.STOPPED,

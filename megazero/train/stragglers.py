@@ -13,6 +13,7 @@ whole when it is over, and travel in the next one's exchange. There are three ki
 
 A rank is slower than its peers, the ranks of its pipeline stage, which have the same work, if it takes longer than
 their median by more than SLOWER of the iteration; it is steadily so if it was that in STEADY of the last WINDOW.
+A rank that is alone in its stage is compared with all ranks, but not in compute: theirs is other work.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Stragglers:
     ) -> None:
         every = range(len(hosts))
         self.peers = [stage if len(stage) > 1 else every for stage in stages]
+        self.alone = {stage[0] for stage in stages if len(stage) == 1}
         self.group = {rank: place for place, stage in enumerate(stages) for rank in stage}
         self.hosts, self.judges, self.link = hosts, judges and len(hosts) > 1, link
         self.own: Row = (0.0,) * len(KINDS)  # of the last iteration
@@ -115,6 +117,7 @@ class Stragglers:
             (rank, kind): row[place] - usual[self.group[rank]][place]
             for rank, row in enumerate(rows)
             for place, kind in enumerate(KINDS)
+            if kind != "compute" or rank not in self.alone
         }
         found = max(beyond, key=beyond.__getitem__)
         return found if beyond[found] > SLOWER * self.seconds else None

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
 from megazero.mesh.launch import Launch
-from megazero.train.beats import Beat, Where, in_words, innermost, missing_ranks, started, waits
+from megazero.train.beats import Beat, Where, in_words, innermost, is_held, missing_ranks, started, waits
 
 INTERVAL = 1.0  # seconds between beats of up to RANKS_PER_SECOND ranks; more ranks beat less often
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
@@ -143,16 +143,17 @@ class Watch:
 
     def _beat(self) -> None:
         self._count += 1
-        frame = self._frame()
+        frame, held = self._frame(), is_held(os.getpid())
+        stack = innermost(frame)
         beat = {
             "count": self._count,
             "host": self._host,
             "pid": os.getpid(),
             "start": self._started,
             "since": time.monotonic() - self._since,
-            "waiting": bool(self.error) or waits(frame),
+            "waiting": (bool(self.error) or waits(frame)) and not held,
             "where": dict(self.where()),
-            "stack": innermost(frame),
+            "stack": f"{stack}, where it is held, as by a debugger" if held else stack,
             "awaits": self.awaits(),
         }
         self.store.set(f"beat/{self.rank}", json.dumps(beat))

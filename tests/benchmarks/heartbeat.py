@@ -5,7 +5,7 @@
 A training of a few seconds in which each rank counts, besides the seconds of its steps:
 
 - timing: the main thread's seconds in the time bill's spans, in reading stalls, and in gathering and judging times
-  of ranks. The counting itself is in it;
+  of ranks, less what it takes to count a call of nothing;
 - heartbeat: the seconds of the watch's threads and of the link meter, which hold the interpreter for no longer.
 
 All are seconds of CPU of a thread, so that what else runs on the cores does not count. Timing is divided by those of
@@ -67,6 +67,10 @@ def count(rank: int) -> None:
 
         return run
 
+    nothing, tries = counted(lambda: None), 20_000
+    for _ in range(tries):
+        nothing()
+    counting, seconds[0], calls[0] = seconds[0] / tries, 0.0, 0
     for owner, name in TIMING:
         setattr(owner, name, counted(getattr(owner, name)))
     train, iterate = Trainer.run, Trainer._iterate
@@ -86,7 +90,7 @@ def count(rank: int) -> None:
         figures = {
             "steps": len(steps),
             "step_s": sum(steps) / len(steps),
-            "timing": seconds[0] / sum(steps),
+            "timing": (seconds[0] - counting * calls[0]) / sum(steps),
             "calls": calls[0] / len(steps),
             "heartbeat": (cpu_seconds() - beats) / (time.perf_counter() - began),
         }

@@ -24,7 +24,7 @@ class Store:
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def append(self, settings: Settings, record: Record) -> None:
+    def append(self, settings: Any, record: Record) -> None:  # a dataclass
         before = self.file.read_bytes() if self.file.exists() else b""
         with replacing(self.file) as file:  # never a line that is half there
             file.write(before + json.dumps({**record, "settings": asdict(settings)}).encode() + b"\n")

@@ -117,6 +117,27 @@ def test_a_rank_that_is_missing_at_the_start_is_named_within_its_own_limit(
     assert read_status(str(tmp_path / "logs")) == ExitStatus.RANK_LOST
 
 
+def be_signalled_while_leaving(rank: int) -> None:
+    """In rank 0, the signal that launchers send to all ranks when another one has left."""
+    if rank == 0:
+        status_of = setup.status_of
+
+        def signalled(error: BaseException) -> ExitStatus:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return status_of(error)
+
+        setup.status_of = signalled
+
+
+def test_a_signal_does_not_change_the_status_of_a_start_that_failed(tmp_path: Path) -> None:
+    """Else a mistake would be tried again, and a bad node's place would not be taken by a spare."""
+    values = {**LONG, "exit_signal_handler": True, "log_dir": str(tmp_path / "logs")}
+    values |= {"load": str(tmp_path / "run"), "exit_on_missing_checkpoint": True}
+    started = Processes.start(2, values, tmp_path, prepare=be_signalled_while_leaving)
+    assert started.statuses(60) == [ExitStatus.MISTAKE] * 2, started.texts()
+    assert read_status(str(tmp_path / "logs")) == ExitStatus.MISTAKE
+
+
 def die_at_the_second_sync(rank: int) -> None:
     """In rank 1, SIGKILL in the middle of writing a checkpoint."""
     sync, left = os.fsync, [1]

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,17 @@ LIMIT, CALLS = 6.0, 8  # seconds; what is called so often hangs
 TRAINING = {**LONG, "global_batch_size": 3, "distributed_timeout_minutes": LIMIT / 60, "lr_warmup_iters": 0}
 STAGES = {**TRAINING, "global_batch_size": 6, "pipeline_model_parallel_size": 3, "num_layers": 3}
 PTRACE_ATTACH = 16
-READ = "not in a collective but at test_hangs.py"
+BUSY = "not in a collective but at "
 
 
-def at_call(owner: Any, name: str, action: Callable[..., Any]) -> None:
-    """Replace a method by one that does something else at its CALLS-th call. ``action`` gets the time noted first."""
+def at_call(owner: Any, name: str, began: Path, action: Callable[[], Any]) -> None:
+    """Replace a method by one that does something else at its CALLS-th call, of which ``began`` keeps the time."""
     call, left = getattr(owner, name), [CALLS]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         left[0] -= 1
         if not left[0]:
-            Path(os.environ["HANG_BEGAN"]).touch()
+            began.touch()
             return action()
         return call(*arguments, **options)
 
@@ -52,26 +53,22 @@ def endless() -> None:
         pass
 
 
-def read_a_fifo() -> None:
-    fifo = Path(os.environ["HANG_BEGAN"]).with_name("fifo")
-    os.mkfifo(fifo)
-    fifo.read_bytes()
-
-
-def in_data(rank: int) -> None:
+def in_data(began: Path, rank: int) -> None:
+    fifo = began.with_name("fifo")
     if rank == 1:
-        at_call(trainer.Batches, "next_step", read_a_fifo)
+        os.mkfifo(fifo)
+        at_call(trainer.Batches, "next_step", began, fifo.read_bytes)
 
 
-def in_a_loop(rank: int) -> None:
+def in_a_loop(began: Path, rank: int) -> None:
     if rank == 2:
-        at_call(Decoder, "run_stage", endless)
+        at_call(Decoder, "run_stage", began, endless)
 
 
-def sends_nothing(rank: int) -> None:
+def sends_nothing(began: Path, rank: int) -> None:
     """The middle stage leaves a message out and goes on."""
     if rank == 1:
-        at_call(Links, "send", lambda: None)
+        at_call(Links, "send", began, lambda: None)
 
 
 def hold(pid: int) -> None:
@@ -97,13 +94,13 @@ def trace(pid: int) -> None:
 
 
 # name -> (the rank, what it or the test does, the run, what is said of it)
-KINDS: dict[str, tuple[int, Callable[[int], None], dict[str, Any], str]] = {
+KINDS: dict[str, tuple[int, Callable[..., None], dict[str, Any], str]] = {
     "stopped, first rank": (0, stop, TRAINING, "which holds the store: it is stopped or lost"),
     "stopped, middle rank": (1, stop, TRAINING, "no answer, so its process is stopped or lost"),
     "stopped, last rank": (2, stop, TRAINING, "no answer, so its process is stopped or lost"),
-    "held by ptrace": (1, trace, TRAINING, "no answer, so its process is stopped or lost"),
-    "reads a FIFO nobody writes": (1, in_data, TRAINING, READ),
-    "endless loop": (2, in_a_loop, TRAINING, READ),
+    "held by ptrace": (1, trace, TRAINING, "where it is held, as by a debugger"),
+    "reads a FIFO nobody writes": (1, in_data, TRAINING, BUSY),
+    "endless loop": (2, in_a_loop, TRAINING, BUSY),
     "a stage never sends": (1, sends_nothing, STAGES, "it waits, too"),
 }
 
@@ -114,13 +111,12 @@ ALWAYS = "a stage never sends"
 @pytest.mark.parametrize(
     "kind", [ALWAYS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != ALWAYS)]
 )
-def test_a_hang_is_named_and_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_hang_is_named_and_all_end(tmp_path: Path, kind: str) -> None:
     victim, act, values, words = KINDS[kind]
     began = tmp_path / "began"
-    monkeypatch.setenv("HANG_BEGAN", str(began))
     outside = act in (stop, trace)
     ranks = Processes.start(
-        3, {**values, "log_dir": str(tmp_path / "logs")}, tmp_path, None if outside else act
+        3, {**values, "log_dir": str(tmp_path / "logs")}, tmp_path, None if outside else partial(act, began)
     )
     if outside:
         ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)

@@ -140,6 +140,19 @@ def test_a_mistake_that_is_found_later(tmp_path: Path) -> None:
     assert found(tmp_path, done.stdout, done.stderr) == []
 
 
+def test_plain_words_are_secrets_of_sure_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA_KEY", "CACHE_PASS", "SSH_AUTH"):
+        monkeypatch.setenv(name, "corpus")
+        assert redact("data/corpus") == "data/corpus", name
+        for secret in ("corpus7", "correcthorse"):  # no plain word; a long one
+            monkeypatch.setenv(name, secret)
+            assert redact(f"data/{secret}") == "data/***", name
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "swordfish")
+        assert redact("data/swordfish") == "data/***", name
+        monkeypatch.delenv(name)
+
+
 def test_what_is_hidden_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

@@ -15,7 +15,8 @@ class Case:
     dp, tp, pp: ranks. ``vpp`` is the number of model chunks per pipeline rank (1: no virtual pipeline), ``ep``
     the ranks of dp that share a layer's experts (``experts``, 0: no MoE). ``micro_batches`` is per rank and
     step, of one sequence each. ``bucket_size`` is in elements and has effect where a bucket's sum overlaps the
-    backward. ``ranks_per_node`` is what the patch takes for a node.
+    backward. ``ranks_per_node`` is what the patch takes for a node. ``nudge`` numbers the element of the embedding
+    whose last bit is changed at the start (0: none).
     """
 
     dp: int = 1
@@ -42,6 +43,7 @@ class Case:
     lr: float = 3e-3
     clip: float = 1.0
     seed: int = 1
+    nudge: int = 0
     steps: int = 4
     ranks_per_node: int = 2
 

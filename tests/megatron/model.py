@@ -121,6 +121,8 @@ def _set_initial(case: Case, name: str, parameter: torch.nn.Parameter) -> None:
     if parted:
         shape[dim] *= case.tp
     seed = int.from_bytes(hashlib.sha256(f"{case.seed} {name}".encode()).digest()[:6], "big")
-    full = 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    full = (0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(case.dtype)
+    if case.nudge and name == "embedding.word_embeddings.weight":
+        full.view(torch.int16 if case.bf16 else torch.int32).flatten()[case.nudge] ^= 1
     index = parallel_state.get_tensor_model_parallel_rank() if parted else 0
     parameter.data.copy_(full.narrow(dim, index * parameter.shape[dim], parameter.shape[dim]))

@@ -98,8 +98,10 @@ def test_a_chain_of_jobs_goes_on_until_the_run_is_finished(slurm, whole, tmp_pat
     assert curve(folder) == whole
 
 
-def test_a_mistake_is_not_tried_again(slurm, tmp_path: Path) -> None:
-    job = slurm.wait(submit(slurm, tmp_path / "run", flags=[*words(), "--lr", "-1"]))
+@pytest.mark.parametrize("mistake", [("--lr", "-1"), ("--exit-on-missing-checkpoint",)])
+def test_a_mistake_is_not_tried_again(slurm, tmp_path: Path, mistake: tuple[str, ...]) -> None:
+    """One that each rank finds before torch is loaded, and one that they find together."""
+    job = slurm.wait(submit(slurm, tmp_path / "run", flags=[*words(), *mistake]))
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log(
         tmp_path / "run"
     )

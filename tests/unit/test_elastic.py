@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.checkpoint import store
+from megazero.checkpoint import directory, store
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, RunConfig, World, make_config
@@ -109,12 +109,30 @@ def test_a_ramp_up_takes_what_divides_every_size_to_come(tmp_path: Path) -> None
     assert BatchSizeRampup(8, 4, 32, 16, 1, 1).sizes_from(17) == [12, 16]
 
 
-def saved(root: Path, consumed: int, batch: int, model: dict[str, Any] | None = None) -> None:
+def test_where_a_ramp_up_goes_on_is_read_from_one_state_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
+    assert directory.newest_state(tmp_path) == {} == directory.newest_state(tmp_path / "none")
+    monkeypatch.undo()
+    saved(tmp_path, consumed=0, batch=16, step=120)
+    saved(tmp_path, consumed=32, batch=16, step=90)  # since: the run was taken back
+    monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
+    assert directory.newest_state(tmp_path) == {"consumed_samples": 32}
+    (tmp_path / "iter_0000090" / "state.json").write_text("{")
+    ramp = {"rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "load": str(tmp_path)}
+    with pytest.raises(
+        ConfigError, match=r"--load .*iter_0000090/state.json' cannot be read .*load an older"
+    ):
+        configured(ramp, 2)
+
+
+def saved(root: Path, consumed: int, batch: int, model: dict[str, Any] | None = None, step: int = 3) -> None:
     """A checkpoint that says no more than this of its run."""
     record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
     state = {"consumed_samples": consumed}
     configuration = {"batch": {"global_batch_size": batch}, "model": model or {}}
-    store.save(root, store.Snapshot(3, [record], state, configuration=configuration))
+    store.save(root, store.Snapshot(step, [record], state, configuration=configuration))
 
 
 def test_a_batch_that_is_not_said_is_the_checkpoints(tmp_path: Path) -> None:

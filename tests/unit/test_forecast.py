@@ -141,3 +141,15 @@ def test_mistakes(tmp_path: Path) -> None:
     assert cluster_of_run(file, 12, 4).nodes == 3 and cluster_of_run(file, 2, 2).ranks_per_node == 2
     with pytest.raises(ConfigError, match="nodes of 4 ranks, but this run has 2 on each of 4"):
         cluster_of_run(file, 8, 2)
+
+
+def test_auto_keeps_to_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(write_cluster(tmp_path / "lab.yaml", 16))
+    on = cluster_of_run(str(file), 8, 4).with_room(0.04 * GIB)
+    assert on.device.room == pytest.approx(0.04 * GIB)
+    world = World(8, 4)
+    asked = {**MODEL, "ranks_per_node": 4, "zero_preset": "auto", "cluster": str(file)}
+    config = make_config(asked, world)
+    monkeypatch.setattr(forecast, "_meminfo", lambda: {"MemAvailable": int(4 * 0.04 * GIB)})
+    config, seen, _ = forecast.foresee(config, world, torch.device("cpu"))
+    assert seen is not None and seen.memory.total < 0.04 * GIB and config.zero.zero_shard != (1, 1, 1)

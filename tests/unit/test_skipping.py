@@ -9,7 +9,7 @@ from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.config.skipping import iteration_ranges, range_around
 from megazero.train.batch_size import RunLength
 from megazero.train.origin import Progress
-from megazero.train.skipping import LeftOut, just_before, leave_out, next_to_leave_out
+from megazero.train.skipping import LeftOut, just_before, leave_out, next_to_leave_out, without_effect
 from tests.dist.runs import TINY
 
 
@@ -47,6 +47,16 @@ def test_samples_follow_the_ramp_up_and_the_schedule_waits() -> None:
     assert by_iterations.scheduled(twice) == 2 and by_iterations.position(twice) == 6
     assert next_to_leave_out(((3, 8),), begin, 100) == 8 and next_to_leave_out(((3, 8),), begin, 5) == 5
     assert next_to_leave_out(((4, 8),), begin, 100) is None
+
+
+def test_ranges_without_effect_are_said() -> None:
+    progress = Progress(iteration=20, left_out=(LeftOut(3, 4, 8, 20), LeftOut(5, 6, 20, 40, rollback=True)))
+    assert not [*without_effect(((3, 6), (4, 5), (21, 30)), progress, 30)]
+    ranges = ((2, 5), (8, 9), (18, 25), (28, 40), (50, 60))
+    lines = [*without_effect(ranges, progress, 30)]
+    assert [line.split()[1] for line in lines] == ["2-5", "8-9", "18-25", "28-40", "50-60"]
+    assert ["begins after iteration 20; resume from" in line for line in lines] == [True] * 3 + [False] * 2
+    assert ["ends with iteration 30" in line for line in lines] == [False] * 3 + [True] * 2
 
 
 def test_the_next_line_of_metrics_tells() -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megazero.config import ConfigError, make_config
 from megazero.config.skipping import SkippingConfig
+from megazero.train import rollback
+from megazero.train.guards import LocalStep, NonFiniteGuard
 from megazero.train.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
+from megazero.train.origin import Origin, Progress
+from megazero.train.outputs import open_outputs
+from megazero.train.skipping import LeftOut
 from megazero.train.spikes import SpikeMonitor
 from tests.dist.runs import TINY
 from tests.unit.test_train_metrics import _line
@@ -20,8 +28,8 @@ CONFIG = SkippingConfig(
 SAVES = {"save": "s", "save_interval": 5, "rollback_on_spike": True}
 
 
-def observed(monitor: SpikeMonitor, figures: list[tuple[float, float]]) -> list[str | None]:
-    return [monitor.observe(*each) for each in figures]
+def observed(monitor: SpikeMonitor, figures: list[tuple[float, float]], first: int = 1) -> list[str | None]:
+    return [monitor.observe(first + place, *each) for place, each in enumerate(figures)]
 
 
 def steady() -> SpikeMonitor:
@@ -35,7 +43,7 @@ def test_so_many_in_a_row_beyond_a_bound_are_a_spike() -> None:
     monitor = steady()
     assert observed(monitor, [(3.6, 1.0), (3.0, 11.0), (3.4, 9.0), (3.6, 1.0), (3.0, 10.5)]) == [None] * 5
     assert monitor.beyond == 2 and monitor.losses[-1] == 3.4  # what was beyond is not usual
-    said = monitor.observe(3.71, 12.0)
+    said = monitor.observe(11, 3.71, 12.0)
     assert said is not None and "loss 3.71 (usual: 3, --spike-loss-bound 0.5)" in said
     assert "gradient norm 12 (usual: 1, --spike-norm-bound 10)" in said
     nan = steady()
@@ -51,14 +59,71 @@ def test_a_run_that_begins_has_no_spikes() -> None:
 def test_a_restart_goes_on_with_the_same_figures() -> None:
     stayed, stopped = steady(), steady()
     for monitor in (stayed, stopped):
-        monitor.observe(4.0, 1.0)
+        monitor.observe(6, 4.0, 1.0)
     resumed = SpikeMonitor(CONFIG)
     resumed.load_state(json.loads(json.dumps(stopped.state())))
     figures = [(4.0, 1.0), (4.0, 1.0), (3.0, 1.0)]
-    assert observed(resumed, figures) == observed(stayed, figures) and resumed.state() == stayed.state()
+    assert observed(resumed, figures, 7) == observed(stayed, figures, 7) and resumed.state() == stayed.state()
     assert SpikeMonitor(SkippingConfig()).state() == {}
     resumed.load_state({})
     assert not resumed.losses and resumed.beyond == 0
+
+
+def test_without_the_option_nothing_is_taken_from_a_checkpoint() -> None:
+    """It would stay beyond a bound, and nothing would be saved at intervals any more."""
+    monitor = SpikeMonitor(SkippingConfig())
+    monitor.load_state({"losses": [3.0], "norms": [1.0], "beyond": 3, "began": 4})
+    assert (monitor.beyond, monitor.began, list(monitor.losses)) == (0, 0, [])
+
+
+def test_where_a_spike_began_is_remembered_over_what_lies_between() -> None:
+    monitor = steady()
+    assert [monitor.observe(at, 4.0, 1.0) is not None for at in (12, 14, 17)] == [False, False, True]
+    assert (monitor.beyond, monitor.began) == (3, 12)
+    guard = NonFiniteGuard()
+    for at in (20, 24, 25):
+        guard.check_norm(at, math.inf, LocalStep(0, 1.0, ()), lambda own: [own])
+    assert guard.began == 20
+    guard.check_norm(26, 1.0, LocalStep(0, 1.0, ()), lambda own: [own])
+    assert guard.began == 0
+
+
+def test_going_back_counts_and_forgets_what_was_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time to a checkpoint from before the last time, which knows of none."""
+    monkeypatch.setattr(rollback, "origin_before", lambda *_: Origin(Progress(iteration=5)))
+    config = SimpleNamespace(checkpoint=SimpleNamespace(save="s"), skipping=CONFIG)
+    spikes = SpikeMonitor(CONFIG)
+
+    def load(origin: Origin, whole: bool) -> None:
+        spikes.load_state({"beyond": 1, "began": 4})
+
+    checkpointing: Any = SimpleNamespace(config=config, mesh=None, spikes=spikes, load=load)
+    progress = Progress(iteration=9)
+    for time in range(1, CONFIG.max_rollbacks + 1):
+        progress = rollback.go_back(checkpointing, progress, 8, "a spike")
+        assert (progress.iteration, progress.rollbacks, spikes.beyond, spikes.began) == (5, time, 0, 0)
+    with pytest.raises(rollback.LossSpike, match="gone back 3 times"):
+        rollback.go_back(checkpointing, progress, 8, "a spike")
+
+
+def test_evaluations_after_the_way_back_and_after_named_ranges_stay(tmp_path) -> None:
+    writer = MetricsWriter(tmp_path, iteration=0)
+    for iteration in (1, 2, 5, 8):
+        writer.iteration(_line(iteration))
+        writer.evaluation(iteration, 8 * iteration, 2.0)
+    writer.evaluation(4, 32, 2.0)  # 3 and 4 were named
+    writer.evaluation(7, 56, 2.0)  # 6 and 7 were undone, and this is from after that
+    writer.close()
+    progress = Progress(iteration=8, left_out=(LeftOut(3, 4, 16, 32), LeftOut(6, 7, 40, 56, rollback=True)))
+    config = make_config({**TINY, "log_dir": str(tmp_path)})
+    start = SimpleNamespace(run_id="a", facts=dict)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with ExitStack() as stack:
+        open_outputs(config, progress, start, 9, stack, first=True)  # type: ignore[arg-type]
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    MetricsWriter(tmp_path, iteration=8, undone=[(7, 8)]).close()
+    evaluated = [line["iteration"] for line in read_metrics(tmp_path) if "lm_loss" not in line]
+    assert evaluated == [1, 2, 5, 8, 4]
 
 
 def test_lines_that_were_undone_move_away(tmp_path) -> None:

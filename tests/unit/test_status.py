@@ -81,6 +81,14 @@ def test_facts_of_a_run_under_way(tmp_path: Path) -> None:
     assert "after iteration 200  (it said nothing: killed, or its node lost)" in second
 
 
+def test_iterations_that_were_left_out_took_no_time(tmp_path: Path) -> None:
+    lines = [_line(i, extra={"time": at(2 * place)}).as_dict() for place, i in enumerate((10, 11, 512, 513))]
+    out = {"iterations": [12, 511], "samples": [0, 1]}
+    lines[2] |= {"left_out": [out]}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).seconds_per_iteration == 2.0
+
+
 def test_states(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "logs")
     assert state(read_run(folder, NOON + timedelta(hours=3))).startswith(

@@ -72,6 +72,13 @@ def test_stages_have_other_work_and_are_not_compared() -> None:
     assert "rank 3 on n1" in line and "compute takes it 2.3 s of 2 s, them 1.9 s" in line
 
 
+def test_a_rank_alone_in_its_stage_is_judged_by_its_data_and_links_only() -> None:
+    alone = [[0], [1], [2], [3]]
+    assert judged([EVEN, EVEN, EVEN, (1.9, 0.2, 0.1)], WINDOW, stragglers(alone))[1] == []
+    (line,) = judged([EVEN, EVEN, EVEN, (1.9, 0.6, 0.1)], WINDOW, stragglers(alone))[1]
+    assert "rank 3 on n1" in line and "data takes it 0.6 s of 2 s, them 0.2 s" in line
+
+
 def test_own_time_is_without_waits_and_links_count_for_what_was_waited() -> None:
     judge = Stragglers([[0, 1, 2, 3]], HOSTS, judges=False, link=lambda: 0.9)
     assert judge.take([EVEN] * 4, BILL, 2.0) == ({}, [])

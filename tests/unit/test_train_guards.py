@@ -71,7 +71,7 @@ def test_one_ranks_signal_stops_all_ranks() -> None:
 def test_signals_are_noted_and_handlers_restored(number: signal.Signals) -> None:
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     with StopSignals() as signals:
-        signals.training()
+        signals.hold()
         conditions = ExitConditions(signals=signals)
         assert alone(conditions, 1) is None
         os.kill(os.getpid(), number)

@@ -1,0 +1,43 @@
+"""A training script under a launcher: trains a case of the harness, and leaves what each rank has to say.
+
+    torchrun ... [-m megatron_core_patch FLAGS] launched_job.py --case NAME --folder DIR [--enable JSON]
+
+It knows nothing of the patch, unless ``--enable`` gives it words to turn it on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import megatron_core_patch
+from tests.megatron.cases import CASES
+from tests.megatron.training import sent, train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--enable", type=json.loads)
+    options = parser.parse_args()
+    if options.enable is not None:
+        megatron_core_patch.enable(**options.enable)
+    dist.init_process_group("gloo")
+    run = train(replace(CASES[options.case], bf16=True))  # the harness itself turns nothing on
+    run = replace(run, sent=sent({}))
+    (options.folder / str(dist.get_rank())).write_bytes(pickle.dumps((sys.argv, run)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

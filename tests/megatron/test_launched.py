@@ -1,0 +1,60 @@
+"""Both ways of turning the patch on, under torchrun: the script's own enable(), and the launcher's word.
+
+Two minutes on 2 cores:
+
+    python -m pytest tests/megatron/test_launched.py -m slow
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.dist.pool import run_ranks
+from tests.megatron.case import Run
+from tests.megatron.cases import CASES, INT8_INT4
+from tests.megatron.training import train
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("megatron_core_patch")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "tests/megatron/launched_job.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+FLAGS = ["--zero-quantized-weights", "--zero-quantized-gradients", "--ranks-per-node", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp2 vpp2 overlap"])
+def test_both_ways_are_one(name: str, tmp_path: Path) -> None:
+    """Of two model chunks a rank: the same bits and bytes, and those of the harness. -m slow"""
+    case = replace(CASES[name], bf16=True)
+    words = json.dumps({**INT8_INT4, "ranks_per_node": case.ranks_per_node})
+    enabled = launch([], ["--enable", words], name, tmp_path / "enabled")
+    by_word = launch(["-m", "megatron_core_patch", *FLAGS], [], name, tmp_path / "by word")
+    assert by_word == enabled
+    assert by_word == run_ranks(case.world, train, case, INT8_INT4, timeout=120)
+    assert by_word != run_ranks(case.world, train, case, timeout=120)
+
+
+def launch(patch: Sequence[str], words: Sequence[str], name: str, folder: Path) -> list[Run]:
+    """Run the script on 4 ranks; return what each has to say. It must have seen its own words alone."""
+    folder.mkdir()
+    own = [SCRIPT, "--case", name, "--folder", str(folder), *words]
+    # Not compiled: megatron-core asks torch.compile for what it fuses, before the harness can see to it.
+    environ = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*TORCHRUN, *patch, *own], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(4)]
+    assert all(argv == own for argv, _ in found)
+    return [run for _, run in found]

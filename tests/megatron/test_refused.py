@@ -1,0 +1,148 @@
+"""What the patch refuses, met inside megatron-core itself: by message, and with nothing patched afterwards.
+
+A minute on 2 cores:
+
+    python -m pytest tests/megatron/test_refused.py -m slow
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import megatron_core_patch
+from megatron_core_patch.names import NEEDED, lookup
+from tests.dist.pool import run_ranks
+from tests.megatron.case import Case
+from tests.megatron.cases import EXACT, INT8_INT4
+from tests.megatron.training import Formats, Job, megatron_ranks
+
+pytest.importorskip("megatron.core")
+
+# Class of megatron-core's configuration -> what its fields are set to, and what the patch says of it.
+DDP, MODEL, ADAM = "DistributedDataParallelConfig", "TransformerConfig", "OptimizerConfig"
+REMAINDERS = {"use_precision_aware_optimizer": True, "store_param_remainders": True}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no distributed optimizer": (
+        DDP,
+        {"use_distributed_optimizer": False},
+        "add --use-distributed-optimizer",
+    ),
+    "instances": (DDP, {"num_distributed_optimizer_instances": 2}, "leave it at 1"),
+    "megatron FSDP": (DDP, {"use_megatron_fsdp": True}, "--use-megatron-fsdp has communication of its own"),
+    "NCCL user buffers": (DDP, {"nccl_ub": True}, "--use-nccl-ub registers"),
+    "mxfp8": (
+        DDP,
+        {"reuse_grad_buf_for_mxfp8_param_ag": True, "fp8_param_gather": True},
+        "--reuse-grad-buf-for-mxfp8-param-ag gathers",
+    ),
+    "CUDA graphs": (MODEL, {"cuda_graph_scope": ["full_iteration"]}, "choose another scope"),
+    "CPU offload": (ADAM, {"optimizer_cpu_offload": True}, "--optimizer-cpu-offload updates"),
+    "remainders": (ADAM, REMAINDERS, "switch remainders off, or send weights exactly"),
+}
+
+
+@pytest.mark.slow
+def test_every_refusal() -> None:
+    """-m slow"""
+    for said, answers in zip(REFUSED.values(), run_on_each_rank(Case(dp=2, ranks_per_node=1)), strict=True):
+        for message, was_on, is_off in answers:
+            assert message.count("megatron_core_patch: ") == 1 and said[2] in message, (said, message)
+            assert was_on and is_off, said
+
+
+def run_on_each_rank(case: Case) -> list[list[tuple[str, bool, bool]]]:
+    """By refusal, and then by rank."""
+    return list(zip(*run_ranks(case.world, every_refusal, case, timeout=200), strict=True))
+
+
+def every_refusal(case: Case) -> list[tuple[str, bool, bool]]:
+    return [refusal(case, INT8_INT4, owner, fields) for owner, fields, _ in REFUSED.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        (Case(dp=3, tp=2, ranks_per_node=3), r"data-parallel group \[0, 2, 4\] has \[1, 2\] ranks on its nodes of 3"),
+        (Case(dp=3, ranks_per_node=2), "3 ranks do not divide by 2 ranks per node"),
+    ],
+)  # fmt: skip
+def test_nodes_that_are_not_alike(case: Case, said: str) -> None:
+    """-m slow"""
+    for message, was_on, is_off in run_ranks(case.world, refusal, case, EXACT, DDP, {}, timeout=120):
+        assert re.search(said, message) and was_on and is_off
+
+
+@pytest.mark.slow
+def test_nothing_else_is_refused() -> None:
+    """The same job without such an option is built, and the patch stays on. -m slow"""
+    case = Case(dp=2, ranks_per_node=1)
+    assert run_ranks(2, refusal, case, INT8_INT4, ADAM, {}, timeout=120) == [("", True, False)] * 2
+
+
+def refusal(case: Case, formats: Formats, owner: str, fields: Mapping[str, Any]) -> tuple[str, bool, bool]:
+    """Build a job with the patch on; return the refusal, whether names were replaced, and whether all are back."""
+    with megatron_ranks(case):
+        own = meanings()
+        megatron_core_patch.enable(**formats, ranks_per_node=case.ranks_per_node)
+        was_on, message = all(a is not b for a, b in zip(own, meanings(), strict=True)), ""
+        try:
+            with configured(owner, fields):
+                Job(case)
+        except ValueError as error:
+            message = str(error)
+        finally:
+            is_off = all(a is b for a, b in zip(own, meanings(), strict=True))
+            megatron_core_patch.disable()
+        return message, was_on, is_off
+
+
+def meanings() -> list[Any]:
+    """Return what the names mean that are wrapped for as long as the patch is on."""
+    found = [(*lookup(module, path), NEEDED[module][path]) for module in NEEDED for path in NEEDED[module]]
+    return [
+        getattr(owner, name)
+        for owner, name, parameters in found
+        if parameters is not None and not name.endswith("_if_dtensor")
+    ]
+
+
+@contextmanager
+def configured(owner: str, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Let every configuration of a class of megatron-core's have these fields.
+
+    They are set after its own checks, as some ask for TransformerEngine; torch's AdamW stands for its optimizer, and
+    for the one that offloads.
+    """
+    from megatron.core import optimizer
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    config = {DDP: DistributedDataParallelConfig, MODEL: TransformerConfig, ADAM: OptimizerConfig}[owner]
+    check = config.__post_init__
+
+    def and_then_set(self: Any) -> None:
+        check(self)
+        for name, value in fields.items():
+            assert hasattr(self, name), name
+            setattr(self, name, value)
+
+    def adam(params: Any, **_: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params)
+
+    with (
+        mock.patch.object(config, "__post_init__", and_then_set),
+        mock.patch.object(optimizer, "Adam", adam),
+        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(optimizer, "is_te_min_version", lambda _: True),
+        mock.patch.object(optimizer, "HybridDeviceOptimizer", adam),
+    ):
+        yield
