@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry
         given = image.memory, file.fileno()
         words = [*given, len(image.data), os.getpid()]
         command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=given) as writer:
+        with _started(command, given) as writer:
             assert writer.stdout is not None
             for line in writer.stdout:
                 tick()
@@ -131,3 +132,18 @@ def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry
         raise OSError(
             errno.EIO, f"the process that writes it ended with status {writer.returncode}", str(path)
         )
+
+
+def _started(command: Sequence[str], given: Sequence[int]) -> subprocess.Popen[str]:
+    """Start it so that no signal but SIGKILL ends it: a launcher may send its stop to all processes of a job.
+
+    It is in a session of its own, and inherits from this thread that signals wait: so there is no moment without
+    that, and nothing of Python runs between fork and exec. It ends with the process that reads its output.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, pass_fds=given, start_new_session=True
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -2,9 +2,9 @@
 
     python -I -S image_writer.py MEMORY FILE BYTES PARENT
 
-MEMORY and FILE are open descriptors. A line of output, the number of bytes written, comes after every piece that is
-on the disk, and at last "crc32 N", or "errno N" where the operating system refused. It ends when PARENT is not its
-parent any more.
+MEMORY and FILE are open descriptors. A line of output, the number of bytes written, comes after every write and when
+a piece is on the disk, and at last "crc32 N", or "errno N" where the operating system refused. It ends when PARENT
+is not its parent any more, or nobody reads its output.
 """
 
 import mmap
@@ -13,7 +13,9 @@ import sys
 import zlib
 from contextlib import suppress
 
-PIECE = 1 << 28  # bytes after which the disk is waited for: only then is it known to get on
+# Bytes after which the disk is waited for: only then is it known to get on. A slow one must do that well within a
+# minute, or it would be taken for one that hangs.
+PIECE = 1 << 24
 
 
 def write(memory: int, file: int, size: int, parent: int) -> int:
@@ -27,6 +29,7 @@ def write(memory: int, file: int, size: int, parent: int) -> int:
             while done < end:
                 with data[done:end] as rest:
                     done += os.write(file, rest)
+                print(done, flush=True)
             os.fdatasync(file)
             print(done, flush=True)
     os.fsync(file)
@@ -38,5 +41,7 @@ if __name__ == "__main__":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         print("crc32", write(*(int(word) for word in sys.argv[1:])), flush=True)
+    except BrokenPipeError:  # the rank has died
+        os._exit(1)
     except OSError as error:
         print("errno", error.errno, flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import threading
@@ -44,6 +45,8 @@ from megazero.checkpoint.planners import SliceSavePlanner, stored_tensors
 from megazero.checkpoint.reading import rank_file
 from megazero.checkpoint.records import SliceRecord
 from megazero.checkpoint.storage import Writer
+
+logger = logging.getLogger(__name__)
 
 Tick = Callable[[], None]  # called whenever a part gets on
 
@@ -194,7 +197,11 @@ def saving(
         raise
     rule = retention or Retention()
     yield (part := _of_first(rank, f"deleting in '{root}'", lambda tick: directory.retain(root, final, rule)))
-    agree(group, f"checkpoint '{final}' saved, but its older ones cannot be looked through", part.result)
+    try:
+        agree(group, f"checkpoint '{final}' is saved, but older ones cannot be deleted", part.result)
+    except CheckpointError as error:  # the save itself has succeeded; the next one tries again
+        if rank == 0:
+            logger.warning("%s", error)
     return final
 
 

@@ -150,11 +150,16 @@ def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, 
 def checkpoint_bytes(model: ModelConfig, dtype: str, optimizer: str, wire: Wire) -> int:
     """Return the bytes of a checkpoint's tensors, on all ranks together (zero/records.py: save_records).
 
-    ``dtype`` is that of the parameters. Generators and descriptions, some KB for each rank, are left out.
+    Generators and descriptions, some KB for each rank, are left out. Else as ``saved_width``.
     """
+    return parameter_count(model) * saved_width(dtype, optimizer, wire)
+
+
+def saved_width(dtype: str, optimizer: str, wire: Wire) -> int:
+    """Return the bytes that a checkpoint has for each parameter. ``dtype`` is that of the parameters."""
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
-    return parameter_count(model) * (width + master + (MOMENTS[optimizer] + wire.feedback) * sums)
+    return width + master + (MOMENTS[optimizer] + wire.feedback) * sums
 
 
 def _crossing(grid: Grid) -> int:

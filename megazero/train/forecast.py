@@ -22,7 +22,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.plan.cluster import Cluster, Device, InterNode, IntraNode, cluster_of_run
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
-from megazero.plan.memory import GIB, Memory
+from megazero.plan.memory import GIB, Memory, saved_width
 from megazero.plan.report import describe, layout_flags, memory_items, table
 from megazero.plan.search import CHOICES, ZERO, Search
 from megazero.plan.seconds import Collectives
@@ -38,22 +38,36 @@ RELEASED = (ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
 class Forecast:
     """What is predicted of a run. memory: of the rank that needs the most, at the peak of a step.
 
-    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is made.
+    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is made. copied: bytes
+    of host memory that --async-save's copy takes on a rank. on_host: the ranks compute in that memory, too.
     """
 
     memory: Memory
     seconds: float | None
     resident: int = 0
+    copied: float = 0.0
+    on_host: bool = False
 
     def before_the_model(self, device: torch.device) -> Forecast:
         """Return the forecast with the bytes that are in use now."""
         return replace(self, resident=resident_memory(device))
 
+    @property
+    def total(self) -> float:
+        """The bytes of the memory that the ranks compute in."""
+        return self.memory.total + (self.copied if self.on_host else 0.0)
+
     def lines(self) -> list[str]:
         """Return what to print at the start."""
         said = [
-            f"predicted memory of the fullest rank: {self.memory.total / GIB:.2f} GiB = {memory_items(self.memory)}"
+            f"predicted memory of the fullest rank: {self.total / GIB:.2f} GiB = {memory_items(self.memory)}"
         ]
+        if self.copied and self.on_host:
+            said[0] += f", --async-save's copy {self.copied / GIB:.2f}"
+        elif self.copied:
+            said.append(
+                f"--async-save's copy in host memory: {self.copied / GIB:.2f} GiB on the fullest rank"
+            )
         return said + ([] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s"])
 
     def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
@@ -67,7 +81,7 @@ class Forecast:
             return None
         # A CPU's resident size has the libraries' own memory and what glibc keeps of the freed: up to twice as much.
         measured = "measured" if mesh.device.type == "cuda" else "is what the resident size grew by"
-        words = [f"memory {self.memory.total / GIB:.3f} GiB predicted, {most / GIB:.3f} {measured}"]
+        words = [f"memory {self.total / GIB:.3f} GiB predicted, {most / GIB:.3f} {measured}"]
         if self.seconds is not None:
             words.append(f"step {self.seconds:.4g} s predicted, {median(step_seconds):.4g} measured")
         return "; ".join(words)
@@ -97,10 +111,20 @@ def foresee(
     if config.zero.zero_preset == AUTO:
         config, notes = choose(config, frame)
     layout = Layout(frame, config.zero)
+    copied, on_host = copied_bytes(layout), device.type == "cpu"
     if config.planning.memory_check and room is not None:
-        refuse_too_large(layout, room)
+        refuse_too_large(layout, room, copied if on_host else 0.0)
     seconds = simulate(layout).seconds if name is not None else None
-    return config, Forecast(layout.memory, seconds), notes
+    return config, Forecast(layout.memory, seconds, copied=copied, on_host=on_host), notes
+
+
+def copied_bytes(layout: Layout) -> float:
+    """Return the bytes of host memory that --async-save's copy takes on the rank that has the most to save."""
+    config, frame = layout.config, layout.frame
+    if not config.checkpoint.async_save:
+        return 0.0
+    elements = max(layout.units(rank).elements for rank in frame.distinct_ranks) / layout.shards.os
+    return elements * saved_width(config.precision.params_dtype, config.optimizer.optimizer, layout.wire)
 
 
 def choose(config: RunConfig, frame: Frame) -> tuple[RunConfig, list[str]]:
@@ -141,20 +165,24 @@ def said_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, 
     return {name: value for name, value in values.items() if name not in released}
 
 
-def refuse_too_large(layout: Layout, room: float) -> None:
-    """Raise ValueError if the layout needs more than ``room`` bytes on some rank, whatever the allocator's margin."""
-    if layout.memory.total - layout.memory.margin > room:
-        raise ValueError(_too_large(layout, room))
+def refuse_too_large(layout: Layout, room: float, copied: float = 0.0) -> None:
+    """Raise ValueError if the layout needs more than ``room`` bytes on some rank, whatever the allocator's margin.
+
+    copied: what --async-save takes of the room.
+    """
+    if layout.memory.total - layout.memory.margin + copied > room:
+        raise ValueError(_too_large(layout, room, copied))
 
 
-def _too_large(layout: Layout, room: float) -> str:
-    fitting = next(_fitting(layout.config, layout.frame.cluster, room), None)
+def _too_large(layout: Layout, room: float, copied: float = 0.0) -> str:
+    fitting = next(_fitting(layout.config, layout.frame.cluster, room - copied), None)
     cure = (
         "no layout fits on these ranks: take more nodes"
         if fitting is None
         else f"nearest that fits: {fitting}"
     )
-    needed, items = layout.memory.total / GIB, memory_items(layout.memory)
+    needed, items = (layout.memory.total + copied) / GIB, memory_items(layout.memory)
+    items += f", --async-save's copy {copied / GIB:.2f}" if copied else ""
     return (
         f"this run does not fit: {describe(layout)} needs {needed:.2f} GiB of {room / GIB:.2f} on the fullest rank "
         f"({items}); {cure}; --no-memory-check starts it all the same"

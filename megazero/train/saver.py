@@ -6,8 +6,9 @@ all ranks say so, the main threads do what is collective between the parts, at t
 process groups are used by one thread only, a save needs no groups of its own, and all ranks learn of an error at one
 step.
 
-There is one save at a time. A failed one is said where it is noticed, and is an error where the next one begins. The
-training ends, or stops, when the last one is complete.
+There is one save at a time. A failed one is said where it is noticed, and the training goes on to the next one. That
+one is waited for: if it succeeds all is well again, and if it fails, too, it is an error. Where the training ends, or
+stops, the last one is waited for, and tried once more if it failed.
 """
 
 from __future__ import annotations
@@ -53,9 +54,27 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Save, or begin to. Collective.
 
-        Raises CheckpointError, the same on every rank, if that cannot be, or if the save before this one failed.
+        Raises CheckpointError, the same on every rank, if that cannot be. If the save before this one failed, this
+        one is complete when this returns, or that is an error, too.
         """
         self.wait()
+        lost, self._failed = self._failed, None
+        self._begin(progress)
+        if lost is not None:
+            self.wait()
+            if self._failed is not None:
+                raise self._failed
+            self._console.warning(
+                f"iteration {progress.iteration} is saved; the save before it failed: {lost}"
+            )
+
+    def finish(self, progress: Progress) -> None:
+        """Return when all is saved: ``progress`` is, if the last save failed. Collective. Raises as ``save``."""
+        self.wait()
+        if self._failed is not None:
+            self.save(progress)
+
+    def _begin(self, progress: Progress) -> None:
         self._began, self._iteration = time.perf_counter(), progress.iteration
         if not self._behind:
             self._complete(self._checkpointing.save(progress))
@@ -85,16 +104,14 @@ class Saver:
         except store.CheckpointError as error:
             self._part, self._failed = None, error
             self._console.warning(
-                f"{error}. The training goes on until the next save, which is then an error"
+                f"{error}. The training goes on; the next save is waited for, and ends it if it fails, too"
             )
 
     def wait(self) -> None:
-        """Return when no save is under way. Collective. Raises CheckpointError if the last one failed."""
+        """Return when no save is under way. Collective. A failure is said, and kept for the next save."""
         while self._part is not None:
             self._part.wait(self._limit_s)
             self.go_on()
-        if self._failed is not None:
-            raise self._failed
 
     def export(self, iteration: int) -> None:
         """Write the folder of --save-hf from the checkpoint of ``iteration``, once it is complete. Collective."""

@@ -35,7 +35,7 @@ from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
 from megazero.train.rollback import go_back
 from megazero.train.saver import Saver
-from megazero.train.skipping import just_before, leave_out, next_to_leave_out, without_effect
+from megazero.train.skipping import just_before, leave_out, next_to_leave_out
 from megazero.train.stopping import ExitConditions
 from megazero.train.stragglers import KINDS, Stragglers
 from megazero.train.timebill import TimeBill
@@ -94,8 +94,6 @@ class Trainer:
         """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         began = saved_at = self.progress.iteration
         owed = self.progress.owes_evaluation
-        for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
-            self.outputs.console.note(line)
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             reason, save_due = self.told, False
@@ -118,7 +116,7 @@ class Trainer:
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
         if self.saver.under_way:
             self.phase = f"saving up to iteration {self.progress.iteration}"
-        self.saver.wait()
+        self.saver.finish(self.progress)
         if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or owed:
@@ -149,15 +147,15 @@ class Trainer:
         try:
             info = self._iterate(batches)
             updated = watching and not info.skipped
-            loss = self.progress.losses["lm_loss"]
-            why = self.spikes.observe(reached, loss, info.grad_norm) if updated else None
+            why = self.spikes.observe(self.progress.losses["lm_loss"], info.grad_norm) if updated else None
+            begin = reached - self.spikes.beyond + 1
         except NonFiniteLoss as error:
             if not watching:
+                self._end_save(f"{error}")
                 raise
-            why = f"{error}"
+            why, begin = f"{error}", reached - max(self.spikes.beyond, self.guard.skipped_in_a_row - 1)
         if why is None:
             return False
-        begin = min(self.spikes.began or reached, self.guard.began or reached)
         self.phase = f"going back from iteration {reached}"
         self.saver.wait()
         before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
@@ -167,6 +165,15 @@ class Trainer:
         self.engine.traffic.take()  # of no iteration
         self.outputs.went_back(why, self.progress.left_out[-1])
         return True
+
+    def _end_save(self, why: str) -> None:
+        """Wait for a save under way before an error that every rank raises ends the run. Collective."""
+        if self.saver.under_way:
+            self.phase = f"saving up to iteration {self.progress.iteration}"
+            self.outputs.console.warning(
+                f"{why}. The run ends when the save under way is complete, or has failed"
+            )
+            self.saver.wait()
 
     def _compare(self) -> None:
         """Print what was predicted beside what was measured."""

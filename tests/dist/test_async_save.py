@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megazero.checkpoint import storage, store
+from megazero.checkpoint import image, storage, store
 from megazero.train.exit_status import ExitStatus, status_of
+from megazero.train.guards import NonFiniteLoss
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
 
 BASE = {"zero_preset": "zero3", "global_batch_size": 4}
-WRITE = storage.write_image
+WRITE, PROGRAM = storage.write_image, image.PROGRAM
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def with_writes(values: dict[str, Any], write: Callable) -> Any:
@@ -33,7 +35,7 @@ def with_writes(values: dict[str, Any], write: Callable) -> Any:
     storage.write_image = counted
     try:
         return train(values).losses
-    except store.CheckpointError as error:
+    except (store.CheckpointError, NonFiniteLoss) as error:
         return f"{error}", status_of(error)
     finally:
         storage.write_image = WRITE
@@ -45,13 +47,17 @@ def slowly(count: int, *arguments: Any) -> Any:
 
 
 def full_at_the_second(count: int, path: Path, *rest: Any) -> Any:
-    if count == 2 and dist.get_rank() == 1:
+    return full_from_the_second(count if count == 2 else 1, path, *rest)
+
+
+def full_from_the_second(count: int, path: Path, *rest: Any) -> Any:
+    if count >= 2 and dist.get_rank() == 1:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     return WRITE(path, *rest)
 
 
-def still_at_the_second(count: int, *arguments: Any) -> Any:
-    if count == 2 and dist.get_rank() == 1:
+def still_from_the_second(count: int, *arguments: Any) -> Any:
+    if count >= 2 and dist.get_rank() == 1:
         time.sleep(5)
     return WRITE(*arguments)
 
@@ -100,20 +106,75 @@ def test_a_stop_and_the_end_wait_for_what_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("fault", [full_at_the_second, still_at_the_second])
-def test_a_failed_write_is_an_error_at_the_next_save(tmp_path: Path, fault: Callable) -> None:
+@pytest.mark.parametrize("fault", [full_from_the_second, still_from_the_second])
+def test_a_failed_write_is_an_error_if_the_next_save_fails_too(tmp_path: Path, fault: Callable) -> None:
     """Of a disk that is full, or stands still for the time limit: on every rank alike, naming the one that has it."""
     values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
     values |= {"save_interval": 2, "train_iters": 20, "distributed_timeout_minutes": 0.02}
     answers = run_ranks(2, with_writes, values, fault, timeout=300)
     ((text, status),) = set(answers)
-    what = "No space left" if fault is full_at_the_second else "has not got on for"
-    assert "iter_0000004' not saved, older ones are unharmed: rank 1: " in text and what in text, text
+    what = "No space left" if fault is full_from_the_second else "has not got on for"
+    assert "iter_0000006' not saved, older ones are unharmed: rank 1: " in text and what in text, text
     assert status is ExitStatus.STORAGE
     latest = store.latest(tmp_path / "run")
     assert latest is not None and latest.name == "iter_0000002" and store.verify(latest).step == 2
     done = (tmp_path / "logs" / "metrics.jsonl").read_bytes().count(b"\n")
     assert done == 6  # the training went on up to the next save
+
+
+@pytest.mark.parametrize(("iterations", "kept"), [(7, (2, 6, 7)), (4, (2, 4))])
+def test_a_save_that_failed_once_is_made_up_for(
+    tmp_path: Path, iterations: int, kept: tuple[int, ...]
+) -> None:
+    """By the next one, and where there is none by one more at the end of the run."""
+    values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
+    values |= {"save_interval": 2, "train_iters": iterations}
+    for losses in run_ranks(2, with_writes, values, full_at_the_second, timeout=300):
+        assert len(losses) == iterations
+    assert sorted(os.listdir(tmp_path / "run")) == [f"iter_{step:07d}" for step in kept]
+    latest = store.latest(tmp_path / "run")
+    assert latest is not None and store.verify(latest).step == iterations
+
+
+def late(count: int, *arguments: Any) -> Any:
+    time.sleep(2)
+    return WRITE(*arguments)
+
+
+def test_a_loss_that_is_not_finite_waits_for_what_is_written(tmp_path: Path) -> None:
+    values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
+    values |= {"clip_grad": 0, "lr_decay_style": "constant", "lr_warmup_iters": 0, "lr": 1e38}
+    answers = run_ranks(2, with_writes, {**values, "save_interval": 1}, late, timeout=300)
+    assert all("iteration 2: the loss is nan" in text for text, _ in answers), answers
+    assert {status for _, status in answers} == {ExitStatus.NON_FINITE}
+    assert store.verify(tmp_path / "run" / "iter_0000001").step == 1
+
+
+def write_under_stop_signals(folder: Path) -> list[str]:
+    """Write a file in many pieces; with each one that is written its processes' group is told to stop."""
+    got, group = list[str](), os.getpgid(0)
+    image.PROGRAM = folder / "image_writer.py"
+    room = store.Staging().room(100_000, False)
+    room.data.fill_(7)
+    before = {number: signal.signal(number, lambda number, _: got.append(number)) for number in STOPS}
+    os.setpgid(0, 0)
+    try:
+        image.write_image(folder / "file", room, lambda: [os.killpg(0, number) for number in STOPS])
+    finally:
+        os.setpgid(0, group)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        image.PROGRAM = PROGRAM
+    return got
+
+
+def test_stop_signals_to_all_processes_do_not_end_what_writes(tmp_path: Path) -> None:
+    text = PROGRAM.read_text()
+    assert "1 << 24" in text
+    (tmp_path / "image_writer.py").write_text(text.replace("1 << 24", "1000"))
+    (got,) = run_ranks(1, write_under_stop_signals, tmp_path)
+    assert set(got) == set(STOPS)
+    assert (tmp_path / "file").read_bytes() == bytes([7]) * 100_000
 
 
 def die_in_the_third_write(rank: int) -> None:

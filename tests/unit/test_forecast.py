@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero.config import ConfigError, World, make_config, parse
+from megazero.config.parameters import parameter_count
 from megazero.mesh.mesh import create_mesh
 from megazero.plan.cluster import Cluster, cluster_of_run
 from megazero.plan.frame import Frame
@@ -90,6 +91,30 @@ def test_the_memory_of_the_devices_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert forecast.foresee(config, World(1, 1), cpu)[1] is not None
     wide = make_config({**MODEL, "global_batch_size": 1, "params_dtype": "fp64"}, World(1, 1))
     assert forecast.foresee(wide, World(1, 1), cpu)[1] is None
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 12), ("bf16", 14)])
+def test_the_copy_of_a_save_behind_the_training_is_foreseen(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, width: int
+) -> None:
+    """On a CPU it is of the memory that the ranks have; beside CUDA devices a line says how much of the host's."""
+    saved = {"save": "x", "save_interval": 1, "global_batch_size": 1, "params_dtype": dtype}
+    plain, behind = (make_config({**MODEL, **saved, "async_save": on}, World(1, 1)) for on in (False, True))
+    cpu, cuda, room = torch.device("cpu"), torch.device("cuda"), [1e12]
+    monkeypatch.setattr(forecast, "room_of", lambda *_: room[0])
+    without = forecast.foresee(plain, World(1, 1), cpu)[1]
+    seen = forecast.foresee(behind, World(1, 1), cpu)[1]
+    beside = forecast.foresee(behind, World(1, 1), cuda)[1]
+    assert without is not None and seen is not None and beside is not None
+    copied = width * parameter_count(behind.model)
+    assert seen.total - without.total == pytest.approx(copied, rel=0.01) and without.copied == 0
+    assert "--async-save's copy" in seen.lines()[0] and "--async-save" not in str(without.lines())
+    assert beside.total == without.total and "copy in host memory" in beside.lines()[1]
+    room[0] = without.total
+    forecast.foresee(plain, World(1, 1), cpu)
+    forecast.foresee(behind, World(1, 1), cuda)
+    with pytest.raises(ValueError, match="does not fit.*--async-save's copy"):
+        forecast.foresee(behind, World(1, 1), cpu)
 
 
 def test_predicted_beside_measured() -> None:

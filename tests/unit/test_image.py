@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.checkpoint import image, saving, store
+from megazero.checkpoint import directory, image, saving, store
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.train.exit_status import ExitStatus, status_of
@@ -116,12 +118,12 @@ def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(monkeypatch: pytest.
 def test_an_image_is_written_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, and what goes wrong there is the operating system's error here."""
     program = tmp_path / "image_writer.py"
-    program.write_text(image.PROGRAM.read_text().replace("1 << 28", "1000"))
+    program.write_text(image.PROGRAM.read_text().replace("1 << 24", "1000"))
     monkeypatch.setattr(image, "PROGRAM", program)
     room, ticks = store.Staging().room(2500, False), []
     room.data.copy_(torch.arange(2500))
     entry = image.write_image(tmp_path / "file", room, lambda: ticks.append(1))
-    assert (tmp_path / "file").read_bytes() == bytes(room.data.tolist()) and len(ticks) == 3 + 1
+    assert (tmp_path / "file").read_bytes() == bytes(room.data.tolist()) and len(ticks) == 3 + 3 + 1
     assert checksum(tmp_path / "file") == entry
     with pytest.raises(FileExistsError):
         image.write_image(tmp_path / "file", room, lambda: None)
@@ -131,3 +133,44 @@ def test_an_image_is_written_by_another_process(tmp_path: Path, monkeypatch: pyt
     program.write_text("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(OSError, match="the process that writes it ended with status -9"):
         image.write_image(tmp_path / "other", room, lambda: None)
+
+
+RANK = """
+import os, subprocess, sys
+memory = os.memfd_create("image")
+os.posix_fallocate(memory, 0, 1_000_000)
+file = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY)
+words = [sys.executable, "-I", "-S", sys.argv[1], *map(str, (memory, file, 1_000_000, os.getpid()))]
+writer = subprocess.Popen(words, stdout=subprocess.PIPE, pass_fds=(memory, file), start_new_session=True)
+writer.stdout.readline()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_writes_ends_with_its_rank(tmp_path: Path) -> None:
+    """In silence. It holds the rank's standard error, whose end is waited for here."""
+    program = tmp_path / "image_writer.py"
+    program.write_text(image.PROGRAM.read_text().replace("1 << 24", "1000"))
+    command = [sys.executable, "-c", RANK, str(program), str(tmp_path / "file")]
+    ended = subprocess.run(command, capture_output=True, timeout=60)
+    assert ended.returncode == -9 and ended.stderr == b""
+    assert 0 < (tmp_path / "file").stat().st_size < 1_000_000
+
+
+def test_a_disk_is_waited_for_in_small_pieces(tmp_path: Path) -> None:
+    """So that a slow one gets on within the time limit: it is told after each piece, written and synced."""
+    room, ticks = store.Staging().room(5 << 23, False), []
+    image.write_image(tmp_path / "file", room, lambda: ticks.append(1))
+    assert len(ticks) == 2 * 3 + 1
+
+
+def test_a_save_is_complete_where_older_ones_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(directory, "retain", refuse)
+    path = store.save(tmp_path, snapshot(1), retention=store.Retention(keep_last=1))
+    assert store.verify(path).step == 1
+    assert "iter_0000001' is saved, but older ones cannot be deleted: OSError" in caplog.text
