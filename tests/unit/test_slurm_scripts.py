@@ -22,7 +22,7 @@ PROGRAMS = {
     "srun": """echo "srun $*" >> "$CALLS"
         for node in $LOST; do [[ "$*" == *"=$node "*check_nodes.py* ]] && exit 1; done
         [[ -n "$CHECKS" && "$*" == *check_nodes.py* ]] && {
-            touch "$RUN/tries"; while [ -e "$RUN/tries" ]; do /bin/sleep 0.02; done; }
+            touch "$RUN/tries"; until [ -e "$RUN/go" ]; do /bin/sleep 0.02; done; }
         [[ "$*" == *check_nodes.py* ]] && exit 0
         mkdir -p "$RUN/logs" "$RUN/iter_$NEWEST"
         trap 'echo "handed on USR1" >> "$CALLS"; exit 75' USR1
@@ -144,7 +144,7 @@ def test_a_signal_while_nodes_are_tried_is_a_stop(scripts, name) -> None:
     while not (scripts.run / "tries").exists():
         time.sleep(0.02)
     process.send_signal(name)
-    (scripts.run / "tries").unlink()
+    (scripts.run / "go").touch()
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 75, text
     assert "scontrol requeue 7" in scripts.calls and "pretrain_gpt.py" not in "".join(scripts.calls)
