@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
+from megazero.config.run import all_options
 from megazero.config.sections import TrainingConfig
 from megazero.mesh.launch import Launch, read_launch
 from megazero.train.exit_status import ExitStatus, status_of
+
+WAIT = "distributed_init_timeout_minutes"
 
 
 def main() -> int:
@@ -37,13 +39,18 @@ def main() -> int:
     launch = read_launch()
     try:
         notes = check(options, launch)
-    except ValueError as error:  # the same on all ranks
-        if launch.rank == 0:
+    except ValueError as error:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():  # this rank alone may know: the others wait for it
+            print(f"{launch.host}, rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+        elif launch.rank == 0:  # the same on all ranks
             print(error, file=sys.stderr, flush=True)
         time.sleep(1)  # srun ends all ranks with the first that leaves
         return status_of(error)
     except RuntimeError as error:  # of a collective: this rank alone knows
-        print(f"{socket.gethostname()}, rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+        text = f"{error}".replace(all_options()[WAIT].flag, "--timeout")  # the flag that sets it here
+        print(f"{launch.host}, rank {launch.rank}: {text}", file=sys.stderr, flush=True)
         return ExitStatus.RANK_LOST
     if launch.rank == 0:
         print("\n".join(notes), flush=True)
@@ -59,8 +66,9 @@ def check(options: argparse.Namespace, launch: Launch) -> tuple[str, ...]:
     from megazero.train.ranks import start_rank
 
     timeout = timedelta(seconds=options.timeout)
-    device, _ = start_rank(TrainingConfig(device=options.device), launch, timeout)
-    health = HealthCheck(launch.node or socket.gethostname())
+    training = TrainingConfig(device=options.device, **{WAIT: options.timeout / 60})
+    device, _ = start_rank(training, launch, timeout)
+    health = HealthCheck(launch.host)
     health.check_ranks(device)
     if options.save is not None:
         health.check_storage(Storage(options.save, options.checkpoint_bytes, options.keep_last))

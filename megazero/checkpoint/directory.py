@@ -77,9 +77,7 @@ def checkpoints(root: str | os.PathLike) -> list[Path]:
     """
     found = []
     for path in _entries(Path(root)):
-        hidden = _HIDDEN.fullmatch(path.name)
-        stands_in = hidden and hidden[2] == "replaced" and complete(path.with_name(hidden[1])) is None
-        if (_NAME.fullmatch(path.name) or stands_in) and (manifest := complete(path)) is not None:
+        if (_NAME.fullmatch(path.name) or _stands_in(path)) and (manifest := complete(path)) is not None:
             found.append((manifest.serial, manifest.step, path))
     return [path for _, _, path in sorted(found)]
 
@@ -209,16 +207,25 @@ def fsync_directory(path: Path) -> None:
 
 def _clean(root: Path) -> None:
     """Remove what killed saves left. Put back a checkpoint that was moved aside and not replaced."""
+    for path in leftovers(root):
+        shutil.rmtree(path)
     for path in _entries(root):
         hidden = _HIDDEN.fullmatch(path.name)
-        if hidden is None:
-            continue
-        final = path.with_name(hidden[1])
-        if hidden[2] == "replaced" and complete(final) is None and complete(path) is not None:
-            if not final.exists():
-                os.rename(path, final)
-        else:
-            shutil.rmtree(path)
+        if hidden is not None and not (final := path.with_name(hidden[1])).exists():
+            os.rename(path, final)
+
+
+def leftovers(root: str | os.PathLike) -> list[Path]:
+    """Return what killed saves left under ``root``: the next save removes it."""
+    return [path for path in _entries(Path(root)) if _HIDDEN.fullmatch(path.name) and not _stands_in(path)]
+
+
+def _stands_in(path: Path) -> bool:
+    """Tell whether ``path`` is a checkpoint that was moved aside, and the one that replaces it is not there."""
+    hidden = _HIDDEN.fullmatch(path.name)
+    if hidden is None or hidden[2] != "replaced":
+        return False
+    return complete(path.with_name(hidden[1])) is None and complete(path) is not None
 
 
 def _entries(root: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean
 
 NAMES = ("switchname", "blockname")
+SIZES = ("blocksizes", "aggregatedblock")  # lines on blocks as a whole: SLURM's way to pack jobs, no switches
 MOST_NODES = 1 << 20  # that a line may name: a slip of a digit is not to fill the memory
 
 
@@ -55,6 +56,8 @@ def parse_topology(text: str, where: str) -> Topology:
     topology = Topology()
     uplinks: dict[str, tuple[str, ...]] = {}
     for number, line in _lines(text):
+        if line.partition("=")[0].strip().lower() in SIZES:
+            continue
         try:
             name, nodes, switches = _line(line, number)
         except ValueError as error:

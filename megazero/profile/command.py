@@ -22,9 +22,13 @@ def main(argv: Sequence[str]) -> int:
         launch = read_launch(local_rank=local_rank)
         rank = launch.rank
         request = read_request(words)
-        from megazero.profile.run import profile
+        from megazero.profile.run import join, profile
 
-        profile(request, launch)
+        try:
+            joined = join(request, launch)
+        except ValueError as error:  # this rank alone may know: the others wait for it
+            return _mistake(f"{launch.host}, rank {launch.rank}: {error}", 0)
+        profile(request, launch, joined)
     except ConfigError as error:
         return _mistake(f"{error}\n--help lists the flags of profile", rank)
     except ValueError as error:
@@ -33,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _mistake(text: str, rank: int) -> int:
+    """Say it on rank 0, which speaks for all. Returns the exit status."""
     if rank == 0:
         print(text, file=sys.stderr, flush=True)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.config import World, make_config
+from megazero.config import RunConfig, World, make_config
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder
 from megazero.plan.cluster import Cluster
@@ -20,11 +20,16 @@ from megazero.pp.partition import StageSpec
 from megazero.profile.points import Modules
 from megazero.profile.timing import Clock
 from megazero.tp import TensorParallel
+from megazero.train.health import gather
 from megazero.train.parallelize import DTYPES
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its
 # weights and activations in the processor's caches, as a step does not.
 STACK = 4
+
+
+class DoesNotFit(RuntimeError):
+    """A rank has too little memory for a point. Raised on every rank alike."""
 
 
 def measure_modules(
@@ -33,7 +38,8 @@ def measure_modules(
     """Yield a row of the cluster file for each module. Collective.
 
     values: the training's options. cluster: what is known so far; its sizes, and the rates by which work is counted.
-    Raises ConfigError where the model does not run on so many tensor-parallel ranks.
+    Raises ConfigError where the model does not run on so many tensor-parallel ranks, DoesNotFit where a rank has too
+    little memory. Both are raised on every rank.
     """
     world = World(cluster.world_size, cluster.ranks_per_node)
     length = int(values["seq_length"])
@@ -51,13 +57,8 @@ def measure_modules(
     sizes = Compute(config, cluster, Collectives(cluster)).sizes
     mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
     tp = TensorParallel(mesh.tp.gather_group, mesh.tp.index, mesh.tp.size, config.parallel.sequence_parallel)
-    dtype = DTYPES[config.precision.params_dtype]
-    layers = min(STACK, config.model.num_layers or 1)
-    whole = StageSpec(0, 0, range(layers), True, True)
-    decoder = Decoder(config.model, tp, stages=[whole], device=clock.device, dtype=dtype)
-    decoder.initialize(config.training.seed)
-    dropout = max(config.model.hidden_dropout, config.model.attention_dropout) > 0
-    calls = _calls(decoder, point.micro_batch, length, 1 if dropout else None)
+    decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
+    layers = len(decoder.layers)
     for kind, call in calls.items():
         each = layers if kind == LAYER else 1
         forward, both = clock(call, slowest=False), clock(_with_backward(call, decoder), slowest=False)
@@ -72,6 +73,38 @@ def measure_modules(
             "backward_seconds": max(both.median - forward.median, forward.median / 10) / each,
             "spread": both.spread,
         }
+
+
+def _tried(
+    config: RunConfig, tp: TensorParallel, samples: int, device: torch.device
+) -> tuple[Decoder, dict[str, Callable[[], Tensor]]]:
+    """Return the modules and a forward of each, run once with its backward. Collective. Raises DoesNotFit.
+
+    It is here that memory runs out if it does, before ranks of the world wait for each other. Those of one
+    tensor-parallel group wait for each other already, but hold the same sizes.
+    """
+    made, lacks = None, ""
+    try:
+        dtype = DTYPES[config.precision.params_dtype]
+        whole = StageSpec(0, 0, range(min(STACK, config.model.num_layers or 1)), True, True)
+        decoder = Decoder(config.model, tp, stages=[whole], device=device, dtype=dtype)
+        decoder.initialize(config.training.seed)
+        dropout = max(config.model.hidden_dropout, config.model.attention_dropout) > 0
+        calls = _calls(decoder, samples, int(config.model.seq_length), 1 if dropout else None)
+        for call in calls.values():
+            _with_backward(call, decoder)()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        made = decoder, calls
+    except torch.OutOfMemoryError as error:
+        lacks = f"{error}".partition("\n")[0] or "out of memory"
+    every = gather(lacks)
+    if made is None or any(every):
+        rank = next(rank for rank, text in enumerate(every) if text)
+        raise DoesNotFit(
+            f"{sum(map(bool, every))} of {len(every)} ranks have too little, rank {rank}: {every[rank]}"
+        )
+    return made
 
 
 def _calls(decoder: Decoder, samples: int, length: int, key: int | None) -> dict[str, Callable[[], Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 from megazero.config import ConfigError, make_config
 from megazero.config.fields import option, section_options
 from megazero.config.flags import options_help, read_section
+from megazero.config.run import all_options
 from megazero.plan.options import read_values, with_stand_ins
 
 USAGE = """usage: LAUNCHER -m megazero profile TRAINING FLAGS [flags below]
@@ -22,6 +23,17 @@ node at work. What was measured is kept in OUTPUT.measured.jsonl as it comes: th
 stopped. Draws OUTPUT with the ending .png if matplotlib is there. Exit status 0: the file is written; 2: the flags
 are wrong.
 """
+
+
+# Options that the profile chooses itself.
+OWN = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "micro_batch_size",
+    "global_batch_size",
+    "recompute_granularity",
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +62,11 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for. values: the training's options by name."""
+    """What the command line asks for. values: the training's options by name. notes: what the user should know."""
 
     values: dict[str, Any]
     options: ProfileConfig
+    notes: tuple[str, ...] = ()
 
 
 def help_text() -> str:
@@ -71,12 +84,12 @@ def read_request(argv: Sequence[str]) -> Request:
     if bad := [size for size in options.profile_micro_batches if size < 1]:
         errors.append(f"--profile-micro-batches {bad[0]} must be at least 1; nearest: 1")
     values = with_stand_ins(given)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        values.pop(name, None)  # the profile's own
+    own = [all_options()[name].flag for name in OWN if values.pop(name, None) is not None]
     try:
         make_config({**values, "micro_batch_size": 1, "global_batch_size": None})
     except ConfigError as error:
         errors += error.errors
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Request(values, options)
+    note = f"without effect: {', '.join(own)}. The profile chooses them itself: it measures several"
+    return Request(values, options, (note,) if own else ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from megazero.mesh.mesh import discover_ranks_per_node
 from megazero.plan.cluster import Cluster, parse_cluster
 from megazero.profile.chart import draw
 from megazero.profile.collectives import measure_wire
-from megazero.profile.model import measure_modules
+from megazero.profile.model import DoesNotFit, measure_modules
 from megazero.profile.options import Request
 from megazero.profile.points import modules, sizes, wires
 from megazero.profile.rates import find_host, measure_codecs, measure_device
@@ -28,10 +28,24 @@ from megazero.train.ranks import start_rank
 TIMEOUT = timedelta(minutes=10)
 
 
-def profile(request: Request, launch: Launch) -> None:
-    """Measure and write the cluster file. Collective. Raises ConfigError, ValueError."""
+class Joined(NamedTuple):
+    """What a rank has when it has met the others."""
+
+    config: RunConfig
+    device: torch.device
+    notes: tuple[str, ...]
+
+
+def join(request: Request, launch: Launch) -> Joined:
+    """Choose the device and join the other ranks. Collective. Raises ValueError, perhaps on one rank alone."""
     config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
     device, notes = start_rank(config.training, launch, TIMEOUT)
+    return Joined(config, device, (*request.notes, *notes))
+
+
+def profile(request: Request, launch: Launch, joined: Joined) -> None:
+    """Measure and write the cluster file. Collective. Raises ConfigError, ValueError, the same on every rank."""
+    config, device, notes = joined
     try:
         per_node = discover_ranks_per_node(launch, config.parallel.ranks_per_node)
         run = Profile(request, config, launch, per_node, device)
@@ -116,6 +130,10 @@ class Profile:
             yield from measure_modules(size, self.request.values, cluster, self.clock)
         except ConfigError as error:  # the model does not run so: nothing to know of it
             self.say(f"{size}: not measured: {'; '.join(error.errors)}")
+        except DoesNotFit as error:
+            self.say(f"{size}: not measured: memory: {error}")
+        if self.clock.device.type == "cuda":
+            torch.cuda.empty_cache()  # the next size needs pieces of another size
 
     def sections(self) -> dict[str, Any]:
         """Return the cluster file of what was measured so far."""

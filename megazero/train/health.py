@@ -106,11 +106,11 @@ class HealthCheck:
             rank = dist.get_rank() if dist.is_initialized() else 0
             _refuse(folder_faults(probe_folder(save.folder, rank, gather), self.nodes))
             if save.checkpoint_bytes:
-                missing = (
-                    missing_bytes(save.folder, save.checkpoint_bytes, save.keep_last) if rank == 0 else 0
-                )
-                free = free_bytes(save.folder) if rank == 0 else 0
-                missing, free = gather((missing, free))[0]  # as the first rank sees it
+                room = gather(look_for_room(save) if rank == 0 else None)[0]  # as the first rank sees it
+                if isinstance(room, OSError):
+                    text = f"rank 0 cannot tell how much room {save.folder} has: {room}"
+                    raise Unhealthy([Fault(self.nodes[0], text, status_of(room))])
+                missing, free = room
                 _refuse(room_faults(save, missing, free))
                 self._notes.append(
                     f"--save has room for {free // save.checkpoint_bytes} checkpoints of {save.size}"
@@ -166,6 +166,14 @@ def healthy_mesh(
 def _refuse(faults: Sequence[Fault]) -> None:
     if faults:
         raise Unhealthy(faults)
+
+
+def look_for_room(save: Storage) -> tuple[int, int] | OSError:
+    """Return the bytes that are missing for what a run saves, and those that are free; or why nobody knows."""
+    try:
+        return missing_bytes(save.folder, save.checkpoint_bytes, save.keep_last), free_bytes(save.folder)
+    except OSError as error:
+        return error
 
 
 def room_faults(save: Storage, missing: int, free: int) -> list[Fault]:

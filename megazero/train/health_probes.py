@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import store
+from megazero.checkpoint.directory import leftovers
 
 MATRIX = 256  # rows of the matrices that are multiplied
 PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
+BLOCK = 512  # bytes of st_blocks (POSIX: what a file takes on the disk, holes left out)
 SEEN = 2.0  # seconds that a file may take until other nodes see it: file systems over a network keep old listings
 TOOL_LIMIT = 5.0  # seconds that nvidia-smi has
 
@@ -162,8 +164,9 @@ def _attempt(action: Callable[[], object]) -> OSError | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that are free where ``folder`` lies."""
-    return shutil.disk_usage(folder).free
+    """Return the bytes that are free where ``folder`` lies, with what killed saves left and the next one removes."""
+    there = (Path(at, name) for path in leftovers(folder) for at, _, names in os.walk(path) for name in names)
+    return shutil.disk_usage(folder).free + sum(path.lstat().st_blocks * BLOCK for path in there)
 
 
 def missing_bytes(folder: Path, checkpoint_bytes: int, keep_last: int | None) -> int:

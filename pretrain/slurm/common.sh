@@ -5,6 +5,9 @@ MOST_RESTARTS=${MOST_RESTARTS:-3}         # in a row, without a new checkpoint i
 # Checkpoints and logs, on a disk that every node sees. Each task of a job array has its own.
 RUN=${RUN:-runs/$SLURM_JOB_NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
 mkdir -p "$RUN"
+rm -f "$RUN/logs/exit_status" "$RUN/logs/bad_nodes"  # of an earlier job, or an earlier start of this one
+series=$SLURM_JOB_ID                      # whose restarts are counted together
+restarts=0
 # What every run is given besides its own flags.
 ALWAYS=(--save "$RUN" --load "$RUN" --log-dir "$RUN/logs" --exit-signal-handler)
 # One that is lost takes the step with it, and none is waited for.
@@ -12,16 +15,27 @@ SRUN=(srun --kill-on-bad-exit=1 --wait=60)
 # Threads that spin on a node's cores take them from the ranks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# Run a command until it ends, and leave its exit status in $status.
+# --signal=B:USR1 and "scancel --batch" signal this shell alone: it notes that it was told to stop, and hands the signal
+# to the step that it waits for, if there is one. srun hands it to every rank.
+step="" told=""
+hear() {
+    told=$1
+    [ -z "$step" ] || kill -"$1" "$step" 2>/dev/null
+}
+for name in USR1 TERM; do trap "hear $name" $name; done
+
+# Run a command until it ends, and leave its exit status in $status. Once told to stop, nothing is run.
 run() {
     rm -f "$RUN/logs/exit_status" "$RUN/logs/bad_nodes"  # of an earlier start
+    status=$STOPPED
+    [ -z "$told" ] || return
     "$@" &
-    local step=$! name
-    # --signal=B:USR1 and "scancel --batch" signal this shell alone: hand it on. srun hands it to every rank.
-    for name in USR1 TERM; do trap "kill -$name $step 2>/dev/null" $name; done
+    step=$!
+    [ -z "$told" ] || kill -"$told" $step  # it came before there was a step
     while kill -0 $step 2>/dev/null; do wait $step; done
     wait $step
     status=$?
+    step=""
     # The run's own word, where it had time to write it: a launcher's may be of the ranks that it ended. Ranks that
     # were all killed have said nothing.
     if [ -s "$RUN/logs/exit_status" ]; then
@@ -38,34 +52,47 @@ bad_nodes() { cat "$RUN/logs/bad_nodes" 2>/dev/null; }
 
 say() { echo "$(date -Is) job $SLURM_JOB_ID: exit status $status, newest checkpoint $(newest): $*"; }
 
-# Whether to start the same command again: it was told to stop or lost a rank, and checkpoints do get newer.
+# Whether to start the same command again: it was told to stop or lost a rank, and checkpoints do get newer. The file
+# holds the row of starts that got none, and the jobs that it is of; any other end ends the row.
 goes_on() {
-    local restarts=0 before=none newest
+    local before=- of="" newest
     newest=$(newest)
-    [ -f "$RUN/restarts" ] && read -r restarts before < "$RUN/restarts"
-    [ "${newest:-none}" = "$before" ] && restarts=$((restarts + 1)) || restarts=0
-    echo "$restarts ${newest:-none}" > "$RUN/restarts"
-    [ "$status" = $STOPPED ] || [ "$status" = $RANK_LOST ] || return 1
+    newest=${newest##*/}
+    [ -f "$RUN/restarts" ] && read -r restarts before of < "$RUN/restarts"
+    [ "$of" = "$series" ] && [ "${newest:-none}" = "$before" ] && restarts=$((restarts + 1)) || restarts=0
+    if [ "$status" != $STOPPED ] && [ "$status" != $RANK_LOST ]; then
+        rm -f "$RUN/restarts"
+        return 1
+    fi
+    echo "$restarts ${newest:-none} $series" > "$RUN/restarts"
     [ "$restarts" -lt "$MOST_RESTARTS" ] && return 0
     say "$restarts restarts without a new checkpoint: not again"
+    rm -f "$RUN/restarts"
     return 1
 }
 
-# Put the job back into the queue, without nodes named bad. SLURM ends this shell meanwhile.
+# Put the job back into the queue, without nodes named bad by this start, or by one of its row (see goes_on). Those that
+# the user excludes stay so. SLURM ends this shell meanwhile.
 requeue() {
-    local job bad before
+    local job excluded of="" users="" bad
     job=$(scontrol show job "$SLURM_JOB_ID")
     # SLURM would requeue a job that it is about to end, too: one that was cancelled has to stay so.
     if [[ $job != *JobState=RUNNING* && $job != *Reason=TimeLimit* ]]; then
         say "not again: it was cancelled, or SLURM itself requeues it"
         return
     fi
+    excluded=$(sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p' <<< "$job")
+    [ -f "$RUN/excluded" ] && read -r of users < "$RUN/excluded"
+    if [ "$of" != "$SLURM_JOB_ID" ]; then  # nothing was added yet
+        users=$excluded
+        echo "$SLURM_JOB_ID $users" > "$RUN/excluded"
+    fi
     bad=$(bad_nodes | paste -sd,)
+    [ "$restarts" -eq 0 ] || users=$excluded
+    bad+=${users:+${bad:+,}$users}
     say "back into the queue${bad:+, without $bad}"
     scontrol requeue "$SLURM_JOB_ID" || return
-    if [ -n "$bad" ]; then  # only a job that waits takes another list
-        before=$(sed -n 's/.*ExcNodeList=\([^ (]*\).*/,\1/p' <<< "$job")
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad${before%,}"
-    fi
+    # Only a job that waits takes another list.
+    [ "$bad" = "$excluded" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad"
     sleep 60
 }

@@ -15,7 +15,7 @@ from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
-from megazero.profile import rates, timing
+from megazero.profile import model, rates, timing
 from megazero.profile.options import read_request
 from megazero.profile.run import Profile
 from tests.dist.pool import run_ranks
@@ -40,6 +40,32 @@ def profile(output: str, more: list[str]) -> str:
     if rank == 0:
         run.write()
     return ""
+
+
+def too_large_for_one(output: str, more: list[str]) -> str:
+    """Profile where rank 1 has no memory for two samples on one rank."""
+    made = model._calls
+
+    def calls(decoder, samples, *args):
+        if samples == 2 and decoder.tp.size == 1 and torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 80 GiB")
+        return made(decoder, samples, *args)
+
+    model._calls = calls
+    try:
+        return profile(output, more)
+    finally:
+        model._calls = made
+
+
+def test_a_size_for_which_a_rank_has_no_memory_is_left_out(tmp_path: Path) -> None:
+    output = tmp_path / "lab.yaml"
+    assert run_ranks(4, too_large_for_one, str(output), ["--profile-micro-batches", "1", "2"]) == [""] * 4
+    found = {(row.tp, row.micro_batch) for row in load_cluster(str(output)).layers}
+    assert found == {(1, 1), (2, 1), (2, 2)}
+    rows = map(json.loads, (tmp_path / "lab.yaml.measured.jsonl").read_text().splitlines()[1:])
+    left = {"point": "modules tp 1 micro-batch 2", "rows": []}  # a resume goes on behind it
+    assert left in list(rows)
 
 
 def test_profile_is_measured_once_and_planned_with(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.train import health_probes
+from megazero.train import health, health_probes
 from megazero.train.exit_status import ExitStatus
 from megazero.train.health import (
     BAD_NODES_FILE,
     GIB,
     Fault,
+    HealthCheck,
     Storage,
     Unhealthy,
     device_faults,
@@ -108,6 +110,29 @@ def test_room_is_asked_for_what_a_run_holds_at_one_time(tmp_path: Path, monkeypa
         fault.status == ExitStatus.STORAGE and "has 3 GiB free" in fault.text and "2 GiB more" in fault.text
     )
     assert not room_faults(Storage(tmp_path, GIB, 4), 0, 3 * GIB)
+
+
+def test_what_a_killed_save_left_is_room(tmp_path: Path, monkeypatch) -> None:
+    """The next save removes it. A checkpoint moved aside that nothing replaced is none of it."""
+    monkeypatch.setattr(health_probes.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(3, 2, 1))
+    for state in ("partial", "removed"):
+        left = tmp_path / f".iter_0000100.{state}-1a2b3c4d" / "deep"
+        left.mkdir(parents=True)
+        (left / "file").write_bytes(bytes(range(256)) * 256)
+    (tmp_path / "iter_0000100").mkdir()
+    (tmp_path / "iter_0000100" / "file").write_bytes(b"a" * 2**16)
+    os.sync()
+    assert health_probes.free_bytes(tmp_path) == 1 + 2 * 2**16
+
+
+def test_a_folder_that_cannot_be_asked_for_room_is_a_fault(tmp_path: Path, monkeypatch) -> None:
+    def fail(folder: Path) -> int:
+        raise OSError(errno.EIO, "no answer")
+
+    monkeypatch.setattr(health, "free_bytes", fail)
+    with pytest.raises(Unhealthy, match="n0: rank 0 cannot tell how much room .* no answer") as caught:
+        HealthCheck("n0").check_storage(Storage(tmp_path, GIB))
+    assert caught.value.exit_status == ExitStatus.STORAGE
 
 
 def test_the_slow_node_is_told_from_its_neighbours() -> None:

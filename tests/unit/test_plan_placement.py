@@ -55,6 +55,16 @@ def test_three_ways_of_writing_say_the_same(text: str) -> None:
     assert found.leaves == {f"s{i}": (f"n{i}", f"n{i + 4}") for i in range(4)}
 
 
+def test_blocks_are_leaves_and_their_sizes_are_passed_over() -> None:
+    conf = "BlockName=b1 Nodes=n[0-1]\nBlockName=b2 Nodes=n[2-3]\nBlockSizes=2,4\n"
+    shown = """BlockName=b1 BlockIndex=0 Nodes=n[0-1] BlockSize=2
+BlockName=b2 BlockIndex=1 Nodes=n[2-3] BlockSize=2
+AggregatedBlock=b1,b2 BlockIndex=2 Nodes=n[0-3] BlockSize=4
+"""
+    for text in (conf, shown):
+        assert parse_topology(text, "t").leaves == {"b1": ("n0", "n1"), "b2": ("n2", "n3")}
+
+
 def test_paths_go_up_to_the_root() -> None:
     found = parse_topology(CONF, "t")
     assert found.path("s2") == ("root", "top1", "s2")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.profile.chart import series
 from megazero.profile.command import main
+from megazero.profile.options import read_request
 from megazero.profile.points import Wire, divisors, modules, sizes, wires
 from megazero.profile.record import Progress, cluster_text, links, write_cluster
 
@@ -29,6 +32,11 @@ MODEL = {
     "mock_data": True,
     "global_batch_size": 8,
 }
+CHECK_NODES = Path(__file__).resolve().parents[2] / "tools" / "check_nodes.py"
+WORDS = [
+    *("--model-family", "llama", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "32", "--vocab-size", "128"),
+]
 DEVICE = {
     "name": "card",
     "memory_gib": 8,
@@ -127,6 +135,40 @@ def test_measured_modules_stretch_what_is_counted() -> None:
     assert compute(1, [row]).times["embedding"] == compute(1, []).times["embedding"]
     update = compute(1, []).update(1e9)
     assert update == pytest.approx(40 / 5) and plain.device.update_gbytes_per_s == 5
+
+
+def test_what_one_rank_cannot_do_is_said_by_it(capsys, monkeypatch, tmp_path: Path) -> None:
+    """The others wait for it and know nothing: a rank other than the first speaks for itself."""
+    for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("megazero.train.ranks.prepare_cuda", lambda: ())
+    assert main([*WORDS, "--cluster-output", str(tmp_path / "c.yaml")]) == 2
+    assert "rank 3: local rank 3 has no GPU: torch sees 3" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["check_nodes.py"])
+    assert runpy.run_path(str(CHECK_NODES))["main"]() == 2
+    assert "rank 3: local rank 3 has no GPU: torch sees 3" in capsys.readouterr().err
+
+
+def test_nodes_are_waited_for_as_long_as_told(capsys, monkeypatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    there = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    for name, value in {**there, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("sys.argv", ["check_nodes.py", "--timeout", "0.2", "--device", "cpu"])
+    assert runpy.run_path(str(CHECK_NODES))["main"]() == 76
+    said = capsys.readouterr().err
+    assert "1 of 2 ranks did not come: rank 1" in said and "Waited 0.2 s (--timeout)" in said
+
+
+def test_flags_that_the_profile_chooses_itself_are_named() -> None:
+    given = read_request([*WORDS, "--tensor-model-parallel-size", "2", "--sequence-parallel"])
+    (note,) = given.notes
+    assert "--tensor-model-parallel-size, --sequence-parallel." in note
+    assert given.values == read_request(WORDS).values and not read_request(WORDS).notes
 
 
 def test_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,8 @@ SCRIPTS = sorted(path.name for path in (ROOT / "pretrain" / "slurm").glob("*.sba
 PROGRAMS = {
     "srun": """echo "srun $*" >> "$CALLS"
         for node in $LOST; do [[ "$*" == *"=$node "*check_nodes.py* ]] && exit 1; done
+        [[ -n "$CHECKS" && "$*" == *check_nodes.py* ]] && {
+            touch "$RUN/tries"; until [ -e "$RUN/go" ]; do /bin/sleep 0.02; done; }
         [[ "$*" == *check_nodes.py* ]] && exit 0
         mkdir -p "$RUN/logs" "$RUN/iter_$NEWEST"
         trap 'echo "handed on USR1" >> "$CALLS"; exit 75' USR1
@@ -55,7 +57,7 @@ class Scripts:
     def start(self, script: str, ends: object, **variables: object) -> subprocess.Popen:
         job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NODES": 3}
         job |= {"SLURM_JOB_NODELIST": "node[0-2]", "RUN": self.run, "CALLS": self.folder / "calls"}
-        job |= {"ENDS": ends, "SAID": "", "NEWEST": "0000001", "BAD": "none", "LOST": ""}
+        job |= {"ENDS": ends, "SAID": "", "NEWEST": "0000001", "BAD": "none", "LOST": "", "CHECKS": ""}
         job |= {"SLURM_NTASKS_PER_NODE": 8, "EXCLUDED": "(null)", "STATE": "RUNNING", **variables}
         path = f"{self.folder}:{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, **{name: str(value) for name, value in job.items()}}
@@ -106,7 +108,12 @@ def test_ranks_that_were_all_killed_are_lost(scripts) -> None:
     assert "scontrol requeue 7" in scripts.calls
 
 
-def test_restarts_without_a_new_checkpoint_have_an_end(scripts) -> None:
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_restarts_without_a_new_checkpoint_have_an_end(scripts, checkpoints) -> None:
+    if not checkpoints:  # 3 restarts and a first start without any; the end ends the row
+        calls = [scripts.end("pretrain.sbatch", ends=76, NEWEST="../other") for _ in range(4)]
+        assert ["not again" in text for _, text in calls] == [False, False, False, True]
+        return
     for _ in range(3):
         scripts.end("pretrain.sbatch", ends=76)
     assert scripts.calls.count("scontrol requeue 7") == 3
@@ -114,6 +121,33 @@ def test_restarts_without_a_new_checkpoint_have_an_end(scripts) -> None:
     assert "3 restarts without a new checkpoint: not again" in text
     scripts.end("pretrain.sbatch", ends=76, NEWEST="0000002")  # by hand, and it got on
     assert scripts.calls.count("scontrol requeue 7") == 4
+
+
+def test_only_restarts_of_one_job_in_a_row_are_counted(scripts) -> None:
+    for _ in range(4):
+        scripts.end("pretrain.sbatch", ends=2)  # submitted again by hand, with another mistake
+    for job in range(5):
+        scripts.end("pretrain.sbatch", ends=76, SLURM_JOB_ID=job)
+    assert sum("requeue" in call for call in scripts.calls) == 5
+    ends = [scripts.end("chain.sbatch", ends=76, SLURM_JOB_ID=job)[1] for job in range(4)]  # one chain
+    assert ["not again" in text for text in ends] == [False, False, False, True]
+
+
+def test_a_chain_without_a_name_is_refused(scripts) -> None:
+    status, text = scripts.end("chain.sbatch", ends=0, SLURM_JOB_NAME="chain.sbatch")
+    assert status == 2 and "--job-name=NAME" in text and scripts.calls == []
+
+
+@pytest.mark.parametrize("name", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_while_nodes_are_tried_is_a_stop(scripts, name) -> None:
+    process = scripts.start("spare.sbatch", 0, NODES=2, CHECKS="wait")
+    while not (scripts.run / "tries").exists():
+        time.sleep(0.02)
+    process.send_signal(name)
+    (scripts.run / "go").touch()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, text
+    assert "scontrol requeue 7" in scripts.calls and "pretrain_gpt.py" not in "".join(scripts.calls)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -166,6 +200,18 @@ def test_a_node_that_is_named_bad_is_excluded_when_the_job_is_requeued(scripts, 
     assert scripts.end("pretrain.sbatch", ends=0, BAD="pretrain", EXCLUDED=excluded)[0] == 76
     wanted = wanted.replace("node1", "pretrain")  # what the program in srun's place looks for, and names
     assert scripts.calls[-1] == f"scontrol update JobId=7 ExcNodeList={wanted}"
+
+
+def test_nodes_stay_excluded_until_there_is_a_new_checkpoint_and_the_users_for_good(scripts) -> None:
+    def start(bad: str, excluded: str, newest: str) -> str:
+        scripts.end("pretrain.sbatch", ends=75, BAD=bad, EXCLUDED=excluded, NEWEST=newest)
+        return scripts.calls[-1]
+
+    update = "scontrol update JobId=7 ExcNodeList="
+    assert start("pretrain", "user", "0000001") == f"{update}pretrain,user"
+    assert start("srun", "b1,user", "0000001") == "scontrol requeue 7"  # nothing bad, in the row: as it is
+    assert start("srun", "b1,user", "0000002") == f"{update}user"
+    assert start("pretrain", "user", "0000002") == f"{update}pretrain,user"
 
 
 def test_a_spare_node_takes_the_place_of_one_that_is_lost_or_named_bad(scripts) -> None:
