@@ -184,7 +184,7 @@ class Patch:
         ranks = {
             name: dist.get_process_group_ranks(group) if group else own for name, group in groups.items()
         }
-        timeout = timeout_of(groups["dense"] or dist.group.WORLD, device)
+        timeout = timeout_of(groups["dense"] or dist.distributed_c10d._get_default_group(), device)
         cut = cut_groups(ranks, ranks_per_node, device, timeout)
         stages = [rank // ranks_per_node for rank in pipeline_of(ddp)]
         self.tied_link = INTRA if stages[0] == stages[-1] else INTER

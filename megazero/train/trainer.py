@@ -35,7 +35,7 @@ from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
 from megazero.train.rollback import go_back
 from megazero.train.saver import Saver
-from megazero.train.skipping import just_before, leave_out, next_to_leave_out
+from megazero.train.skipping import just_before, leave_out, next_to_leave_out, without_effect
 from megazero.train.stopping import ExitConditions
 from megazero.train.stragglers import KINDS, Stragglers
 from megazero.train.timebill import TimeBill
@@ -94,6 +94,8 @@ class Trainer:
         """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         began = saved_at = self.progress.iteration
         owed = self.progress.owes_evaluation
+        for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
+            self.outputs.console.note(line)
         with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             reason, save_due = self.told, False
@@ -147,15 +149,16 @@ class Trainer:
         try:
             info = self._iterate(batches)
             updated = watching and not info.skipped
-            why = self.spikes.observe(self.progress.losses["lm_loss"], info.grad_norm) if updated else None
-            begin = reached - self.spikes.beyond + 1
+            loss = self.progress.losses["lm_loss"]
+            why = self.spikes.observe(reached, loss, info.grad_norm) if updated else None
         except NonFiniteLoss as error:
             if not watching:
                 self._end_save(f"{error}")
                 raise
-            why, begin = f"{error}", reached - max(self.spikes.beyond, self.guard.skipped_in_a_row - 1)
+            why = f"{error}"
         if why is None:
             return False
+        begin = min(self.spikes.began or reached, self.guard.began or reached)
         self.phase = f"going back from iteration {reached}"
         self.saver.wait()
         before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
