@@ -91,6 +91,8 @@ class Watch:
         ]
 
     def start(self) -> None:
+        with suppress(RuntimeError):  # the store's own errors
+            self._beat()  # whoever stops from here on is known, and can be ended
         for thread in self._threads:
             thread.start()
 
