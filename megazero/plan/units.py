@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
 from megazero.config.model import ModelConfig
 from megazero.config.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
@@ -43,6 +44,13 @@ class Module:
     units: tuple[int, ...]
 
 
+class ModuleSize(NamedTuple):
+    """The parameters that a module of one kind needs, in elements, and how many such modules there are."""
+
+    elements: int
+    number: int
+
+
 class RankUnits:
     """The units of one rank in the order of use, and the modules of each of its parts (virtual stages).
 
@@ -54,14 +62,28 @@ class RankUnits:
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
 
-    @property
-    def modules(self) -> tuple[tuple[int, int], ...]:
-        """Return, for each kind of module that is here, its elements and how many there are."""
-        return tuple(
-            (sum(shape.elements for shape in self._made[kind].shapes), number)
+    @cached_property
+    def modules(self) -> Mapping[str, ModuleSize]:
+        """Return, for each kind of module that is here, its elements and how many there are.
+
+        Tied to an embedding that is here, too, the head needs the unit of the table.
+        """
+        table = self._made[EMBEDDING].table
+        shared = {HEAD: self._made[EMBEDDING].shapes[table].elements} if table is not None else {}
+        return {
+            kind: ModuleSize(sum(s.elements for s in self._made[kind].shapes) + shared.get(kind, 0), number)
             for kind, number in _modules(self._stages).items()
             if number
-        )
+        }
+
+    def reduced(self, layers: int) -> tuple[UnitShape, ...]:
+        """Return the units in the order of a backward's reductions, of each stage ``layers`` layers at most."""
+        kinds = [
+            kind
+            for s in reversed(self._stages)
+            for kind in [HEAD] * s.head + [LAYER] * min(len(s.layers), layers) + [EMBEDDING] * s.embedding
+        ]
+        return tuple(shape for kind in kinds for shape in reversed(self._made[kind].shapes))
 
     def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
         out: Counter[UnitShape] = Counter()

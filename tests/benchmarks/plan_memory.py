@@ -27,9 +27,12 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed, too
 
+from megazero.config import ConfigError, World, make_config
+from megazero.plan.memory import Memory
+
+ROOT = Path(__file__).resolve().parents[2]
 RANKS, PER_NODE, STEPS = 4, 2, 3
 MODEL = {
     "num_layers": 8,
@@ -61,8 +64,6 @@ CHOICES: dict[str, list[Any]] = {
 
 def draw(seed: int, number: int) -> list[dict[str, Any]]:
     """Return so many different legal layouts: options over MODEL."""
-    from megazero.config import ConfigError, World, make_config
-
     drawn, made = random.Random(seed), list[dict[str, Any]]()
     while len(made) < number:
         values = {name: drawn.choice(choices) for name, choices in CHOICES.items()}
@@ -75,8 +76,8 @@ def draw(seed: int, number: int) -> list[dict[str, Any]]:
     return made
 
 
-def measure(values: dict[str, Any]) -> dict[str, Any]:
-    """Train in 4 processes; return predicted and measured bytes of the fullest rank."""
+def measure(values: dict[str, Any]) -> dict[str, int]:
+    """Train in 4 processes; return the measured bytes of the fullest rank."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -90,18 +91,24 @@ def measure(values: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(done.stderr[-3000:])
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == RANKS, done.stdout
-    return {
-        "peak": max(row["peak"] for row in rows),
-        "states": max(row["states"] for row in rows),
-        **rows[0]["predicted"],
-    }
+    return {name: max(row[name] for row in rows) for name in ("peak", "states")}
+
+
+def predict(values: dict[str, Any]) -> Memory:
+    """Return what the planner says of the fullest rank."""
+    from megazero.train.forecast import foresee
+
+    world = World(RANKS, PER_NODE)
+    config = make_config({**MODEL, **values, "memory_check": False}, world)
+    _, forecast, _ = foresee(config, world, torch.device("cpu"))
+    assert forecast is not None
+    return forecast.memory
 
 
 def on_rank(values: dict[str, Any]) -> None:
     """Train on this rank and print its measurements."""
     import torch.distributed as dist
 
-    from megazero.config import World, make_config
     from megazero.mesh.launch import read_launch
     from megazero.train import setup
     from megazero.train.outputs import peak_memory
@@ -120,10 +127,8 @@ def on_rank(values: dict[str, Any]) -> None:
 
         trainer.engine.step = counted
         trainer.run()
-    forecast = trainer.forecast
-    peak = peak_memory(trainer.mesh.device) - forecast.resident
-    predicted = {"predicted": forecast.memory.total, "predicted_states": forecast.memory.model_states}
-    print(json.dumps({"peak": peak, "states": states[-1], "predicted": predicted}), flush=True)
+    peak = peak_memory(trainer.mesh.device) - trainer.forecast.resident
+    print(json.dumps({"peak": peak, "states": states[-1]}), flush=True)
     dist.barrier()
     os._exit(0)  # what watches the ranks has threads that are joined by the program alone
 
@@ -163,7 +168,8 @@ def main() -> None:
                 beside = options.out.with_name(options.out.name + ".partial")
                 beside.write_text(json.dumps(kept, indent=1))
                 beside.replace(options.out)
-        row = kept[key]
+        row, memory = kept[key], predict(values)
+        row |= {"predicted": memory.total, "predicted_states": memory.model_states}
         total, states = row["predicted"] / row["peak"] - 1, row["predicted_states"] / row["states"] - 1
         peak, kept_states = row["peak"] / 2**20, row["states"] / 2**20
         print(f"{peak:7.0f} MiB {total:+7.1%}   states {kept_states:7.0f} {states:+7.1%}   {key}", flush=True)
