@@ -185,7 +185,8 @@ STREAMS = 2  # of each lane (comm/lane.py)
 def gathered(units: RankUnits, states: States, kind: str) -> float:
     """Return the bytes of gathered parameters while a module of this kind is computed back.
 
-    They are those of the module in use, of the next one, and what fits into the bound beyond them.
+    They are those of the module in use, of the next one, and what fits into the bound beyond them. On processors
+    gloo has what it gathers once more, until all is there.
     """
     if states.shards.p == 1:
         return 0.0
@@ -194,8 +195,11 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     if states.shards.keep_gathered:
         return full
     beside = (LAYER, EMBEDDING) if kind == LAYER else (LAYER,)
-    following = max((modules[other].elements for other in beside if other in modules), default=0)
-    return min((modules[kind].elements + following) * width + states.prefetch_bytes, full)
+    following = max((modules[other].elements for other in beside if other in modules), default=0) * width
+    held = modules[kind].elements * width + following + states.prefetch_bytes
+    if held >= full:  # then all stays from one use to the next, and nothing is on its way
+        return full
+    return held + (following if states.on_host else 0.0)
 
 
 def pool(units: RankUnits, states: States, micro_batches: int) -> float:

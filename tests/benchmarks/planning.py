@@ -148,7 +148,7 @@ def _rather(found: Found) -> str:
 
 
 def _section(title: str) -> str:
-    """Return a section of the page as it is: plan_step_time.py writes it."""
+    """Return a section of the page as it is: plan_memory.py and plan_step_time.py write theirs."""
     page = (DOCS / "planning.md").read_text(encoding="utf-8")
     return page.partition(f"## {title}\n")[2].partition("\n## ")[0].strip()
 
@@ -170,6 +170,7 @@ def main() -> None:
         "CHOICES": "\n".join(choices_table()),
         "BLOOM": "\n".join(bloom_table()),
         "RATHER": _rather(rather),
+        "MEMORY": _section("Memory against measurement"),
         "STEPS": _section("Step time against measurement"),
     }
     text = (Path(__file__).parent / "planning_page.txt").read_text(encoding="utf-8")

@@ -27,6 +27,7 @@ from megazero.plan.report import layout_flags
 from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, simulate
+from megazero.plan.units import LAYER
 from megazero.verify.expected_bytes import ExpectedBytes
 
 MODEL = {
