@@ -97,7 +97,7 @@ def measure(values: dict[str, Any]) -> dict[str, int]:
         raise RuntimeError(done.stderr[-3000:])
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == RANKS, done.stdout
-    return {name: max(row[name] for row in rows) for name in ("peak", "states")}
+    return {name: max(row[name] for row in rows) for name in ("states", "peak")}
 
 
 def predict(values: dict[str, Any]) -> Memory:
@@ -206,8 +206,8 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         within = sum(abs(each) <= AIM for each in off)
         states = max(abs(row.states_off) for row in own)
         lines.append(
-            f"- seed {seed}, {len(own)} layouts: {within} within {AIM:.0%}; off by {median(map(abs, off)):.1%} at the "
-            f"median, {min(off):+.1%} to {max(off):+.1%}; model states by {states:.1%} at most"
+            f"- seed {seed}, {len(own)} layouts: {within} within {AIM:.0%}; off by {median(map(abs, off)):.1%} "
+            f"at the median, {min(off):+.1%} to {max(off):+.1%}; model states by {states:.1%} at most"
         )
     return lines
 

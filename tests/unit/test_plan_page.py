@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megazero.plan.cluster import parse_cluster
+from tests.benchmarks.plan_memory import draw, predict, words_of
 from tests.benchmarks.planning import amsp_table, bloom_table, memory_table, zeropp_table
 from tests.benchmarks.planning_papers import amsp_rows, bloom_layout, table_4, zeropp_rows
 
@@ -20,6 +21,17 @@ def test_tables_are_current() -> None:
 def test_who_runs_out_of_memory() -> None:
     for model, tokens, system, runs, sizes in table_4():
         assert (sizes["none"] <= 30.5) == runs, (model, tokens, system)
+
+
+def test_predictions_beside_measured_memory_are_current() -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").split("| seed |")[1].splitlines()]
+    rows = [[cell.strip(" |") for cell in row] for row in rows if row[0][2:].isdigit()]
+    drawn = {seed: draw(int(seed), sum(row[0] == seed for row in rows)) for seed in {row[0] for row in rows}}
+    assert len(rows) >= 20
+    for seed, layout, _, _, _, predicted, _ in rows:
+        values = drawn[seed].pop(0)
+        assert layout == words_of(values)
+        assert round(predict(values).total / 2**20) == int(predicted), (layout, "run plan_memory.py")
 
 
 def test_speedups_and_ranking() -> None:
