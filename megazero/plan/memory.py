@@ -214,14 +214,29 @@ def pool(units: RankUnits, states: States, micro_batches: int) -> float:
     order = units.reduced(waiting)
     chains = {u: states.chain_bytes(u, micro_batches) for u in set(order)}
     staged = {u: u.elements * states.formats.width if states.g > 1 else 0.0 for u in chains}
-    coming = STREAMS * max(map(states.gather_messages, chains))
     if not states.on_host:
-        return _window(order, waiting, staged) + coming + STREAMS * max(chains.values())
+        messages = max(map(states.gather_messages, chains)) + max(chains.values())
+        return _window(order, waiting, staged) + STREAMS * messages
     if states.g > 1:
-        return _window(order, waiting, {u: staged[u] + chains[u] for u in chains}) + coming
-    if states.returns:  # the way back takes the axes of the way there, so the next chain cannot begin
-        return _window(order, STREAMS, chains) + coming
-    return sum(n * chains[u] for u, n in units.counts) + coming  # nothing bounds them
+        going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains})
+    elif states.returns:  # the way back takes the axes of the way there, so the next chain cannot begin
+        going = _window(order, STREAMS, chains)
+    else:  # nothing bounds them
+        going = sum(n * chains[u] for u, n in units.counts)
+    coming = _coming(units, states)
+    # Differences are sent once a step, around the first forward: no reduction is under way then.
+    return max(going, coming) if states.formats.delta else going + coming
+
+
+def _coming(units: RankUnits, states: States) -> float:
+    """Return the bytes of the messages of the gathers that may be under way: as many as may run ahead of use."""
+    messages = sum(n * states.gather_messages(u) for u, n in units.counts)
+    if not messages:
+        return 0.0
+    ahead = sum(n * states.ahead_bytes(u) for u, n in units.counts)
+    most = sorted((size.elements for size in units.modules.values()), reverse=True)[:2]
+    now = sum(most) / units.elements * ahead + states.prefetch_bytes
+    return messages * min(1.0, now / ahead)
 
 
 def _window(order: Sequence[UnitShape], number: int, sizes: Mapping[UnitShape, float]) -> float:

@@ -82,7 +82,7 @@ class Forecast:
         most = float(mesh.gather_rows(own.to(mesh.device)).max())
         if not step_seconds:
             return None
-        # A CPU's resident size has the libraries' own memory and what glibc keeps of the freed: up to twice as much.
+        # A CPU's resident size has what glibc keeps of the freed, too: up to twice as much.
         measured = "measured" if mesh.device.type == "cuda" else "is what the resident size grew by"
         words = [f"memory {self.total / GIB:.3f} GiB predicted, {most / GIB:.3f} {measured}"]
         if self.seconds is not None:
