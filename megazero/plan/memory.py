@@ -195,8 +195,8 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     if states.shards.keep_gathered:
         return full
     beside = (LAYER, EMBEDDING) if kind == LAYER else (LAYER,)
-    following = max((modules[other].elements for other in beside if other in modules), default=0) * width
-    held = modules[kind].elements * width + following + states.prefetch_bytes
+    following = max((modules[other] for other in beside if other in modules), default=0) * width
+    held = modules[kind] * width + following + states.prefetch_bytes
     if held >= full:  # then all stays from one use to the next, and nothing is on its way
         return full
     return held + (following if states.on_host else 0.0)
@@ -234,8 +234,8 @@ def _coming(units: RankUnits, states: States) -> float:
     if not messages:
         return 0.0
     ahead = sum(n * states.ahead_bytes(u) for u, n in units.counts)
-    most = sorted((size.elements for size in units.modules.values()), reverse=True)[:2]
-    now = sum(most) / units.elements * ahead + states.prefetch_bytes
+    two = sorted(units.modules.values(), reverse=True)[:2]
+    now = sum(two) / units.elements * ahead + states.prefetch_bytes
     return messages * min(1.0, now / ahead)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
 
 from megazero.config.model import ModelConfig
 from megazero.config.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
@@ -44,13 +43,6 @@ class Module:
     units: tuple[int, ...]
 
 
-class ModuleSize(NamedTuple):
-    """The parameters that a module of one kind needs, in elements, and how many such modules there are."""
-
-    elements: int
-    number: int
-
-
 class RankUnits:
     """The units of one rank in the order of use, and the modules of each of its parts (virtual stages).
 
@@ -63,18 +55,20 @@ class RankUnits:
         self.elements = sum(shape.elements * number for shape, number in self.counts)
 
     @cached_property
-    def modules(self) -> Mapping[str, ModuleSize]:
-        """Return, for each kind of module that is here, its elements and how many there are.
+    def modules(self) -> Mapping[str, int]:
+        """Return, for each kind of module that is here, the elements of the units that it needs.
 
         Tied to an embedding that is here, too, the head needs the unit of the table.
         """
-        table = self._made[EMBEDDING].table
-        shared = {HEAD: self._made[EMBEDDING].shapes[table].elements} if table is not None else {}
-        return {
-            kind: ModuleSize(sum(s.elements for s in self._made[kind].shapes) + shared.get(kind, 0), number)
+        sizes = {
+            kind: sum(shape.elements for shape in self._made[kind].shapes)
             for kind, number in _modules(self._stages).items()
             if number
         }
+        table = self._made[EMBEDDING].table
+        if table is not None:
+            sizes[HEAD] += self._made[EMBEDDING].shapes[table].elements
+        return sizes
 
     def reduced(self, layers: int) -> tuple[UnitShape, ...]:
         """Return the units in the order of a backward's reductions, of each stage ``layers`` layers at most."""
