@@ -135,6 +135,21 @@ class States:
         ends = 2 * unit.elements / self.shards.os * self.formats.sums if unit.tied else 0.0
         return max(self.reduction_messages(unit, micro_batches), ends)
 
+    def sampled_bytes(self, counts: Sequence[tuple[UnitShape, int]]) -> tuple[float, float]:
+        """Return the bytes in which one unit's weights and gradients are decoded to measure the rounding.
+
+        Every unit has its turn, the largest, too. Between two quantised hops the sum is made for it, and what is sent
+        of it (zero/reduce.py); else the other ranks' rows are decoded.
+        """
+        largest = max((u.elements for u, _ in counts if u.quantised), default=0) * self.formats.sums
+        of_weights = largest / self.shards.os if self.formats.weights is not None else 0.0
+        axes, codings = [a for a in self.grid.data_axes if a.size > 1], self.formats.gradients or {}
+        coded = [codings.get(a.link) is not None for a in axes]
+        if not any(coded):
+            return of_weights, 0.0
+        rows = 2 if all(coded[:2]) and len(axes) > 1 else axes[0].size - 1
+        return of_weights, largest * rows / axes[0].size
+
     @property
     def returns(self) -> bool:
         """Whether sums go back to replicas."""
@@ -216,7 +231,7 @@ def pool(units: RankUnits, states: States, micro_batches: int) -> float:
     staged = {u: u.elements * states.formats.width if states.g > 1 else 0.0 for u in chains}
     if not states.on_host:
         messages = max(map(states.gather_messages, chains)) + max(chains.values())
-        return _window(order, waiting, staged) + STREAMS * messages
+        return _window(order, waiting, staged) + STREAMS * messages + max(states.sampled_bytes(units.counts))
     if states.g > 1:
         going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains})
     elif states.returns:  # the way back takes the axes of the way there, so the next chain cannot begin
@@ -224,6 +239,8 @@ def pool(units: RankUnits, states: States, micro_batches: int) -> float:
     else:  # nothing bounds them
         going = sum(n * chains[u] for u, n in units.counts)
     coming = _coming(units, states)
+    of_weights, of_gradients = states.sampled_bytes(units.counts)
+    going, coming = going + of_gradients, coming + of_weights
     # Differences are sent once a step, around the first forward: no reduction is under way then.
     return max(going, coming) if states.formats.delta else going + coming
 
