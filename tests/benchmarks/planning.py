@@ -11,8 +11,11 @@ import contextlib
 import io
 import json
 import shlex
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed, too
 
 from megazero.plan.cluster import load_cluster
 from megazero.plan.command import main as plan
