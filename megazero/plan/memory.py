@@ -136,18 +136,19 @@ class States:
         return max(self.reduction_messages(unit, micro_batches), ends)
 
     def sampled_bytes(self, counts: Sequence[tuple[UnitShape, int]]) -> tuple[float, float]:
-        """Return the bytes in which one unit's weights and gradients are decoded to measure the rounding.
+        """Return the bytes in which the rounding of one unit's weights, and of its gradients, is measured.
 
-        Every unit has its turn, the largest, too. Between two quantised hops the sum is made for it, and what is sent
-        of it (zero/reduce.py); else the other ranks' rows are decoded.
+        Every unit has its turn, the largest, too. What was sent is decoded, the error is taken, and its squares in
+        fp64 (zero/rounding.py): of this rank's sum between two quantised hops, else of the other ranks' rows.
         """
-        largest = max((u.elements for u, _ in counts if u.quantised), default=0) * self.formats.sums
+        largest = max((u.elements for u, _ in counts if u.quantised), default=0)
+        largest *= 2 * self.formats.sums + SQUARE
         of_weights = largest / self.shards.os if self.formats.weights is not None else 0.0
         axes, codings = [a for a in self.grid.data_axes if a.size > 1], self.formats.gradients or {}
         coded = [codings.get(a.link) is not None for a in axes]
         if not any(coded):
             return of_weights, 0.0
-        rows = 2 if all(coded[:2]) and len(axes) > 1 else axes[0].size - 1
+        rows = 1 if all(coded[:2]) and len(axes) > 1 else axes[0].size - 1
         return of_weights, largest * rows / axes[0].size
 
     @property
@@ -195,6 +196,7 @@ def _crossing(grid: Grid) -> int:
 
 
 STREAMS = 2  # of each lane (comm/lane.py)
+SQUARE = 8  # bytes of an element's error, squared
 
 
 def gathered(units: RankUnits, states: States, kind: str) -> float:

@@ -23,9 +23,6 @@ from megazero.zero.unit import Unit
 WEIGHTS, GRADIENTS = "weights", "gradients"
 KINDS = (WEIGHTS, GRADIENTS)
 
-# Elements whose errors are summed at once: whole, they took 12 bytes for each of the sample's, most of all buffers.
-PIECE = 1 << 20
-
 # (unit, codec, kind, exact, sent): what messages were made of and what they decode to. Weights: the compact OS slice;
 # gradients: rows [k, n] of the coded region.
 Observer = Callable[[Unit, Codec, str, torch.Tensor, torch.Tensor], None]
@@ -96,26 +93,18 @@ class Rounding:
                 self.observer(unit, codec, kind, exact, decoded)
             if unit.name != self.sampled:
                 return
-            squares = frame.take(2, torch.float64).zero_()
-            pieces = zip(decoded.view(-1).split(PIECE), exact.reshape(-1).split(PIECE), strict=True)
-            for of_decoded, of_exact in pieces:
-                self._add_squares(of_decoded, of_exact, squares)
+            squares = frame.take(2, torch.float64)
+            error = frame.take(decoded.numel(), decoded.dtype).view(decoded.shape)
+            wide = frame.take(decoded.numel(), torch.float64)
+            accumulate(error.copy_(decoded), exact, alpha=-1.0)
+            for values, square in zip((error, exact), squares, strict=True):
+                wide.view(values.shape).copy_(values)
+                torch.sum(wide.square_(), 0, out=square)
             if kind in self.sums:
                 # In place, as what lies in _places is: on CUDA a unit's chains take turns on streams.
                 self.sums[kind].add_(squares)
             else:
                 self.sums[kind] = self._places[kind].copy_(squares)
-
-    def _add_squares(self, sent: torch.Tensor, exact: torch.Tensor, squares: torch.Tensor) -> None:
-        """Add ||sent - exact||^2 and ||exact||^2 of 1-D parts to ``squares``, fp64 [2]."""
-        with self.arena.frame(self.device) as frame:
-            error = frame.take(sent.numel(), sent.dtype)
-            wide, own = frame.take(sent.numel(), torch.float64), frame.take(2, torch.float64)
-            accumulate(error.copy_(sent), exact, alpha=-1.0)
-            for values, square in zip((error, exact), own, strict=True):
-                wide.copy_(values)
-                torch.sum(wide.square_(), 0, out=square)
-            squares.add_(own)
 
     def take(self, out: torch.Tensor) -> None:
         """Write this rank's sums since the last take to fp64 [2 x KINDS], zeros where nothing was sampled."""

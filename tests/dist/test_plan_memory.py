@@ -74,9 +74,6 @@ def test_model_states_are_what_is_held(held: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_pool_is_bounded(held: Any, name: str) -> None:
-    """How many chains are under way at once depends on the ranks' timing: the planner says the most."""
+    """How many chains are under way at once depends on the ranks' timing: the planner says the most, about."""
     for _, pool, _, predicted in held[name]:
-        assert predicted / 4 <= pool <= predicted * 1.05 + 20 * 512, (
-            pool,
-            predicted,
-        )  # buffers are of 512 bytes
+        assert predicted / 4 <= pool <= 1.25 * predicted, (pool, predicted)

