@@ -24,13 +24,11 @@ def test_who_runs_out_of_memory() -> None:
 
 
 def test_predictions_beside_measured_memory_are_current() -> None:
-    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").split("| seed |")[1].splitlines()]
-    rows = [[cell.strip(" |") for cell in row] for row in rows if row[0][2:].isdigit()]
-    drawn = {seed: draw(int(seed), sum(row[0] == seed for row in rows)) for seed in {row[0] for row in rows}}
-    assert rows
-    for seed, layout, _, _, _, predicted, _ in rows:
-        values = drawn[seed].pop(0)
-        assert layout == words_of(values)
+    table = PAGE.read_text(encoding="utf-8").split("| seed |")[1].split("\n\n")[0].splitlines()[2:]
+    assert table
+    for line in table:
+        seed, layout, _, _, _, predicted, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        values = {words_of(drawn): drawn for drawn in draw(int(seed), 20)}[layout]
         assert round(predict(values).total / 2**20) == int(predicted), (layout, "run plan_memory.py")
 
 
