@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megazero.comm.lane import Lane
 from tests.megatron.case import Case, Run
 from tests.megatron.model import build_chunks, model_config, named
-from tests.megatron.on_cpu import megatron_on_cpu
+from tests.megatron.on_cpu import megatron_on_cpu, unshimmed
 
 Formats = Mapping[str, Any]  # what megatron_core_patch.enable takes
 
@@ -95,7 +96,8 @@ def patched(case: Case, formats: Formats | None) -> Iterator[None]:
 
     megatron_core_patch.enable(**formats, ranks_per_node=case.ranks_per_node)
     try:
-        yield
+        with mock.patch.object(Lane, "_advance", unshimmed(Lane._advance)):
+            yield
     finally:
         megatron_core_patch.disable()
 
