@@ -42,9 +42,10 @@ HERE: dict[str, str | None] = {
     "--merge-file": None,
     "--save": None,
     "--load": None,
+    "--eval-iters": "0",
 }
 ALWAYS = shlex.split(
-    "--distributed-backend gloo --transformer-impl local --mock-data --vocab-size 127 --num-workers 0 --eval-iters 0 "
+    "--distributed-backend gloo --transformer-impl local --mock-data --vocab-size 127 --num-workers 0 "
     "--log-interval 1 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
     "--attention-dropout 0 --hidden-dropout 0 --lr-decay-iters 5"
 )
