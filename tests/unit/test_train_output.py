@@ -13,8 +13,10 @@ import pytest
 from megazero.train.console import TrainConsole, human_bytes, human_count, interval_line
 from megazero.train.history import new_run_id
 from megazero.train.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
-from megazero.train.metrics import MetricsWriter
+from megazero.train.metrics import MetricsWriter, read_metrics
+from megazero.train.outputs import Outputs
 from megazero.train.plot import plot_loss
+from megazero.train.skipping import LeftOut
 from tests.unit.test_train_metrics import _line
 
 
@@ -164,6 +166,26 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     assert {"lm_loss", "time_bill/compute"} <= set(events.Tags()["scalars"])
     seen = [(e.step, e.value) for e in events.Scalars("lm_loss")]
     assert seen == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 4.0), (5, 4.0), (6, 4.0), (7, 4.0)]
+
+
+def test_what_a_rollback_undid_leaves_tensorboard_as_it_leaves_the_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics, board = MetricsWriter(tmp_path, iteration=0), TensorBoardLogger(tmp_path / "board")
+    console = TrainConsole(total=8, enabled=False, stream=io.StringIO())
+    outputs = Outputs(console, Loggers([board]), metrics)
+    for iteration in (1, 2, 3, 4, 5, 8):
+        metrics.iteration(_line(iteration))
+        outputs.loggers.log(iteration, _line(iteration).as_dict())
+        if iteration == 5:
+            outputs.went_back("a spike", LeftOut(3, 7, 16, 56, rollback=True))
+    for each in (outputs.loggers, metrics):
+        each.close()
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    kept = [event.step for event in events.Scalars("lm_loss")]
+    assert kept == [1, 2, 8] == [line["iteration"] for line in read_metrics(tmp_path)]
 
 
 def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
