@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import nan
 from typing import Any, Protocol
 
 from megazero.checkpoint.errors import error_number
@@ -33,7 +34,7 @@ class TensorBoardLogger:
     """Writes scalars as TensorBoard events.
 
     On a resume, the events of later iterations than `iteration` are purged. TensorBoard's fast reader, its default,
-    heeds no such mark: it drops a point when another of its iteration or an earlier one comes.
+    heeds no mark of that: it drops points when another of their iteration or an earlier one comes.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, iteration: int = 0) -> None:
@@ -43,6 +44,7 @@ class TensorBoardLogger:
             raise ValueError(
                 f"--tensorboard-dir {directory} needs TensorBoard ({error}): pip install tensorboard"
             ) from error
+        self._reached: dict[str, int] = {}  # the iteration of the last value of each name
         self._open = partial(SummaryWriter, str(directory))
         # A start from the beginning takes the place of one that never saved, evaluations before training included.
         self._writer = self._open(purge_step=iteration + 1 if iteration else 0)
@@ -50,8 +52,12 @@ class TensorBoardLogger:
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars(values):
             self._writer.add_scalar(name, value, iteration)
+            self._reached[name] = iteration
 
     def undo(self, first: int) -> None:
+        for name, last in self._reached.items():
+            if last >= first:  # of all, this is what the fast reader keeps
+                self._writer.add_scalar(name, nan, first)
         self._writer.close()
         self._writer = self._open(purge_step=first)
 

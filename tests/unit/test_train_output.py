@@ -186,6 +186,26 @@ def test_what_a_rollback_undid_leaves_tensorboard_as_it_leaves_the_metrics(tmp_p
     events.Reload()
     kept = [event.step for event in events.Scalars("lm_loss")]
     assert kept == [1, 2, 8] == [line["iteration"] for line in read_metrics(tmp_path)]
+    assert [(step, math.isnan(loss)) for step, loss in _seen_by_the_fast_reader(tmp_path / "board")] == [
+        (1, False), (2, False), (3, True), (8, False),
+    ]  # fmt: skip
+
+
+def _seen_by_the_fast_reader(board: Path) -> list[tuple[int, float]]:
+    """(iteration, lm_loss), as TensorBoard's own process for reading has them."""
+    pytest.importorskip("tensorboard_data_server")
+    from tensorboard.context import RequestContext
+    from tensorboard.data.server_ingester import SubprocessServerDataIngester, get_server_binary
+    from tensorboard.util.grpc_util import ChannelCredsType
+
+    server = SubprocessServerDataIngester(
+        server_binary=get_server_binary(), logdir=str(board), reload_interval=0, samples_per_plugin={},
+        channel_creds_type=ChannelCredsType.LOCAL,
+    )  # fmt: skip
+    server.start()
+    asked = {"experiment_id": "", "plugin_name": "scalars", "downsample": 100}
+    (of_run,) = server.data_provider.read_scalars(RequestContext(), **asked).values()
+    return [(point.step, point.value) for point in of_run["lm_loss"]]
 
 
 def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
