@@ -149,8 +149,10 @@ def adapted(flags: Sequence[str]) -> list[str]:
 
 
 def run(patch: Sequence[str], flags: Sequence[str]) -> tuple[list[tuple[float, float]], str]:
-    """Run the program under torchrun; return what ``finish`` does."""
-    return finish([*TORCHRUN, *patch, str(FOLDER_PATH / "pretrain_gpt.py"), *flags], FOLDER_PATH)
+    """Run the program under torchrun, in the environment of the page's script; return what ``finish`` does."""
+    exported = dict(re.findall(r"^export (\w+)=(\S+)", page_scripts()[0], re.MULTILINE))
+    command = [*TORCHRUN, *patch, str(FOLDER_PATH / "pretrain_gpt.py"), *flags]
+    return finish(command, FOLDER_PATH, **exported)
 
 
 def finish(command: Sequence[str], folder: Path, **words: str) -> tuple[list[tuple[float, float]], str]:
