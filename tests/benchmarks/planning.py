@@ -153,7 +153,7 @@ def _rather(found: Found) -> str:
 def _section(title: str) -> str:
     """Return a section of the page as it is: plan_memory.py and plan_step_time.py write theirs."""
     page = (DOCS / "planning.md").read_text(encoding="utf-8")
-    return page.partition(f"## {title}\n")[2].partition("\n## ")[0].strip()
+    return page.partition(f"## {title}\n")[2].partition("\n## ")[0].strip("\n")
 
 
 def main() -> None:
