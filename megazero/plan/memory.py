@@ -146,10 +146,13 @@ class States:
         of_weights = largest / self.shards.os if self.formats.weights is not None else 0.0
         axes, codings = [a for a in self.grid.data_axes if a.size > 1], self.formats.gradients or {}
         coded = [codings.get(a.link) is not None for a in axes]
-        if not any(coded):
-            return of_weights, 0.0
-        rows = 1 if all(coded[:2]) and len(axes) > 1 else axes[0].size - 1
-        return of_weights, largest * rows / axes[0].size
+        of_gradients, parts = 0.0, 1
+        for i, axis in enumerate(axes):
+            parts *= axis.size
+            if coded[i]:
+                rows = 1 if any(coded[i + 1 : i + 2]) else axis.size - 1
+                of_gradients = max(of_gradients, largest / parts * rows)
+        return of_weights, of_gradients
 
     @property
     def returns(self) -> bool:
