@@ -109,7 +109,7 @@ def measure(options: dict[str, Any], folder: str) -> tuple[list[Round], int]:
     config = make_config(values, World(world, world))
     with ExitStack() as stack:
         trainer = setup.prepare(config, launch, stack, time.monotonic())
-        with trainer._batches(trainer.data.train, consumed=0) as batches:
+        with trainer.feeding.batches(trainer.data.train, consumed=0) as batches:
             rounds = [one_round(trainer, batches, options["steps"]) for _ in range(options["rounds"] + 1)]
     path = store.latest(f"{folder}/save")
     assert path is not None
