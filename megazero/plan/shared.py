@@ -222,12 +222,9 @@ class Machine:
         self.messages: dict[Action, Transfer] = {}
         self.events: set[Action] = set()
         steps = self.frame.steps_of(micro_batches)[1]
-        self.travels = {event for _, _, _, needed in steps for event, away in needed if away}
+        self.travels = {event: rank for rank, _, _, needed in steps for event, away in needed if away}
         self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.frame.pp)]
         self.bills = [dict.fromkeys(items, 0.0) for _ in self.processes]
-        link = layout.grid.axis("pp").link
-        cost = self.frame.message_cost
-        self.message = Leg(link, cost.seconds, cost.busy)
 
     def send(self, owner: int, leg: Leg) -> Transfer:
         transfer = Transfer(owner, leg, leg.seconds)
@@ -238,7 +235,8 @@ class Machine:
         """Note that an action is done, and send what it made to the rank that needs it."""
         self.events.add(event)
         if event in self.travels:
-            self.messages[event] = self.send(owner, self.message)
+            link = self.frame.message_link(event, self.travels[event])
+            self.messages[event] = self.send(owner, Leg(link, *self.frame.message_costs[link]))
 
     def has(self, event: Action, away: bool) -> bool:
         """Tell whether an action is done and, if it was done away, its message is here."""
