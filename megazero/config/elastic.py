@@ -18,10 +18,11 @@ from typing import Any
 from megazero.checkpoint.directory import newest_state
 from megazero.config.batch_sizes import BatchSizeRampup
 from megazero.config.fields import typed
+from megazero.config.rules import batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.config.sections import ParallelConfig, ZeroConfig
 from megazero.config.shards import IN_NODE, PARTITIONED
-from megazero.config.validate import find_errors
+from megazero.config.validate import find_errors, uneven_ranks
 from megazero.mesh.grid import nearest_divisor, nearest_shards
 
 MOST_WORLDS = 16  # other numbers of ranks that are tried for an error line, in each direction
@@ -30,13 +31,17 @@ MOST_WORLDS = 16  # other numbers of ranks that are tried for an error line, in 
 def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
     """Return the configuration for these ranks, and error lines.
 
-    With --elastic it is the nearest legal one, with a note on what was changed. Without, the errors say what that
-    would be. A ramp-up takes the micro-batch that divides every size to come, if there is one.
+    With --elastic it is the nearest legal one, with a note on what was changed. Without, what that would be stands
+    behind the error of a batch or of ranks that do not divide; other errors name their own nearest choice. A ramp-up
+    takes the micro-batch that divides every size to come, if there is one.
     """
     errors, elastic = find_errors(config, world), config.batch.elastic
     ramped = elastic and config.batch.rampup_batch_size
     known = config.batch.global_batch_size is not None  # by now, unless the ranks do not divide
     if not known or not (errors or ramped) or find_errors(config, None):  # which no layout would mend
+        return config, errors
+    uneven = uneven_ranks(config, world) or list(batch_multiples(config, world))
+    if not elastic and not uneven:
         return config, errors
     try:
         sizes = _sizes_to_come(config)
@@ -50,7 +55,8 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
         return config, [*errors, *([near] if others else [])]
     changes = _changes(config, found)
     if not elastic:
-        return config, [*errors[:-1], f"{errors[-1]}; to keep {batch}: {changes}, as --elastic does"]
+        hint = f"; to keep {batch}: {changes}, as --elastic does"
+        return config, [line + hint if line == uneven[0] else line for line in errors]
     notes = [*config.notes, *([f"--elastic keeps {batch}: {changes}"] if changes else [])]
     return replace(found, notes=tuple(notes)), []
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
@@ -68,6 +69,13 @@ def take_secrets(words: Sequence[str]) -> list[str]:
                 _of_command_line.add(value)
         _of_command_line.update(_of_urls(word))
     return redact(list(words))
+
+
+def environ_of_helper() -> dict[str, str]:
+    """Return the environment for a Python process of this package that is to hide what this one hides."""
+    taken = {f"MEGAZERO_{i}_SECRET": secret for i, secret in enumerate(sorted(_of_command_line))}
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]  # a checkout is not installed
+    return {**os.environ, **taken, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def redact(value: T) -> T:

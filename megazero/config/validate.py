@@ -135,6 +135,16 @@ def _shard_chain(config: RunConfig) -> Iterator[str]:
         yield str(error)
 
 
+def uneven_ranks(config: RunConfig, world: World) -> list[str]:
+    """Return the error line of ranks that do not divide by the parallel sizes, or whose groups straddle nodes."""
+    known = config.knows_nodes(world)
+    try:
+        config.data_ranks_per_node(world if known else World(world.world_size, world.world_size))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterator[str]:
     """Check the rules over the size of the world: profiled ranks, nodes, shards, batch.
 
@@ -147,13 +157,13 @@ def _layout(config: RunConfig, world: World, broken: Collection[str]) -> Iterato
             )
     if {"tensor_model_parallel_size", "pipeline_model_parallel_size", "ranks_per_node"} & set(broken):
         return
-    known = config.knows_nodes(world)
-    try:
-        config.data_ranks_per_node(world if known else World(world.world_size, world.world_size))
-    except ValueError as error:
-        yield str(error)
+    uneven = uneven_ranks(config, world)
+    yield from uneven
+    if uneven:
         return
-    if known and not {opt.name for opt in all_options().values() if opt.section == "zero"} & set(broken):
+    if config.knows_nodes(world) and not {
+        opt.name for opt in all_options().values() if opt.section == "zero"
+    } & set(broken):
         try:
             config.wire(world)
         except ValueError as error:

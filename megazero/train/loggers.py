@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import nan
 from typing import Any, Protocol
 
 from megazero.checkpoint.errors import error_number
@@ -21,6 +22,9 @@ class Logger(Protocol):
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None: ...
 
+    def undo(self, first: int) -> None:
+        """Take back what was logged of the iterations from ``first`` on: their updates were undone."""
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
@@ -29,7 +33,8 @@ class Logger(Protocol):
 class TensorBoardLogger:
     """Writes scalars as TensorBoard events.
 
-    On a resume, the events of later iterations than `iteration` are purged.
+    On a resume, the events of later iterations than `iteration` are purged. TensorBoard's fast reader, its default,
+    heeds no mark of that: it drops points when another of their iteration or an earlier one comes.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, iteration: int = 0) -> None:
@@ -39,12 +44,22 @@ class TensorBoardLogger:
             raise ValueError(
                 f"--tensorboard-dir {directory} needs TensorBoard ({error}): pip install tensorboard"
             ) from error
+        self._reached: dict[str, int] = {}  # the iteration of the last value of each name
+        self._open = partial(SummaryWriter, str(directory))
         # A start from the beginning takes the place of one that never saved, evaluations before training included.
-        self._writer = SummaryWriter(str(directory), purge_step=iteration + 1 if iteration else 0)
+        self._writer = self._open(purge_step=iteration + 1 if iteration else 0)
 
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars(values):
             self._writer.add_scalar(name, value, iteration)
+            self._reached[name] = iteration
+
+    def undo(self, first: int) -> None:
+        for name, last in self._reached.items():
+            if last >= first:  # of all, this is what the fast reader keeps
+                self._writer.add_scalar(name, nan, first)
+        self._writer.close()
+        self._writer = self._open(purge_step=first)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -97,6 +112,9 @@ class WandbLogger:
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         self._run.log(dict(scalars(values)) | {"iteration": iteration})
 
+    def undo(self, first: int) -> None:
+        """Do nothing: wandb keeps what it has."""
+
     def flush(self) -> None:
         """Do nothing: wandb's own process has what was logged, and outlives this one."""
 
@@ -126,6 +144,10 @@ class Loggers:
     def log(self, iteration: int, values: Mapping[str, Any]) -> None:
         for member in tuple(self._members):
             self._guarded(member, partial(member.log, iteration, values))
+
+    def undo(self, first: int) -> None:
+        for member in tuple(self._members):
+            self._guarded(member, partial(member.undo, first))
 
     def flush(self) -> None:
         """Write what members hold back, so that it outlives a kill."""

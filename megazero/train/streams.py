@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from megazero.config.secrets import redact, take_secrets
+from megazero.config.secrets import environ_of_helper, redact, take_secrets
 from megazero.train.lines import NO_ROOM
 
 # A launcher or a batch system may send these to all processes of a job: the copies go on to the end of the stream.
@@ -75,9 +75,9 @@ def guard_output() -> None:
 def log_each_rank(log_dir: str, rank: int) -> Path:
     """Copy what this process writes to its standard output and error to LOG_DIR/ranks/rank_N.log, too.
 
-    That is done for the file descriptors by a process each, so what libraries in C print is in it, and the last
-    words of a process that is killed. What a full disk does not take is missing there. Raises ValueError if the file
-    cannot be written for another reason.
+    That is done for the file descriptors by another process (train/copying.py), so what libraries in C print is in
+    it, and the last words of a process that is killed; secrets are hidden there, too. What a full disk does not take
+    is missing. Raises ValueError if the file cannot be written for another reason.
     """
     path = Path(log_dir) / "ranks" / f"rank_{rank}.log"
     head = f"--- rank {rank}, process {os.getpid()} on {os.uname().nodename}, {datetime.now():%F %T}\n"
@@ -89,20 +89,23 @@ def log_each_rank(log_dir: str, rank: int) -> Path:
         if error.errno not in NO_ROOM:
             cure = "name another --log-dir"
             raise ValueError(f"--log-each-rank cannot write {path} ({error.strerror}); {cure}") from error
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        stream.flush()
-        copy = subprocess.Popen(
-            ["tee", "-a", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=number,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=_ignore_signals,
-            start_new_session=True,
-        )
-        assert copy.stdin is not None
-        os.dup2(copy.stdin.fileno(), number)
-        copy.stdin.close()
-        _copies.append(copy)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipes = {number: os.pipe() for number in (1, 2)}
+    command = [sys.executable, "-P", "-m", "megazero.train.copying", str(path)]
+    copies = subprocess.Popen(
+        [*command, *(f"{source}={number}" for number, (source, _) in pipes.items())],
+        stdin=subprocess.DEVNULL,
+        env=environ_of_helper(),
+        pass_fds=[source for source, _ in pipes.values()],
+        preexec_fn=_ignore_signals,
+        start_new_session=True,
+    )
+    _copies.append(copies)
+    for number, (source, sink) in pipes.items():
+        os.dup2(sink, number)
+        os.close(sink)
+        os.close(source)
     return path
 
 

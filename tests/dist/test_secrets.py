@@ -45,7 +45,7 @@ PLANTED = (
     "plantedFlagValue10",
 )
 # The program, with a library in it that fails and says all that it knows.
-CRASH = """
+CRASH = r"""
 import logging, os, sys, warnings
 sys.path[:0] = ["pretrain"]
 import pretrain_gpt
@@ -59,6 +59,8 @@ def told():
             warnings.warn(f"a warning of {words[0]}")
             logging.getLogger("a.library").warning("a line of %s", words[2])
             self.outputs.tell("note", text=" ".join(words))
+            for number in (1, 2):
+                os.write(number, f"a library in C at {words[0]} and plantedBucket8\n".encode())
             raise RuntimeError(f"cannot log in as {words} with {sys.argv}")
         step(self, batches)
     trainer.Trainer._iterate = iterate
@@ -119,7 +121,8 @@ def test_a_run_that_trains_saves_and_crashes(tmp_path: Path, logger: str) -> Non
     assert (tmp_path / "run" / "iter_0000002" / "manifest.json").exists()
     assert "s3://***@bucket.example/stop" in (tmp_path / "logs" / "config.yaml").read_text()
     assert "cannot log in" in (tmp_path / "logs" / "events.jsonl").read_text()
-    assert "cannot log in" in (tmp_path / "logs" / "ranks" / "rank_0.log").read_text()
+    kept = (tmp_path / "logs" / "ranks" / "rank_0.log").read_text()
+    assert "cannot log in" in kept and kept.count("a library in C at *** and ***") == 2
     assert found(tmp_path, done.stdout, done.stderr) == []
 
 

@@ -86,6 +86,23 @@ def test_shards_that_the_ranks_do_not_have() -> None:
     assert config.zero.zero_hpz_partition_size == 2
 
 
+def test_only_what_does_not_divide_is_said_to_be_elastics() -> None:
+    """Errors of shards and lifetimes name their own nearest choice, whatever --elastic would make of them."""
+    shards = {"zero_preset": "mics", "elastic": False}
+    with pytest.raises(ConfigError, match="nearest legal preset: zero3$"):
+        configured(shards, 2, per_node=1)
+    alone = {"pipeline_model_parallel_size": 4, "zero_params_lifetime": "gathered", "zero_preset": "zero3"}
+    with pytest.raises(ConfigError, match="nearest legal: resident$"):
+        configured({**alone, "elastic": False}, 4)
+    with pytest.raises(ConfigError) as error:
+        configured({**shards, "micro_batch_size": 8}, 2, per_node=1)
+    of_shards, of_batch = error.value.errors
+    assert of_shards.endswith("nearest legal preset: zero3")
+    assert of_batch.endswith(
+        "to keep the global batch of 8 on 2 ranks: --zero-preset zero3 --micro-batch-size 4, as --elastic does"
+    )
+
+
 def test_what_no_layout_keeps_stays_an_error() -> None:
     with pytest.raises(ConfigError, match="--global-batch-size 8 is not a multiple") as error:
         configured({}, 11)

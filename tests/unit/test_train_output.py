@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from megazero.train.console import TrainConsole, human_bytes, human_count, interval_line
 from megazero.train.history import new_run_id
 from megazero.train.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
-from megazero.train.metrics import MetricsWriter
+from megazero.train.metrics import MetricsWriter, read_metrics
+from megazero.train.outputs import Outputs
 from megazero.train.plot import plot_loss
+from megazero.train.skipping import LeftOut
 from tests.unit.test_train_metrics import _line
 
 
@@ -166,6 +169,46 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     assert seen == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 4.0), (5, 4.0), (6, 4.0), (7, 4.0)]
 
 
+def test_what_a_rollback_undid_leaves_tensorboard_as_it_leaves_the_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics, board = MetricsWriter(tmp_path, iteration=0), TensorBoardLogger(tmp_path / "board")
+    console = TrainConsole(total=8, enabled=False, stream=io.StringIO())
+    outputs = Outputs(console, Loggers([board]), metrics)
+    for iteration in (1, 2, 3, 4, 5, 8):
+        metrics.iteration(_line(iteration))
+        outputs.loggers.log(iteration, _line(iteration).as_dict())
+        if iteration == 5:
+            outputs.went_back("a spike", LeftOut(3, 7, 16, 56, rollback=True))
+    for each in (outputs.loggers, metrics):
+        each.close()
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    kept = [event.step for event in events.Scalars("lm_loss")]
+    assert kept == [1, 2, 8] == [line["iteration"] for line in read_metrics(tmp_path)]
+    assert [(step, math.isnan(loss)) for step, loss in _seen_by_the_fast_reader(tmp_path / "board")] == [
+        (1, False), (2, False), (3, True), (8, False),
+    ]  # fmt: skip
+
+
+def _seen_by_the_fast_reader(board: Path) -> list[tuple[int, float]]:
+    """(iteration, lm_loss), as TensorBoard's own process for reading has them."""
+    pytest.importorskip("tensorboard_data_server")
+    from tensorboard.context import RequestContext
+    from tensorboard.data.server_ingester import SubprocessServerDataIngester, get_server_binary
+    from tensorboard.util.grpc_util import ChannelCredsType
+
+    server = SubprocessServerDataIngester(
+        server_binary=get_server_binary(), logdir=str(board), reload_interval=0, samples_per_plugin={},
+        channel_creds_type=ChannelCredsType.LOCAL,
+    )  # fmt: skip
+    server.start()
+    asked = {"experiment_id": "", "plugin_name": "scalars", "downsample": 100}
+    (of_run,) = server.data_provider.read_scalars(RequestContext(), **asked).values()
+    return [(point.step, point.value) for point in of_run["lm_loss"]]
+
+
 def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -176,7 +219,8 @@ def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.Monk
         logger.log(1, _line(1).as_dict())
         logger.close()
     runs = [p for p in (tmp_path / "wandb").iterdir() if p.name.startswith("offline-run-")]
-    assert runs and all(p.name.endswith(run_id) for p in runs)
+    # wandb numbers the folders of starts in the same second.
+    assert runs and all(re.fullmatch(rf"offline-run-\d+_\d+-{run_id}(-\d+)?", p.name) for p in runs)
     assert any(file.stat().st_size for p in runs for file in p.glob("*.wandb"))
 
 
