@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.mesh.mesh import Mesh
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Any]  # of tensors
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Feeding:
             **position,
         )
 
-    def to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def to_device(self, batch: Batch) -> dict[str, Any]:
         """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
