@@ -29,6 +29,11 @@ from megazero.train.parallelize import make_codecs
 from megazero.zero.context import leg
 
 CODED = (torch.bfloat16, torch.float16)  # of fp32 buffers the optimizer's master weights are a part
+# A bucket moves in PIECES, so that hops of one piece run beside another's; but a piece holds LEAST elements of each
+# rank's shard, so that a message is bound by the link's rate, and MOST elements in all, as its buffers take memory.
+# 2 nodes of 2 CPU ranks at 200 Mb/s, a bucket of 3.7M, s per step in 1 and in 4 pieces: exact 0.82 and 0.65, int8 and
+# int4 0.27 and 0.24, 4-bit differences and int4 0.25 and 0.19.
+PIECES, LEAST, MOST = 4, 2**18, 2**25
 
 
 @dataclass
@@ -153,8 +158,10 @@ class Carrier:
 
     def _columns(self, n: int, hops: TwoHops) -> Sequence[slice]:
         """Cut a shard of n elements into what moves together: whole blocks of every format, but for the end."""
-        block = self.options.wire.block
-        size = max(1, self.options.zero_chunk_numel // len(hops.ranks) // block) * block
+        block, given = self.options.wire.block, self.options.zero_chunk_numel
+        most = (given or MOST) // len(hops.ranks)
+        size = most if given else min(most, max(-(-n // PIECES), LEAST))
+        size = max(1, -(-size // block)) * block
         return [slice(low, min(n, low + size)) for low in range(0, n, size)]
 
 

@@ -13,7 +13,6 @@ from megazero.config.wire import Wire, asked_for
 from megazero.config.wire_rules import LEAST_BLOCK
 
 BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
-CHUNK_NUMEL = 2**25
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,10 @@ class PatchOptions:
         None,
         f"elements that share a scale, a power of two from {LEAST_BLOCK} to {BLOCK} (default: {BLOCK})",
     )
-    zero_chunk_numel: int = option(
-        CHUNK_NUMEL,
-        "elements of a bucket that move together; hops of successive chunks run side by side",
+    zero_chunk_numel: int | None = option(
+        None,
+        "elements of a bucket that move together; hops of successive chunks run side by side (default: a quarter of "
+        "the bucket, at least 2^18 for each data-parallel rank, at most 2^25)",
         low=1,
     )
     ranks_per_node: int | None = option(
@@ -122,7 +122,7 @@ def from_words(
     weight_clip_search: int = 0,
     gradient_clip_search: int = 0,
     block_size: int | None = None,
-    chunk_numel: int = CHUNK_NUMEL,
+    chunk_numel: int | None = None,
     ranks_per_node: int | None = None,
     verify_first_steps: int = 0,
     checksum_interval: int = 0,

@@ -27,7 +27,7 @@ from megatron_core_patch.names import (
     replaced,
 )
 from megatron_core_patch.options import PatchOptions
-from megatron_core_patch.refusals import ddp_problems, optimizer_problems, wrapper_problems
+from megatron_core_patch.refusals import ddp_problems, module_problems, optimizer_problems, wrapper_problems
 from megatron_core_patch.report import Kind, Teller, connections_note
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups, timeout_of
@@ -101,7 +101,7 @@ class Patch:
 
     def _build(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(ddp, *args, **kwargs).arguments
-        self._refuse(ddp_problems(given["ddp_config"], given["config"]))
+        self._refuse((*ddp_problems(given["ddp_config"], given["config"]), *module_problems(given["module"])))
         original(ddp, *args, **kwargs)
         try:
             if self.carrier is None:

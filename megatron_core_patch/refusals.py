@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from megatron_core_patch.options import PatchOptions
 
 
@@ -51,12 +53,26 @@ def ddp_problems(ddp_config: Any, model_config: Any) -> Iterator[str]:
         )
 
 
+def module_problems(module: torch.nn.Module) -> Iterator[str]:
+    """Say what is wrong with a model chunk, by what Megatron has noted on its parameters."""
+    if any(getattr(p, "is_managed_by_layer_wise_optimizer", False) for p in module.parameters()):
+        yield (
+            "a layer-wise optimizer (--optimizer muon and its like) updates parameters past the step that the patch "
+            "follows: choose adam or sgd"
+        )
+
+
 def optimizer_problems(config: Any, options: PatchOptions) -> Iterator[str]:
     """Say what is wrong with an OptimizerConfig."""
     if getattr(config, "optimizer_cpu_offload", False):
         yield (
             "--optimizer-cpu-offload updates parameters by copies from the CPU, past the step that the patch "
             "follows; leave it out"
+        )
+    if getattr(config, "optimizer_cuda_graph", False):
+        yield (
+            "--optimizer-cuda-graph records the optimizer's step once, and the patch does not see when it is run "
+            "again; leave it out"
         )
     remainders = getattr(config, "use_precision_aware_optimizer", False) and getattr(
         config, "store_param_remainders", False

@@ -59,7 +59,7 @@ def connections_note(connections: str | None) -> str:
     return (
         f"{CONNECTIONS}={connections}: with fewer than {USUAL_CONNECTIONS}, what a rank computes stands behind "
         "messages that wait for other ranks, so they overlap less; where Megatron does not ask for 1 (as it does for "
-        "sequence parallel before Blackwell), set more"
+        "tensor and context parallelism before Blackwell), set more"
     )
 
 

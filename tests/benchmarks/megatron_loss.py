@@ -5,7 +5,8 @@
 megatron-core's GPTModel, DistributedDataParallel and DistributedOptimizer in bf16 on 4 gloo ranks as 2 nodes of 2
 (tests/megatron). A run's loss is the mean over its last 50 steps. Each run is one line in WORK/runs.jsonl, so the
 same command goes on where it stopped; ``--seconds`` stops it between runs. Differences are to the mean of the
-unpatched runs of the same seed, nudged or not; their own spread about that mean is the noise.
+unpatched runs of the same seed, nudged or not. The standard deviation is that of runs of one seed, which differ in
+the nudge alone.
 """
 
 from __future__ import annotations
@@ -39,11 +40,10 @@ LAST = 50
 
 
 def plan(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
-    """Yield the runs: each seed's with every format, then with one nudge after another."""
+    """Yield the runs: each seed's with every format, as they are, then with one nudge after another."""
     cases = [Case(dp=4, bf16=True, seed=seed, steps=options.steps) for seed in range(1, options.seeds + 1)]
-    yield from ((name, case) for case in cases for name in CONTESTANTS)
-    for nudge in range(1, options.nudges + 1):
-        yield from ((PLAIN, replace(case, nudge=nudge)) for case in cases)
+    for nudge in range(options.nudges + 1):
+        yield from ((name, replace(case, nudge=nudge)) for case in cases for name in CONTESTANTS)
 
 
 def late_loss(case: Case, formats: Formats | None) -> float:
@@ -57,18 +57,13 @@ def rows(found: dict[str, dict[int, list[float]]]) -> Iterator[list[str]]:
     for name, by_seed in found.items():
         away = {seed: [loss - base[seed] for loss in losses] for seed, losses in by_seed.items()}
         mean = statistics.fmean(loss for losses in by_seed.values() for loss in losses)
-        each = "; ".join(
-            f"{min(d):+.4f} to {max(d):+.4f}" if len(d) > 1 else f"{d[0]:+.4f}" for d in away.values()
-        )
-        if name == PLAIN:
-            last = f"sd {noise(found[PLAIN]):.4f}"
-        else:
-            last = f"{statistics.fmean(d for ds in away.values() for d in ds):+.4f}"
-        yield [name, f"{mean:.4f}", each, last]
+        each = "; ".join(f"{min(d):+.4f} to {max(d):+.4f}" for d in away.values())
+        whole = statistics.fmean(d for ds in away.values() for d in ds)
+        yield [name, f"{mean:.4f}", each, f"{whole:+.4f}", f"{noise(by_seed):.4f}"]
 
 
 def noise(by_seed: dict[int, list[float]]) -> float:
-    """Return the standard deviation of unpatched runs of one seed, pooled over seeds."""
+    """Return the standard deviation of runs of one seed, pooled over seeds."""
     freedom = sum(len(losses) - 1 for losses in by_seed.values())
     squares = sum((len(losses) - 1) * statistics.variance(losses) for losses in by_seed.values())
     return math.sqrt(squares / freedom)
@@ -101,7 +96,9 @@ def main() -> int:
             store.append(case, {"contestant": name, "loss": losses[0]})
             print(f"{name}, seed {case.seed}, nudge {case.nudge}: {losses[0]:.4f}", flush=True)
         found[name].setdefault(case.seed, []).append(losses[0])
-    print(table(["messages", "loss", "from the unpatched mean, by seed", "all seeds"], list(rows(found))))
+    print(
+        table(["messages", "loss", "from the unpatched mean, by seed", "all seeds", "sd"], list(rows(found)))
+    )
     return 0
 
 

@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megazero.comm.lane import Lane
 from tests.megatron.case import Case, Run
 from tests.megatron.model import build_chunks, model_config, named
-from tests.megatron.on_cpu import megatron_on_cpu
+from tests.megatron.on_cpu import megatron_on_cpu, unshimmed
 
 Formats = Mapping[str, Any]  # what megatron_core_patch.enable takes
 
@@ -95,7 +96,8 @@ def patched(case: Case, formats: Formats | None) -> Iterator[None]:
 
     megatron_core_patch.enable(**formats, ranks_per_node=case.ranks_per_node)
     try:
-        yield
+        with mock.patch.object(Lane, "_advance", unshimmed(Lane._advance)):
+            yield
     finally:
         megatron_core_patch.disable()
 
@@ -234,13 +236,13 @@ def sample(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens of a sample, another number in each, do not count.
     """
     generator = torch.Generator().manual_seed(case.seed * 1_000_003 + number)
-    noise = torch.randint(0, 3, (case.sequence + 1,), generator=generator)
-    tokens = torch.randint(0, case.vocabulary, (1,), generator=generator).repeat(case.sequence + 1)
-    for i in range(1, len(tokens)):
-        tokens[i] = (tokens[i - 1] * 5 + 1 + noise[i]) % case.vocabulary
+    noise = torch.randint(0, 3, (case.sequence + 1,), generator=generator).tolist()
+    tokens = torch.randint(0, case.vocabulary, (1,), generator=generator).tolist()
+    for added in noise[1:]:
+        tokens.append((tokens[-1] * 5 + 1 + added) % case.vocabulary)
     mask = torch.ones(case.sequence)
     mask[case.sequence - number % 5 :] = 0 if number % 5 else 1
-    return tokens[None], mask[None]
+    return torch.tensor(tokens)[None], mask[None]
 
 
 def forward_step(losses: list[tuple[float, int]], data: Iterator, model: torch.nn.Module) -> tuple[Any, Any]:

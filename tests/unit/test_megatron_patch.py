@@ -17,9 +17,10 @@ from megazero.kernels.arena import Arena
 import megatron_core_patch
 from megatron_core_patch import chains, names, patch
 from megatron_core_patch.__main__ import main, parse, split
+from megatron_core_patch.carrier import Carrier
 from megatron_core_patch.chains import Passing, Tile, reduce_columns
 from megatron_core_patch.options import from_words
-from megatron_core_patch.refusals import ddp_problems, optimizer_problems, wrapper_problems
+from megatron_core_patch.refusals import ddp_problems, module_problems, optimizer_problems, wrapper_problems
 from megatron_core_patch.report import Teller, start_line
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups, ranks_on_a_node
@@ -117,8 +118,14 @@ def test_refused_optimizers_and_wrappers() -> None:
     remainders = Config(use_precision_aware_optimizer=True, store_param_remainders=True)
     assert not list(optimizer_problems(remainders, exact)) and list(optimizer_problems(remainders, quantised))
     assert list(optimizer_problems(Config(optimizer_cpu_offload=True), exact))
+    assert list(optimizer_problems(Config(optimizer_cuda_graph=True), exact))
     assert not list(wrapper_problems("DistributedDataParallel"))
     assert list(wrapper_problems("FullyShardedDataParallel"))
+    module = torch.nn.Linear(1, 1)
+    module.weight.is_managed_by_layer_wise_optimizer = False  # type: ignore[assignment]
+    assert not list(module_problems(module))
+    module.bias.is_managed_by_layer_wise_optimizer = True  # type: ignore[assignment]
+    assert list(module_problems(module))
 
 
 @pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.17.0", True)])
@@ -255,6 +262,23 @@ def test_blocks_lie_on_the_buckets_grid() -> None:
     codec = Blockwise(4, 64)
     assert tile.offsets(codec, None, None) == [0, 32, 0, 32] and tile.offsets(codec, 1, 1) == [32]
     assert tile.width(codec) == 128
+
+
+@pytest.mark.parametrize(
+    "n, given, pieces",
+    [
+        (100, None, [100]),
+        (2**18 + 1, None, [2**18, 1]),
+        (4 * 300_000, None, [300_032] * 3 + [299_904]),  # a quarter, in whole blocks
+        (2**25, None, [2**23] * 4),  # of 4 ranks, so of 2^25 elements in all
+        (200, 1, [64, 64, 64, 8]),
+    ],
+)
+def test_buckets_move_in_pieces(n: int, given: int | None, pieces: list[int]) -> None:
+    """Of a shard of n elements."""
+    columns = Carrier._columns(Config(options=from_words(chunk_numel=given)), n, two_hops(2, 2))
+    assert [part.stop - part.start for part in columns] == pieces
+    assert [part.start for part in columns] == [sum(pieces[:i]) for i in range(len(pieces))]
 
 
 def two_hops(nodes: int, size: int, local: int = 0) -> TwoHops:
