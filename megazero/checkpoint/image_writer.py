@@ -7,6 +7,8 @@ a piece is on the disk, and at last "crc32 N", or "errno N" where the operating 
 is not its parent any more, or nobody reads its output.
 """
 
+import errno
+import fcntl
 import mmap
 import os
 import sys
@@ -16,24 +18,47 @@ from contextlib import suppress
 # Bytes after which the disk is waited for: only then is it known to get on. A slow one must do that well within a
 # minute, or it would be taken for one that hangs.
 PIECE = 1 << 24
+BLOCK = 1 << 12  # bytes of which whole ones can go to the disk from where they are
 
 
 def write(memory: int, file: int, size: int, parent: int) -> int:
     """Return the checksum of what was written and synced."""
     done = crc32 = 0
+    whole = size - size % BLOCK
+    _past_the_cache(file, True)
     with mmap.mmap(memory, size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as data:
         while done < size and os.getppid() == parent:
-            with data[done : done + PIECE] as piece:
+            if done == whole:
+                _past_the_cache(file, False)
+            end = min(done + PIECE, whole if done < whole else size)
+            with data[done:end] as piece:
                 crc32 = zlib.crc32(piece, crc32)
-                end = done + len(piece)
             while done < end:
                 with data[done:end] as rest:
-                    done += os.write(file, rest)
+                    done += _write(file, rest)
                 print(done, flush=True)
             os.fdatasync(file)
             print(done, flush=True)
     os.fsync(file)
     return crc32
+
+
+def _write(file: int, data: memoryview) -> int:
+    try:
+        return os.write(file, data)
+    except OSError as error:  # a file system, or a place in the file, that wants the cache
+        if error.errno != errno.EINVAL:
+            raise
+        _past_the_cache(file, False)
+        return os.write(file, data)
+
+
+def _past_the_cache(file: int, on: bool) -> None:
+    """Spare the copy to the kernel's memory: 256 MiB take 100 ms of processor time with it, and 6 ms without."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    with suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,9 @@ class Cores:
     count: int = option(None, "processors of a host", low=1, required=True)
     ranks: int = option(None, "consecutive ranks that share them", low=1, required=True)
     others: float = option(0.0, "processors that other programs keep busy", low=0)
+    share: float = option(
+        1.0, "of the processors' time that ranks use which compute and meet", low=0.1, high=1
+    )
 
     @property
     def crowd(self) -> float:

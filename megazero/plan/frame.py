@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 from megazero.config import RunConfig, World
-from megazero.mesh.grid import INTER, Grid, make_grid
+from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
 from megazero.plan.cluster import Cluster
 from megazero.plan.communication import Bytes
@@ -150,7 +150,7 @@ class Frame:
         for rank, action, event, needed in self.steps_of(micro_batches)[1]:
             at = free[rank]
             for other, away in needed:
-                at = max(at, done[other] + (message if away else 0.0))
+                at = max(at, done[other] + (message[self.message_link(other, rank)] if away else 0.0))
             free[rank] = done[event] = at + seconds[action.stage][action.kind]
         return max(free), free[0]
 
@@ -170,27 +170,40 @@ class Frame:
         layer = self.config.model.layer_matrix_numel / self.tp
         return sum(len(s.layers) for s in self.of_rank[0]) * layer
 
-    @property
-    def message_seconds(self) -> float:
-        return self.message_cost.seconds
+    @cached_property
+    def message_costs(self) -> dict[str, Cost]:
+        """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
+        return {
+            link: self._message_cost(nodes, self.activation.sent) for nodes, link in ((1, INTRA), (2, INTER))
+        }
 
     @cached_property
-    def message_cost(self) -> Cost:
-        """Return the cost of an activation's way to the next stage, all ranks of a node sending at once."""
-        if self.pp == 1:
-            return Cost(0.0)
-        grid = make_grid(
-            self.world.world_size,
-            self.cluster.ranks_per_node,
-            self.tp,
-            self.pp,
-            dp_outermost=self.config.parallel.use_tp_pp_dp_mapping,
-        )
-        across = grid.axis("pp").link == INTER
-        sent = self.activation.sent
-        costs = [self.collectives.cost("message", 2, 2 if across else 1, sent)]
-        if self.tp > 1 and not self.activation.sequence_parallel and sent < self.activation.whole:
-            costs.append(self.collectives.cost("gather", self.tp, 1, (self.tp - 1) * sent))
+    def message_seconds(self) -> dict[str, float]:
+        """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
+        stage = self.grid((1, 1, 1)).axis("pp").index
+        on_node = len({stage(rank) for rank in range(self.config.ranks_per_node(self.world))})
+        across = self._message_cost(2, self.activation.sent / on_node)
+        return {INTRA: self.message_costs[INTRA].seconds, INTER: across.seconds}
+
+    @cached_property
+    def links(self) -> list[list[str]]:
+        """Return the link between any two pipeline ranks."""
+        grid = self.grid((1, 1, 1))
+        first = [grid.rank_of(rank, 0, 0) for rank in range(self.pp)]
+        return [[grid.link(a, b) for b in first] for a in first]
+
+    def message_link(self, event: Action, receiver: int) -> str:
+        """Return the link from the pipeline rank of an event to another one."""
+        return self.links[event.stage % self.pp][receiver]
+
+    def _message_cost(self, nodes: int, sent: float) -> Cost:
+        costs = [self.collectives.cost("message", 2, nodes, sent)]
+        if (
+            self.tp > 1
+            and not self.activation.sequence_parallel
+            and self.activation.sent < self.activation.whole
+        ):
+            costs.append(self.collectives.cost("gather", self.tp, 1, (self.tp - 1) * self.activation.sent))
         return Cost(*(sum(column) for column in zip(*costs, strict=True)))
 
     @cached_property

@@ -3,8 +3,9 @@
 There nothing is hidden for nothing. What computes, what codes and what sends has a need of processors, and where
 there are too few, all get an equal share at most (max-min fairness). A rank that waits leaves its share to others, so
 a pipeline's bubble costs less than it does where every rank has a device. Times were measured with all ranks of a
-host at work, and are stretched or shortened from there. Chains of hops move on when their rank looks at them, at the
-modules' hooks and while it waits (comm/lane.py), and what they code is the rank's own work.
+host at work, and are stretched or shortened from there. Where more ranks compute than there are processors, the last
+of them to be done leaves some idle: the share that is used was measured, too. Chains of hops move on when their rank
+looks at them, at the modules' hooks and while it waits (comm/lane.py), and what they code is the rank's own work.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Host:
         cores = frame.cluster.cores
         assert cores is not None
         self.count, self.ranks = cores.count, min(cores.ranks, frame.world.world_size)
-        self.processors = max(cores.count - cores.others, LEAST)
+        self.processors, self.share = max(cores.count - cores.others, LEAST), cores.share
         self.per_node = grid.ranks_per_node
         stage = grid.axis("pp").index
 
@@ -222,12 +223,9 @@ class Machine:
         self.messages: dict[Action, Transfer] = {}
         self.events: set[Action] = set()
         steps = self.frame.steps_of(micro_batches)[1]
-        self.travels = {event for _, _, _, needed in steps for event, away in needed if away}
+        self.travels = {event: rank for rank, _, _, needed in steps for event, away in needed if away}
         self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.frame.pp)]
         self.bills = [dict.fromkeys(items, 0.0) for _ in self.processes]
-        link = layout.grid.axis("pp").link
-        cost = self.frame.message_cost
-        self.message = Leg(link, cost.seconds, cost.busy)
 
     def send(self, owner: int, leg: Leg) -> Transfer:
         transfer = Transfer(owner, leg, leg.seconds)
@@ -238,7 +236,8 @@ class Machine:
         """Note that an action is done, and send what it made to the rank that needs it."""
         self.events.add(event)
         if event in self.travels:
-            self.messages[event] = self.send(owner, self.message)
+            link = self.frame.message_link(event, self.travels[event])
+            self.messages[event] = self.send(owner, Leg(link, *self.frame.message_costs[link]))
 
     def has(self, event: Action, away: bool) -> bool:
         """Tell whether an action is done and, if it was done away, its message is here."""
@@ -297,7 +296,8 @@ class Machine:
         for count in host.on_host:
             wanted = [(n, 1.0) for n, busy in zip(count, working, strict=True) if n and busy]
             wanted += [(count[t.owner], most) for t, (_, most) in zip(self.transfers, needs, strict=True)]
-            levels.append(fair_level(wanted, host.processors))
+            crowded = sum(n * most for n, most in wanted) > host.processors
+            levels.append(fair_level(wanted, host.processors * (host.share if crowded else 1.0)))
         compute = [min(1.0, level) / host.full for level in levels]
         moving = [
             min(levels[t.owner], most) / took for t, (took, most) in zip(self.transfers, needs, strict=True)

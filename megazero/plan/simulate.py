@@ -167,7 +167,10 @@ def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
     message = frame.message_seconds
     for rank, action, event, needed in frame.steps_of(micro_batches)[1]:
         clock = ranks[rank]
-        ready = [done[other] + (message if away else 0.0) for other, away in needed]
+        ready = [
+            done[other] + (message[frame.message_link(other, rank)] if away else 0.0)
+            for other, away in needed
+        ]
         if ready:
             clock.wait_until(max(ready), "pipeline")
         clock.run(action)

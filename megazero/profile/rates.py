@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from megazero.train.parallelize import DTYPES, optimizer_factory
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is coded and updated
 MATRIX = {"cpu": 1024, "cuda": 8192}
+MEETINGS, MEETING_S = 10, 0.3  # how often, and after how long, ranks meet: about as in a step
+STATISTICS = Path("/proc/stat")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for each host, whatever namespaces it is seen from
 
 
@@ -48,7 +51,36 @@ def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
         "matmul_efficiency": 1.0,
         "update_gbytes_per_s": elements * UPDATE_BYTES / _update(config, clock, elements) / 1e9,
     }
-    return {"device": section, **({} if device.type == "cuda" else {"cores": host})}
+    if device.type == "cuda":
+        return {"device": section}
+    repeats = max(1, round(MEETING_S / matrix.median))
+    share = measure_share(lambda: [torch.mm(a, a, out=out) for _ in range(repeats)], clock, host)
+    return {"device": section, "cores": {**host, "share": share}}
+
+
+def measure_share(operation: Callable[[], Any], clock: Clock, host: Mapping[str, int]) -> float:
+    """Return the share of the host's processors that is busy while its ranks compute and then meet. Collective.
+
+    It is 1 where each rank has a processor, or where the system does not say. Other programs' time is no idle time.
+    """
+    clock.settle()
+    before = _idle()
+    began = time.perf_counter()
+    for _ in range(MEETINGS):
+        operation()
+        clock.settle()
+    took, after = time.perf_counter() - began, _idle()
+    share = 1.0 - (after - before) / (took * len(os.sched_getaffinity(0)))
+    return min(1.0, max(0.1, share)) if host["ranks"] > host["count"] and after > before else 1.0
+
+
+def _idle() -> float:
+    """Return the seconds that this process's processors have been idle for, or 0 where the system does not say."""
+    if not STATISTICS.exists():
+        return 0.0
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    rows = [line.split() for line in STATISTICS.read_text().splitlines()]
+    return sum(int(row[4]) for row in rows if row and row[0] in own) / os.sysconf("SC_CLK_TCK")
 
 
 def _update(config: RunConfig, clock: Clock, elements: int) -> float:

@@ -62,11 +62,11 @@ class Clock:
 
     def _round(self, operation: Callable[[], Any], repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return every rank's seconds of an operation, and of its processors."""
-        self._settle()
+        self.settle()
         began, spent = time.perf_counter(), time.process_time()
         for _ in range(repeats):
             operation()
-        self._settle(together=False)
+        self.settle(together=False)
         own = [(time.perf_counter() - began) / repeats, (time.process_time() - spent) / repeats]
         row = torch.tensor(own, dtype=torch.float64, device=self.device)
         every = row.new_empty(self.world * 2)
@@ -77,7 +77,8 @@ class Clock:
         wall, processor = every.view(-1, 2).unbind(1)
         return wall, processor
 
-    def _settle(self, together: bool = True) -> None:
+    def settle(self, together: bool = True) -> None:
+        """Wait for the device and, together, for all ranks. Collective then."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if together and self.world > 1:

@@ -15,13 +15,15 @@ import torch.distributed as dist
 
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
+from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.mesh.launch import Launch
+from megazero.mesh.mesh import Mesh
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.exit_status import record_status, status_of
-from megazero.train.forecast import foresee
+from megazero.train.forecast import Forecast, foresee
 from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
 from megazero.train.health import Unhealthy, healthy_mesh, record_bad_nodes
 from megazero.train.learning_rate import LearningRate
@@ -133,20 +135,13 @@ def _look_for_kill_switch(path: str | None) -> None:
         )
 
 
-def prepare(
-    config: RunConfig,
-    launch: Launch,
-    stack: ExitStack,
-    began: float,
-    signals: StopSignals | None = None,
-    lookout: Lookout | None = None,
-) -> Trainer:
-    """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
+def _join(
+    config: RunConfig, launch: Launch, lookout: Lookout
+) -> tuple[RunConfig, TokenizerInfo, Mesh, Forecast | None, tuple[str, ...]]:
+    """Meet the other ranks and find out what all of them run on; nothing is allocated yet. Collective.
 
-    stack: closes what is opened here. began: time.monotonic() at the start of the process. lookout: told
-    how far this is. Raises NotStarted.
+    Returns the configuration as it was completed, and notes for the user. Raises NotStarted.
     """
-    lookout = lookout or Lookout(config, launch)
     # Collectives wait a little longer than the watch, which can say who is missing.
     limit = timedelta(minutes=config.training.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=judging_s(launch.world_size))
@@ -162,6 +157,25 @@ def prepare(
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
     lookout.joining = None
     _look_for_kill_switch(config.training.kill_switch_path)
+    found = (*found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
+    return config, tokenizer, mesh, forecast, found
+
+
+def prepare(
+    config: RunConfig,
+    launch: Launch,
+    stack: ExitStack,
+    began: float,
+    signals: StopSignals | None = None,
+    lookout: Lookout | None = None,
+) -> Trainer:
+    """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
+
+    stack: closes what is opened here. began: time.monotonic() at the start of the process. lookout: told
+    how far this is. Raises NotStarted.
+    """
+    lookout = lookout or Lookout(config, launch)
+    config, tokenizer, mesh, forecast, found = _join(config, launch, lookout)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
     origin = find_origin(config, mesh)
@@ -170,7 +184,7 @@ def prepare(
     data, progress = make_datasets(config, tokenizer, length, origin.progress)
 
     bill = TimeBill()
-    forecast = forecast and forecast.before_the_model(device)
+    forecast = forecast and forecast.before_the_model(mesh.device)
     decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
@@ -184,10 +198,9 @@ def prepare(
     checkpointing.load(origin)
 
     if length.halt is not None:
-        notes = (*notes, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    notes = (*progress.notes, *found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
+        found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     start = agree_on_start(config, launch, progress)
-    progress = replace(progress, run_id=start.run_id, notes=notes)
+    progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, first=mesh.rank == 0)
     report_start(
         config, mesh, decoder, progress, start, outputs.console, forecast.lines() if forecast else ()

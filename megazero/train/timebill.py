@@ -24,6 +24,7 @@ EXPOSED = (
     "exposed_tp_intra",
 )
 ITEMS = ("compute", *EXPOSED, "optimizer", "data", "other")
+_ITEMS = frozenset(ITEMS)
 _TOLERANCE = 1e-6  # seconds; clocks tick in nanoseconds, float sums of an iteration err by less
 
 
@@ -78,19 +79,22 @@ class _Span:
     __slots__ = ("bill", "name", "inside", "began", "labelled")
 
     def __init__(self, bill: TimeBill, name: str) -> None:
-        self.bill, self.name, self.inside, self.began = bill, name, 0.0, 0.0
+        self.bill, self.name, self.inside = bill, name, 0.0
 
     def __enter__(self) -> Self:
-        self.bill._open.append(self)
-        self.labelled = self.bill.label(self.name, "")
-        self.labelled.__enter__()
-        self.began = self.bill._clock()
+        bill = self.bill
+        bill._open.append(self)
+        self.labelled = None if bill.label is no_label else bill.label(self.name, "")
+        if self.labelled is not None:
+            self.labelled.__enter__()
+        self.began = bill._clock()
         return self
 
     def __exit__(self, *_: object) -> None:
         bill = self.bill
         elapsed = bill._clock() - self.began
-        self.labelled.__exit__(None, None, None)
+        if self.labelled is not None:
+            self.labelled.__exit__(None, None, None)
         assert bill._open[-1] is self, "spans must close in the reverse order of their opening"
         bill._open.pop()
         bill._seconds[self.name] += elapsed - self.inside
@@ -99,6 +103,6 @@ class _Span:
 
 
 def _known(name: str) -> str:
-    if name not in ITEMS:
+    if name not in _ITEMS:
         raise ValueError(f"time bill item {name!r} is not one of {', '.join(ITEMS)}")
     return name

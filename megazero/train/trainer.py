@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,9 @@ from megazero.pp.executor import Pipeline
 from megazero.train.batch_size import RunLength
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import RunData
+from megazero.train.evaluation import mean_loss
 from megazero.train.exit_status import ExitStatus
+from megazero.train.feeding import Batch, Feeding
 from megazero.train.forecast import Forecast
 from megazero.train.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
 from megazero.train.history import Start
@@ -41,7 +43,6 @@ from megazero.train.stragglers import KINDS, Stragglers
 from megazero.train.timebill import TimeBill
 from megazero.zero import Engine, StepInfo
 
-Batch = dict[str, Any]  # of tensors
 STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
 
@@ -73,6 +74,10 @@ class Trainer:
         self.config = checkpointing.config
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
+        micro_batch_size = self.config.batch.micro_batch_size
+        assert micro_batch_size
+        masked = self.config.data.eod_mask_loss
+        self.feeding = Feeding(self.mesh, micro_batch_size, pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
         self.saver = Saver(checkpointing, outputs.console, self._saved, limit_s)
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
@@ -96,7 +101,7 @@ class Trainer:
         owed = self.progress.owes_evaluation
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.outputs.console.note(line)
-        with self._batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
+        with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             reason, save_due = self.told, False
             while not reason and self.progress.iteration < self.length.last_iteration:
@@ -195,8 +200,9 @@ class Trainer:
         with self.bill.span("data"):
             ids = batches.sample_ids(count)
             host = batches.next_step(count)  # held until the norm has been read: the copies are done by then
-            step = [self._to_device(batch) for batch in host]
-            divisor = self._valid_tokens(host)
+            step = [self.feeding.to_device(batch) for batch in host]
+            with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
+                divisor = self.feeding.valid_tokens(host)
         with self.bill.span("compute"):
             factor, scaled_divisor = self.scaling.factors(divisor, self.mesh.dp_size)
             self.engine.begin_step(count, scaled_divisor, self.pipeline.program(count))
@@ -284,29 +290,19 @@ class Trainer:
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
 
     def _mean_loss(self, data_set: Dataset, stoppable: bool) -> float | None:
-        """Return the loss over the same eval_iters global batches each time: there is no sampling noise.
-
-        It is None if the run was told to stop between two batches.
-        """
-        config = self.config
-        micro, full = config.batch.micro_batch_size, config.batch.global_batch_size
-        assert micro and full
-        per_step = full // (micro * self.mesh.dp_size)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        """Return the loss over eval_iters global batches, or None if the run was told to stop between two of them."""
+        config, size = self.config, self.feeding.micro_batch_size * self.mesh.dp_size
+        assert config.batch.global_batch_size
         self.decoder.eval()
-        left = 0
-        with self._batches(data_set) as batches, self.engine.evaluation():
-            for left in reversed(range(config.training.eval_iters)):
-                step = [MicroBatch(**self._to_device(batch)) for batch in batches.next_step(per_step)]
-                losses = self.pipeline.evaluate(step)
-                if losses is not None:
-                    sums[0] += losses.sum()
-                sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
-                if left and stoppable and self._asked_to_stop():
-                    break
-        rows = self.mesh.stage_rows(self.mesh.gather_rows(sums), self.pipeline.loss_rank).sum(0)
-        self.engine.traffic.take()  # of no iteration
-        return float(rows[0] / rows[1].clamp(min=1)) if left == 0 else None
+        return mean_loss(
+            self.engine,
+            self.pipeline,
+            self.feeding,
+            data_set,
+            steps=config.training.eval_iters,
+            micro_batches=config.batch.global_batch_size // size,
+            broken_off=lambda: stoppable and self._asked_to_stop(),
+        )
 
     def _asked_to_stop(self) -> bool:
         """Exchange the ranks' reasons to stop by themselves, where there is no step that does. Collective."""
@@ -339,30 +335,6 @@ class Trainer:
         return interval is not None and iteration % interval == 0
 
     # -- small parts -----------------------------------------------------------------------------
-
-    def _batches(self, data_set: Dataset, **position: int) -> Batches:
-        """This rank's batches, which lie in pinned memory if they go to CUDA: the copy waits otherwise."""
-        micro, pinned = self.config.batch.micro_batch_size, self.mesh.device.type == "cuda"
-        assert micro
-        rank, size = self.mesh.dp_rank, self.mesh.dp_size
-        return Batches(data_set, micro_batch_size=micro, rank=rank, size=size, pin_memory=pinned, **position)
-
-    def _to_device(self, batch: Batch) -> Batch:
-        """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done."""
-        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
-
-    def _valid_tokens(self, step: Sequence[Batch]) -> float:
-        """The number of tokens of the global batch that count in the loss, at least 1.
-
-        step: on the host, where the number is exchanged, too: the device is not waited for.
-        """
-        tokens = sum(b["loss_mask"].numel() for b in step) * self.mesh.dp_size
-        if not self.config.data.eod_mask_loss:
-            return float(tokens)
-        own = torch.stack([b["loss_mask"].sum(dtype=torch.float64) for b in step]).sum()
-        with self.bill.span(self.engine.scalars.hop):
-            rows = self.mesh.gather_rows(own.reshape(1))
-        return max(1.0, self.mesh.stage_rows(rows, self.pipeline.loss_rank).sum().item())
 
     def _gather(self, own: LocalStep) -> list[LocalStep]:
         if self.mesh.world_size == 1:

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.async_save                  # 2 ranks, 560 MB of state, 5 rounds
     python -m tests.benchmarks.async_save --ranks 1
 
-A round is some steps without a save, a save at once, and a save behind the training with the steps up to its end. The
-excess is the time of the copy to host memory, and of those steps, less as many normal ones (the round's median). The
+A round is a save at once, a save behind the training with the steps up to its end, and as many steps without a save.
+The excess is the time of the copy to host memory, and of the steps with a save, less that of the steps without. The
 ranks are those of the trainer, on this machine's cores. The first save of each kind, which also makes the buffer and
 the pages of the files, is printed as round 0 and not counted.
 """
@@ -55,21 +55,25 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds. normal: of a step. at_once: of a save. copy: of that to host memory. steps: up to the save's end."""
+    """Seconds. at_once: of a save. copy: to host memory. steps: up to the save's end. plain: as many without."""
 
-    normal: float
     at_once: float
     copy: float
     steps: tuple[float, ...]
+    plain: tuple[float, ...]
 
     @property
     def excess(self) -> float:
-        return self.copy + sum(self.steps) - self.normal * len(self.steps)
+        return self.copy + sum(self.steps) - sum(self.plain)
+
+    @property
+    def ratio(self) -> float:
+        return self.excess / self.at_once
 
     def __str__(self) -> str:
         return (
-            f"normal step {self.normal:.3f} s; save at once {self.at_once:.3f} s; behind: copy {self.copy:.3f} s and "
-            f"{len(self.steps)} steps, excess {self.excess:.3f} s: {self.excess / self.at_once:.0%}"
+            f"step {min(self.plain):.3f} to {max(self.plain):.3f} s; save at once {self.at_once:.3f} s; behind: copy "
+            f"{self.copy:.3f} s, {len(self.steps)} steps, excess {self.excess:.3f} s: {self.ratio:.0%}"
         )
 
 
@@ -83,16 +87,15 @@ def timed(call: Any) -> float:
     return time.perf_counter() - began
 
 
-def one_round(trainer: Trainer, batches: Any, steps: int) -> Round:
+def one_round(trainer: Trainer, batches: Any) -> Round:
     step = partial(trainer._iterate, batches)
-    normal = median(timed(step) for _ in range(steps))
     checkpointing, saver = trainer.checkpointing, trainer.saver
     at_once = timed(lambda: checkpointing.save(trainer.progress))
     timed(step)
     copy, behind = timed(lambda: saver.save(trainer.progress)), []
     while saver.under_way:
         behind.append(timed(step))
-    return Round(normal, at_once, copy, tuple(behind))
+    return Round(at_once, copy, tuple(behind), tuple(timed(step) for _ in behind))
 
 
 def measure(options: dict[str, Any], folder: str) -> tuple[list[Round], int]:
@@ -109,8 +112,8 @@ def measure(options: dict[str, Any], folder: str) -> tuple[list[Round], int]:
     config = make_config(values, World(world, world))
     with ExitStack() as stack:
         trainer = setup.prepare(config, launch, stack, time.monotonic())
-        with trainer._batches(trainer.data.train, consumed=0) as batches:
-            rounds = [one_round(trainer, batches, options["steps"]) for _ in range(options["rounds"] + 1)]
+        with trainer.feeding.batches(trainer.data.train, consumed=0) as batches:
+            rounds = [one_round(trainer, batches) for _ in range(options["rounds"] + 1)]
     path = store.latest(f"{folder}/save")
     assert path is not None
     return rounds, sum(entry.size for entry in store.verify(path).files.values())
@@ -122,7 +125,6 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="normal steps of a round")
     parser.add_argument("--preset", default="zero1")
     parser.add_argument("--folder", help="where to save (default: a temporary folder)")
     options = parser.parse_args()
@@ -136,7 +138,7 @@ def main() -> None:
     print(f"{options.ranks} ranks, {options.preset}, a checkpoint of {size / 1e6:.0f} MB")
     for number, each in enumerate(rounds):
         print(f"round {number}: {each}")
-    ratios = sorted(each.excess / each.at_once for each in rounds[1:])
+    ratios = sorted(each.ratio for each in rounds[1:])
     print(json.dumps({"ratio": median(ratios), "range": [ratios[0], ratios[-1]]}))
 
 

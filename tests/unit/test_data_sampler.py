@@ -12,10 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.config import World, make_config
 from megazero.data.sampler import Batches
-from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from megazero.train.feeding import Feeding
 
 
 class Counting:
@@ -144,10 +142,10 @@ class Host:
 def test_batches_are_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """What is copied without waiting is the pinned tensor."""
     monkeypatch.setattr(torch, "from_numpy", lambda _: Host())
-    mesh = SimpleNamespace(device=torch.device(device), dp_rank=0, dp_size=1)
-    trainer: Any = SimpleNamespace(mesh=mesh, config=make_config(TINY, World(1, 1)))
+    mesh: Any = SimpleNamespace(device=torch.device(device), dp_rank=0, dp_size=1)
+    feeding = Feeding(mesh, micro_batch_size=1, loss_rank=0, masked=False)
     for position in ({}, {"consumed": 2}):
-        with Trainer._batches(trainer, Counting(4), **position) as batches:
+        with feeding.batches(Counting(4), **position) as batches:
             (batch,) = batches.next_step(1)
-        copied = Trainer._to_device(trainer, batch)
+        copied = feeding.to_device(batch)
         assert copied == dict.fromkeys(("tokens", "labels", "loss_mask"), (device, device == "cuda", True))
