@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +25,7 @@ WAITING = (
     ),
 )
 INNERMOST = 8  # frames that are looked at for it
+_MESSAGE = re.compile(r"(activation|gradient) of micro-batch (\d+)")  # as pp/links.py says it
 
 Where = Mapping[str, str]  # what a rank says of itself: phase, action, unit, in words
 
@@ -82,7 +84,8 @@ def starved(known: Sequence[Beat]) -> tuple[Beat, Beat] | None:
     """Of ranks that all wait, the one without whose message the others would not, and who owes it.
 
     From a rank that waits for a message one comes to the rank that owes it, and so on: to one that waits for no
-    message, or into a ring. In the ring, the one that began to wait first was starved: the others ran out later.
+    message, or into a ring. Who waits there for a gradient has sent all activations up to its micro-batch, or should
+    have. Else, in the ring, the one that began to wait first was starved: the others ran out later.
     """
     beats = {beat.rank: beat for beat in known}
     way = [beat for beat in known if beat.awaits is not None][:1]
@@ -90,10 +93,21 @@ def starved(known: Sequence[Beat]) -> tuple[Beat, Beat] | None:
         other = beats[awaits[0]]
         if other in way:
             ring = way[way.index(other) :]
-            first = min(ring, key=lambda beat: beat.awaits[2] if beat.awaits else 0.0)
+            due = [each for each in ring if _is_due(each, beats)]
+            first = min(due or ring, key=lambda beat: beat.awaits[2] if beat.awaits else 0.0)
             return first, beats[first.awaits[0]] if first.awaits else other
         way.append(other)
     return (way[-2], way[-1]) if len(way) > 1 else None
+
+
+def _is_due(waiting: Beat, beats: Mapping[int, Beat]) -> bool:
+    """Whether a rank waits for an activation whose sender waits for a gradient of that micro-batch or a later one."""
+    if waiting.awaits is None or (owing := beats[waiting.awaits[0]].awaits) is None:
+        return False
+    here, there = (_MESSAGE.fullmatch(awaits[1]) for awaits in (waiting.awaits, owing))
+    if here is None or there is None or (here[1], there[1]) != ("activation", "gradient"):
+        return False
+    return int(here[2]) <= int(there[2])
 
 
 def in_words(where: Where) -> str:

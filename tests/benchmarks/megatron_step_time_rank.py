@@ -26,8 +26,8 @@ from tests.netlab.lab import interface_bytes
 CONTESTANTS: dict[str, Formats | None] = {
     "megatron-core": None,
     "exact hops": EXACT,
-    "INT8 + INT4": INT8_INT4,
-    "4-bit differences + INT4": DELTA_INT4,
+    "int8, int4": INT8_INT4,
+    "int4-delta, int4": DELTA_INT4,
 }
 WARM_UP = 2
 

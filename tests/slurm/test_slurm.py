@@ -118,17 +118,30 @@ def bad_node(slurm, tmp_path) -> Iterator[str]:
 
 
 OF_THREE = words(global_batch_size=6)  # the batch of 3 ranks
+THREE = ("--nodes=3", "--ntasks-per-node=1")
 
 
-def test_a_job_is_requeued_without_a_bad_node(slurm, tmp_path, bad_node) -> None:
-    number = submit(slurm, tmp_path / "run", "--nodes=3", "--ntasks-per-node=1", flags=OF_THREE)
+@pytest.fixture(scope="module")
+def whole_of_three(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The curve of three ranks that nothing stopped."""
+    folder = tmp_path_factory.mktemp("three") / "run"
+    assert slurm.wait(submit(slurm, folder, *THREE, flags=OF_THREE))["Restarts"] == "0", log(folder)
+    assert sorted(curve(folder)) == list(range(1, ITERATIONS + 1)), log(folder)
+    return curve(folder)
+
+
+def test_a_job_is_requeued_without_a_bad_node(slurm, whole_of_three, tmp_path, bad_node) -> None:
+    number = submit(slurm, tmp_path / "run", *THREE, flags=OF_THREE)
     job = slurm.wait(number, timeout=300)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
     assert job["ExcNodeList"] == bad_node and f"--exclude={bad_node}" in log(tmp_path / "run")
+    assert curve(tmp_path / "run") == whole_of_three
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_spare_node_takes_a_bad_ones_place_inside_the_job(slurm, tmp_path, lost, request) -> None:
+def test_a_spare_node_takes_a_bad_ones_place_inside_the_job(
+    slurm, whole_of_three, tmp_path, lost, request
+) -> None:
     """A node is lost and stays so, or the health check names one."""
     bad = "" if lost else request.getfixturevalue("bad_node")
     run, nodes = tmp_path / "run", ("--nodes=4", "--ntasks-per-node=1")
@@ -141,4 +154,4 @@ def test_a_spare_node_takes_a_bad_ones_place_inside_the_job(slurm, tmp_path, los
     job = slurm.wait(number, timeout=300)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), log(run)
     assert "again, inside the job" in log(run) and bad in log(run)
-    assert sorted(curve(run)) == list(range(1, ITERATIONS + 1))
+    assert curve(run) == whole_of_three

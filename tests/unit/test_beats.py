@@ -39,6 +39,17 @@ def test_a_stage_that_never_sent_is_found_though_all_wait() -> None:
     assert text.endswith("the activation of micro-batch 3")
 
 
+def test_a_stage_that_needs_a_gradient_has_owed_the_activation_whoever_waited_first() -> None:
+    """The last stage was held up between its last message and its wait."""
+    ring = [
+        beat(1, (2, "gradient of micro-batch 5", 10.1)),
+        beat(2, (1, "activation of micro-batch 5", 10.2)),
+    ]
+    for turned in (ring, ring[::-1]):
+        found = starved(turned)
+        assert found and [each.rank for each in found] == [2, 1]
+
+
 def test_a_stage_that_waits_elsewhere_owes_the_message() -> None:
     found = starved(
         [beat(0), beat(1, (0, "activation of micro-batch 0", 3.0)), beat(2, (1, "activation", 2.0))]
