@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
@@ -43,8 +44,9 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
     out = []
     for values in layouts:
         launch = Launch(dist.get_rank(), dist.get_world_size(), local_world_size=dist.get_world_size())
-        config = make_config({**MODEL, **values}, World(4, 4))
         with ExitStack() as stack, redirect_stdout(io.StringIO()):
+            logs = stack.enter_context(tempfile.TemporaryDirectory())
+            config = make_config({**MODEL, **values, "log_dir": logs}, World(4, 4))
             run = setup.prepare(config, launch, stack, time.monotonic())
             states, step = list[int](), run.engine.step
             run.engine.step = lambda *row, e=run.engine, s=step, n=states: (
