@@ -173,6 +173,11 @@ class Cluster:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the ranks compute on their hosts' processors, in their hosts' memory."""
+        return self.cores is not None
+
     def with_nodes(self, nodes: int) -> Cluster:
         return replace(self, nodes=nodes)
 

@@ -11,10 +11,10 @@ from functools import cached_property, lru_cache
 from megazero.config import RunConfig, World
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
+from megazero.plan.activations import activations
 from megazero.plan.cluster import Cluster
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
-from megazero.plan.memory import activations
 from megazero.plan.seconds import Collectives, Cost
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import (
@@ -162,7 +162,7 @@ class Frame:
     @cached_property
     def least_activations(self) -> float:
         """Return the bytes of activations of the rank that has the most, so that model state has only the rest."""
-        return max(sum(items.values()) for items in self.activation_memory)
+        return max(sum(items.values()) for moments in self.activation_memory for items in moments.values())
 
     @cached_property
     def least_parameters(self) -> float:
@@ -219,17 +219,11 @@ class Frame:
         return list(found.values())
 
     @cached_property
-    def activation_memory(self) -> list[dict[str, float]]:
-        """Return each pipeline rank's bytes of activations and head."""
+    def activation_memory(self) -> list[dict[str, dict[str, float]]]:
+        """Return each pipeline rank's bytes of activations and head, by moment of a backward."""
+        width, on_host = self.compute.width, self.cluster.on_host
         return [
-            activations(
-                self.config,
-                self.compute.width,
-                [len(s.layers) for s in own],
-                self.peaks[rank],
-                any(s.embedding for s in own),
-                any(s.head for s in own),
-            )
+            activations(self.config, width, own, self.peaks[rank], on_host)
             for rank, own in enumerate(self.of_rank)
         ]
 

@@ -18,7 +18,7 @@ from megazero.plan.coding import Coder
 from megazero.plan.communication import Bytes, Formats
 from megazero.plan.frame import Frame
 from megazero.plan.gathers import Copies
-from megazero.plan.memory import Memory, States, buffers, model_states, rank_memory
+from megazero.plan.memory import Memory, States, rank_memory
 from megazero.plan.units import Module, RankUnits, rank_units
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import make_schedule
@@ -87,7 +87,14 @@ class Layout:
                 frame.micro_batches == 1,
             ),
         )
-        self.states = States(self.grid, self.shards, self.formats, wire.feedback, zero.zero_prefetch_bytes)
+        self.states = States(
+            self.grid,
+            self.shards,
+            self.formats,
+            wire.feedback,
+            zero.zero_prefetch_bytes,
+            frame.cluster.on_host,
+        )
 
     def _units(self, stages: Sequence[StageSpec]) -> RankUnits:
         config, frame = self.config, self.frame
@@ -110,14 +117,9 @@ class Layout:
 
     def memory_of(self, rank: int) -> Memory:
         """Return the memory of a rank of a pipeline stage at the peak of a step."""
-        units, frame = self.units(rank), self.frame
-        return rank_memory(
-            [
-                model_states(units, self.states, self.config.optimizer.optimizer),
-                buffers(units, self.states, frame.micro_batches),
-                frame.activation_memory[rank],
-            ]
-        )
+        frame, optimizer = self.frame, self.config.optimizer.optimizer
+        moments = frame.activation_memory[rank]
+        return rank_memory(self.units(rank), self.states, optimizer, frame.micro_batches, moments)
 
     @cached_property
     def memory(self) -> Memory:

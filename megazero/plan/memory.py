@@ -1,29 +1,26 @@
 """This module says what a rank's memory holds at the peak of a step, item by item, in bytes.
 
 Model states follow zero/unit.py: the P copy as it was received, gradients summed in at least fp32 over G, and over OS
-the master weights with the optimizer's moments. Activations are what autograd keeps of models/layer.py with a fused
-attention kernel (the counts of Korthikanti et al. 2022, section 4, for these layers).
+the master weights with the optimizer's moments. activations.py has what comes and goes with a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 
-from megazero.config import RunConfig
 from megazero.config.model import ModelConfig
 from megazero.config.parameters import parameter_count
 from megazero.config.shards import Shards
 from megazero.config.wire import Wire
 from megazero.mesh.grid import INTER, Grid
 from megazero.plan.communication import EXCHANGE, Formats, UnitShape, gradient_hops, message
-from megazero.plan.units import WIDTHS, RankUnits
+from megazero.plan.units import EMBEDDING, LAYER, WIDTHS, RankUnits
 
-# Of all that is allocated: what the allocator's blocks leave unused between tensors of unequal sizes.
+# Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06
 MOMENTS = {"adamw": 2, "sgd": 1}  # fp32 values beside each master weight
-CHUNK_LOGITS = 1 << 26  # elements of logits that the loss widens at once on a GPU (tp/cross_entropy.py)
 GIB = 2**30
 
 
@@ -62,6 +59,7 @@ class States:
     formats: Formats
     feedback: bool
     prefetch_bytes: int
+    on_host: bool = False  # the ranks compute on processors, in their hosts' memory
     pending_reductions: int = 2
 
     @property
@@ -129,6 +127,38 @@ class States:
             most = max(most, passing + (left * self.formats.sums if goes_on else 0.0))
         return most
 
+    def chain_bytes(self, unit: UnitShape, micro_batches: int) -> float:
+        """Return the most bytes that a unit's reduction has at once, the sum of tied parameters' ends included.
+
+        There a rank has both ends' OS slices in one buffer (zero/tied.py).
+        """
+        ends = 2 * unit.elements / self.shards.os * self.formats.sums if unit.tied else 0.0
+        return max(self.reduction_messages(unit, micro_batches), ends)
+
+    def sampled_bytes(self, counts: Sequence[tuple[UnitShape, int]]) -> tuple[float, float]:
+        """Return the bytes in which the rounding of one unit's weights, and of its gradients, is measured.
+
+        Every unit has its turn, the largest, too. What was sent is decoded, the error is taken, and its squares in
+        fp64 (zero/rounding.py): of this rank's sum between two quantised hops, else of the other ranks' rows.
+        """
+        largest = max((u.elements for u, _ in counts if u.quantised), default=0)
+        largest *= 2 * self.formats.sums + SQUARE
+        of_weights = largest / self.shards.os if self.formats.weights is not None else 0.0
+        axes, codings = [a for a in self.grid.data_axes if a.size > 1], self.formats.gradients or {}
+        coded = [codings.get(a.link) is not None for a in axes]
+        of_gradients, parts = 0.0, 1
+        for i, axis in enumerate(axes):
+            parts *= axis.size
+            if coded[i]:
+                rows = 1 if any(coded[i + 1 : i + 2]) else axis.size - 1
+                of_gradients = max(of_gradients, largest / parts * rows)
+        return of_weights, of_gradients
+
+    @property
+    def returns(self) -> bool:
+        """Whether sums go back to replicas."""
+        return self.shards.os < prod(a.size for a in self.grid.data_axes)
+
 
 def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer and residuals on one rank."""
@@ -168,89 +198,89 @@ def _crossing(grid: Grid) -> int:
     return prod(inside)
 
 
-STREAMS = 2  # of each lane (comm/lane.py); the pool of passing buffers keeps each one's memory apart
+STREAMS = 2  # of each lane (comm/lane.py)
+SQUARE = 8  # bytes of an element's error, squared
 
 
-def buffers(units: RankUnits, states: States, micro_batches: int) -> dict[str, float]:
-    """Return the bytes of gathered parameters, and of the pool of passing buffers (kernels/arena.py).
+def gathered(units: RankUnits, states: States, kind: str) -> float:
+    """Return the bytes of gathered parameters while a module of this kind is computed back.
 
-    The pool holds, for each stream, the most that was in use at one time: on the compute stream staging, on those of
-    the lanes what a chain of gathers, or of reductions, has at its widest.
+    They are those of the module in use, of the next one, and what fits into the bound beyond them. On processors
+    gloo has what it gathers once more, until all is there.
     """
-    shapes = [u for u, _ in units.counts]
-    gathered, width = 0.0, states.formats.width
-    if states.shards.p > 1:  # the module in use, the next one, and what fits into the bound beyond them
-        full = units.elements * width
-        two = sum(
-            sorted((n for n, several in units.modules for _ in range(min(several, 2))), reverse=True)[:2]
-        )
-        held = full if states.shards.keep_gathered else two * width + states.prefetch_bytes
-        gathered = min(held, full)
-    chains = max(map(states.gather_messages, shapes)) + max(
-        states.reduction_messages(u, micro_batches) for u in shapes
-    )
-    waiting = 1 + states.pending_reductions if states.g > 1 else 0
-    # At most: a parameter's gradient as autograd makes it, and a unit's staging.
-    raw = max(u.elements for u in shapes) * width
-    return {"gathered": gathered, "staging": (1 + waiting) * raw + STREAMS * chains}
+    if states.shards.p == 1:
+        return 0.0
+    width, modules = states.formats.width, units.modules
+    full = units.elements * width
+    if states.shards.keep_gathered:
+        return full
+    beside = (LAYER, EMBEDDING) if kind == LAYER else (LAYER,)
+    following = max((modules[other] for other in beside if other in modules), default=0) * width
+    held = modules[kind] * width + following + states.prefetch_bytes
+    if held >= full:  # then all stays from one use to the next, and nothing is on its way
+        return full
+    return held + (following if states.on_host else 0.0)
 
 
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes of one micro-batch and layer. kept: to its backward. working: beside that while it is computed back."""
+def pool(units: RankUnits, states: States, micro_batches: int) -> float:
+    """Return the bytes of the pool of passing buffers (kernels/arena.py).
 
-    kept: float
-    working: float
-
-
-def layer_activations(config: RunConfig, width: int) -> LayerActivations:
-    """Return what a layer keeps for its backward on one rank."""
-    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    assert size and model.seq_length
-    tokens = size * model.seq_length
-    stream = model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-    q, kv = model.query_projection_size / tp, model.kv_projection_size / tp
-    ffn, heads = model.ffn_hidden_size / tp, model.num_attention_heads / tp
-    # Each norm's input and output; rotated q, k, v; attention's output and, laid out anew, o_proj's input;
-    # up (and gate, silu(gate)) and down's input.
-    matrices = 4 * stream + 3 * q + 2 * kv + (4 if model.swiglu else 2) * ffn
-    masks = 2 * stream if model.hidden_dropout else 0.0
-    whole = tokens * (width * matrices + masks + 4 * heads)
-    gradients = tokens * width * (2 * ffn + 2 * model.hidden_size)
-    if config.training.recompute_granularity == "full":
-        return LayerActivations(tokens * width * stream, whole + gradients)
-    if config.training.recompute_granularity == "selective":
-        core = tokens * (width * q + 4 * heads)
-        return LayerActivations(whole - core, core + gradients)
-    return LayerActivations(whole, gradients)
-
-
-def activations(
-    config: RunConfig, width: int, layers_of_parts: Sequence[int], peak: int, embedding: bool, head: bool
-) -> dict[str, float]:
-    """Return the bytes of activations and of the head on the rank that holds these parts.
-
-    peak: the most forwards of one part and micro-batch whose backward has not ended.
+    Staging holds the unit whose gradients arrive, and those before it whose reductions the backward need not have
+    waited for. On CUDA the pool has memory for each stream: staging on that of compute, and on the two of each lane
+    what one chain of gathers, or of reductions, has at its widest. On processors all lies in one, and a chain has its
+    buffers from its first collective to its end: of a lane's order, as many chains as may have begun.
     """
-    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    assert size and model.seq_length
-    tokens = size * model.seq_length
-    layer = layer_activations(config, width)
-    stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
-    kept = peak * (sum(layers_of_parts) / len(layers_of_parts) * layer.kept + stream) + layer.working
-    if config.parallel.pipeline_model_parallel_size > 1:
-        kept += 4 * stream  # messages under way, both directions
-    if model.position_embedding_type == "alibi" or config.data.reset_attention_mask:
-        heads = model.num_attention_heads / tp if model.position_embedding_type == "alibi" else 1
-        masks = size if config.data.reset_attention_mask else 1
-        kept += width * masks * heads * model.seq_length**2
-    rows = model.padded_vocab_size(tp) / tp
-    logits = tokens * rows
-    wide = min(logits, max(CHUNK_LOGITS, rows)) * 8 + logits * width if head else 0.0
-    return {"activations": kept, "head": wide + (2 * stream if head else 0.0)}
+    waiting = 1 + states.pending_reductions
+    order = units.reduced(waiting)
+    chains = {u: states.chain_bytes(u, micro_batches) for u in set(order)}
+    staged = {u: u.elements * states.formats.width if states.g > 1 else 0.0 for u in chains}
+    if not states.on_host:
+        messages = max(map(states.gather_messages, chains)) + max(chains.values())
+        return _window(order, waiting, staged) + STREAMS * messages + max(states.sampled_bytes(units.counts))
+    if states.g > 1:
+        going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains})
+    elif states.returns:  # the way back takes the axes of the way there, so the next chain cannot begin
+        going = _window(order, STREAMS, chains)
+    else:  # nothing bounds them
+        going = sum(n * chains[u] for u, n in units.counts)
+    coming = _coming(units, states)
+    of_weights, of_gradients = states.sampled_bytes(units.counts)
+    going, coming = going + of_gradients, coming + of_weights
+    # Differences are sent once a step, around the first forward: no reduction is under way then.
+    return max(going, coming) if states.formats.delta else going + coming
 
 
-def rank_memory(parts: Sequence[dict[str, float]]) -> Memory:
-    """Put the items together and add the allocator's margin."""
-    items = {name: size for part in parts for name, size in part.items()}
-    return Memory(**items, margin=ALLOCATOR_MARGIN * sum(items.values()))
+def _coming(units: RankUnits, states: States) -> float:
+    """Return the bytes of the messages of the gathers that may be under way: as many as may run ahead of use."""
+    messages = sum(n * states.gather_messages(u) for u, n in units.counts)
+    if not messages:
+        return 0.0
+    ahead = sum(n * states.ahead_bytes(u) for u, n in units.counts)
+    two = sorted(units.modules.values(), reverse=True)[:2]
+    now = sum(two) / units.elements * ahead + states.prefetch_bytes
+    return messages * min(1.0, now / ahead)
+
+
+def _window(order: Sequence[UnitShape], number: int, sizes: Mapping[UnitShape, float]) -> float:
+    """Return the most that so many neighbours have together; after the last unit the first comes again."""
+    number = min(number, len(order))
+    around = [sizes[unit] for unit in (*order, *order[: number - 1])]
+    return max(sum(around[i : i + number]) for i in range(len(order)))
+
+
+def rank_memory(
+    units: RankUnits,
+    states: States,
+    optimizer: str,
+    micro_batches: int,
+    moments: Mapping[str, Mapping[str, float]],
+) -> Memory:
+    """Return a rank's memory at the moment of a backward that needs the most, with the allocator's margin.
+
+    moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
+    """
+    always = model_states(units, states, optimizer)
+    always["staging"] = pool(units, states, micro_batches)
+    each = [{**always, **items, "gathered": gathered(units, states, kind)} for kind, items in moments.items()]
+    most = max(each, key=lambda items: sum(items.values()))
+    return Memory(**most, margin=0.0 if states.on_host else ALLOCATOR_MARGIN * sum(most.values()))

@@ -331,7 +331,7 @@ def _link_seconds(layout: Layout, link: str, once: bool) -> float:
             dearest = max(dearest, _on(one.gather, link) / one.ahead_bytes)
     if once or layout.shards.keep_gathered:
         return total + gather
-    module = max(n for n, _ in units.modules) * layout.formats.width
+    module = max(units.modules.values()) * layout.formats.width
     stays = dearest * (layout.states.prefetch_bytes + MODULES_HELD * module)
     further = 2 * again * gather - gather - (2 * again * frame.virtual - 1) * stays
     return total + gather + max(0.0, further)

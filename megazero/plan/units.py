@@ -54,14 +54,30 @@ class RankUnits:
         self.counts = self._counts(stages)
         self.elements = sum(shape.elements * number for shape, number in self.counts)
 
-    @property
-    def modules(self) -> tuple[tuple[int, int], ...]:
-        """Return, for each kind of module that is here, its elements and how many there are."""
-        return tuple(
-            (sum(shape.elements for shape in self._made[kind].shapes), number)
+    @cached_property
+    def modules(self) -> Mapping[str, int]:
+        """Return, for each kind of module that is here, the elements of the units that it needs.
+
+        Tied to an embedding that is here, too, the head needs the unit of the table.
+        """
+        sizes = {
+            kind: sum(shape.elements for shape in self._made[kind].shapes)
             for kind, number in _modules(self._stages).items()
             if number
-        )
+        }
+        table = self._made[EMBEDDING].table
+        if table is not None:
+            sizes[HEAD] += self._made[EMBEDDING].shapes[table].elements
+        return sizes
+
+    def reduced(self, layers: int) -> tuple[UnitShape, ...]:
+        """Return the units in the order of a backward's reductions, of each stage ``layers`` layers at most."""
+        kinds = [
+            kind
+            for s in reversed(self._stages)
+            for kind in [HEAD] * s.head + [LAYER] * min(len(s.layers), layers) + [EMBEDDING] * s.embedding
+        ]
+        return tuple(shape for kind in kinds for shape in reversed(self._made[kind].shapes))
 
     def _counts(self, stages: Sequence[StageSpec]) -> tuple[tuple[UnitShape, int], ...]:
         out: Counter[UnitShape] = Counter()

@@ -11,8 +11,11 @@ import contextlib
 import io
 import json
 import shlex
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed, too
 
 from megazero.plan.cluster import load_cluster
 from megazero.plan.command import main as plan
@@ -148,9 +151,9 @@ def _rather(found: Found) -> str:
 
 
 def _section(title: str) -> str:
-    """Return a section of the page as it is: plan_step_time.py writes it."""
+    """Return a section of the page as it is: plan_memory.py and plan_step_time.py write theirs."""
     page = (DOCS / "planning.md").read_text(encoding="utf-8")
-    return page.partition(f"## {title}\n")[2].partition("\n## ")[0].strip()
+    return page.partition(f"## {title}\n")[2].partition("\n## ")[0].strip("\n")
 
 
 def main() -> None:
@@ -170,6 +173,7 @@ def main() -> None:
         "CHOICES": "\n".join(choices_table()),
         "BLOOM": "\n".join(bloom_table()),
         "RATHER": _rather(rather),
+        "MEMORY": _section("Memory against measurement"),
         "STEPS": _section("Step time against measurement"),
     }
     text = (Path(__file__).parent / "planning_page.txt").read_text(encoding="utf-8")

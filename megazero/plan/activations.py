@@ -1,0 +1,114 @@
+"""This module says what a rank holds of activations while a backward is at its head, a layer and its embedding.
+
+Activations are what autograd keeps of models/layer.py with a fused attention kernel (the counts of Korthikanti et al.
+2022, section 4, for these layers). Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.config import RunConfig
+from megazero.config.model import ModelConfig
+from megazero.plan.units import EMBEDDING, HEAD, LAYER, module_parameters
+from megazero.pp.partition import StageSpec
+
+# Elements of logits that the loss handles at once (tp/cross_entropy.py).
+DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one micro-batch and layer. kept: to its backward. working: beside that while it is computed back."""
+
+    kept: float
+    working: float
+
+
+def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> LayerActivations:
+    """Return what a layer keeps for its backward on one rank, whose elements have ``width`` bytes.
+
+    on_host: on processors dropout keeps its mask in the activations' dtype, and attention with dropout has no fused
+    kernel: its scores, their mask and their product stay, in at least fp32.
+    """
+    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
+    assert size and model.seq_length
+    tokens = size * model.seq_length
+    stream = model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
+    q, kv = model.query_projection_size / tp, model.kv_projection_size / tp
+    ffn, heads = model.ffn_hidden_size / tp, model.num_attention_heads / tp
+    # Each norm's input and output; rotated q, k, v; attention's output and, laid out anew, o_proj's input;
+    # up (and gate, silu(gate)) and down's input.
+    matrices = 4 * stream + 3 * q + 2 * kv + (4 if model.swiglu else 2) * ffn
+    masks = 2 * stream * (width if on_host else 1) if model.hidden_dropout else 0.0
+    scores = 0.0
+    if on_host and model.attention_dropout:
+        scores = 3 * tokens * max(width, 4) * heads * model.seq_length
+    whole = tokens * (width * matrices + masks + 4 * heads) + scores
+    gradients = tokens * width * (2 * ffn + 2 * model.hidden_size)
+    if config.training.recompute_granularity == "full":
+        return LayerActivations(tokens * width * stream, whole + gradients)
+    if config.training.recompute_granularity == "selective":
+        core = tokens * (width * q + 4 * heads) + scores
+        return LayerActivations(whole - core, core + gradients)
+    return LayerActivations(whole, gradients)
+
+
+def activations(
+    config: RunConfig, width: int, stages: Sequence[StageSpec], peak: int, on_host: bool = False
+) -> dict[str, dict[str, float]]:
+    """Return the bytes of activations and of the head on the rank that holds these stages, by moment.
+
+    The moments are those at which the last micro-batch's backward is at the head, at the first layer that it comes
+    to, and at the embedding, as far as the rank has them. Activations go as the backward proceeds, and the head's
+    before the layers' working memory comes. A parameter's gradient, as autograd makes it, counts with them. Where
+    embedding and head are one parameter on one rank, autograd adds up both gradients: the head's waits to the end.
+
+    peak: the most forwards of one part and micro-batch whose backward has not ended. on_host: the ranks compute on
+    processors.
+    """
+    model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
+    assert size and model.seq_length
+    tokens = size * model.seq_length
+    layer = layer_activations(config, width, on_host)
+    stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
+    one = sum(len(s.layers) for s in stages) / len(stages) * layer.kept + stream
+    always = 0.0
+    if config.parallel.pipeline_model_parallel_size > 1:
+        always += 4 * stream  # messages under way, both directions
+    if model.position_embedding_type == "alibi" or config.data.reset_attention_mask:
+        heads = model.num_attention_heads / tp if model.position_embedding_type == "alibi" else 1
+        masks = size if config.data.reset_attention_mask else 1
+        always += width * masks * heads * model.seq_length**2
+    first, last = any(s.embedding for s in stages), any(s.head for s in stages)
+    raw = {kind: width * _largest_gradient(model, tp, kind) for kind in (EMBEDDING, LAYER, HEAD)}
+    waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
+    working = layer.working + raw[LAYER] + waiting
+    moments = dict[str, dict[str, float]]()
+    if any(s.layers for s in stages):
+        moments[LAYER] = {"activations": always + peak * one + working, "head": 0.0}
+    if first:
+        left = (peak - 1) * one + 2 * stream + raw[EMBEDDING] + waiting
+        moments[EMBEDDING] = {"activations": always + left, "head": 0.0}
+    if last:
+        rows = model.padded_vocab_size(tp) / tp
+        logits = tokens * rows
+        # While a chunk is widened, its exponentials are there, too.
+        chunk = min(logits, max(HOST_LOGITS if on_host else DEVICE_LOGITS, rows)) * (8 if width < 4 else 4)
+        head = logits * width + max(chunk, raw[HEAD]) + 2 * stream
+        moments[HEAD] = {"activations": always + peak * one, "head": head}
+    return moments
+
+
+def _largest_gradient(model: ModelConfig, tp: int, kind: str) -> int:
+    """Return the most elements of gradients that autograd has at once before it hands them over.
+
+    Tensor-parallel linears of one input (tp/linear.py) compute theirs together: q, k and v, or gate and up.
+    """
+    largest = max(p.numel for p in module_parameters(model, tp)[kind])
+    if kind != LAYER or tp == 1:
+        return largest
+    up = model.hidden_size * model.ffn_hidden_size * (2 if model.swiglu else 1)
+    qkv = model.hidden_size * (model.query_projection_size + 2 * model.kv_projection_size)
+    return max(largest, up // tp, qkv // tp)

@@ -1,0 +1,66 @@
+"""What the planner says that a layer keeps for its backward, against what autograd saves of one on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.config import World, make_config
+from megazero.models import Decoder
+from megazero.plan.activations import activations, layer_activations
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
+from megazero.train.parallelize import DTYPES
+from tests.unit.test_plan import MODEL
+
+SIZES = {**MODEL, "num_layers": 1, "global_batch_size": 2, "micro_batch_size": 2}
+
+
+def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
+    """Return the bytes of what a layer's forward saves, parameters and its input aside, and of its input."""
+    config = make_config({**SIZES, **values}, World(1, 1))
+    dtype = DTYPES[config.precision.params_dtype]
+    decoder = Decoder(config.model, dtype=dtype)
+    layer = decoder.layers["0"]
+    for parameter in layer.parameters():
+        torch.nn.init.zeros_(parameter)
+    x = torch.zeros(64, 2, config.model.hidden_size, dtype=dtype, requires_grad=True)
+    held = dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(x, 1 if config.model.hidden_dropout else None)
+    assert y.requires_grad  # and with y what was saved lives until here
+    for other in (x, *layer.parameters()):
+        held.pop(other.untyped_storage().data_ptr(), None)
+    return float(sum(held.values())), float(x.nbytes)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
+def test_what_a_layer_keeps(family: str, dtype: str) -> None:
+    values = {"model_family": family, "params_dtype": dtype, "recompute_granularity": "none"}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    width = torch.finfo(DTYPES[dtype]).bits // 8
+    saved, stream = saved_bytes(values)
+    # The input of a layer is the output of the one before it: each keeps one of the two.
+    assert layer_activations(config, width, on_host=True).kept == pytest.approx(saved + stream, rel=0.1)
+
+
+def test_attention_with_dropout_keeps_its_scores_on_processors() -> None:
+    values = {"params_dtype": "fp32", "attention_dropout": 0.1}
+    with_scores, without = (
+        saved_bytes({**values, "attention_dropout": p, "hidden_dropout": 0.1})[0] for p in (0.1, 0.0)
+    )
+    config = make_config({**SIZES, **values}, World(1, 1))
+    kept = [layer_activations(config, 4, on_host).kept for on_host in (True, False)]
+    assert kept[0] - kept[1] == pytest.approx(with_scores - without, rel=0.2)
+
+
+def test_activations_go_as_the_backward_proceeds() -> None:
+    config = make_config({**SIZES, "num_layers": 4}, World(1, 1))
+    (stage,) = config.stages()
+    sizes = {kind: sum(items.values()) for kind, items in activations(config, 4, [stage], 1).items()}
+    assert set(sizes) == {EMBEDDING, LAYER, HEAD} and sizes[EMBEDDING] < min(sizes[LAYER], sizes[HEAD])
