@@ -228,11 +228,12 @@ def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace
         verdicts="\n".join(verdicts(rows)),
         table="\n".join(table(rows)),
     )
+    body = text.strip("\n")
     page = options.page.read_text(encoding="utf-8")
     before, heading, rest = page.partition(f"## {TITLE}\n")
     assert heading, f"{options.page} has no section {TITLE}"
     after = rest[rest.index("\n## ") :]
-    options.page.write_text(f"{before}{heading}\n{text.strip()}\n{after}", encoding="utf-8")
+    options.page.write_text(f"{before}{heading}\n{body}\n{after}", encoding="utf-8")
 
 
 def main() -> int:
