@@ -24,7 +24,7 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
-from megazero.train import program, setup, trainer
+from megazero.train import feeding, program, setup
 from tests.dist.pool import RankError, run_ranks
 
 Values = Mapping[str, Any]
@@ -111,8 +111,8 @@ def _train(configure: Callable[[World], RunConfig]) -> Seen:
     losses: list = []
     evaluations: list = []
     sent: list = []
-    original = trainer.Batches
-    trainer.Batches = recorder = _Recorder(original)
+    original = feeding.Batches
+    feeding.Batches = recorder = _Recorder(original)
     try:
         with ExitStack() as stack, redirect_stdout(io.StringIO()):
             run = setup.prepare(config, launch, stack, time.monotonic())
@@ -127,7 +127,7 @@ def _train(configure: Callable[[World], RunConfig]) -> Seen:
             run.outputs.console.evaluation = lambda _, loss, *name: evaluations.append(loss)
             run.run()
     finally:
-        trainer.Batches = original
+        feeding.Batches = original
     ids, texts = tuple(recorder.ids), tuple(recorder.texts)
     return Seen(start, tuple(losses), ids, texts, run.mesh.dp_rank, notes, tuple(evaluations), tuple(sent))
 

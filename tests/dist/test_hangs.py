@@ -22,7 +22,7 @@ import pytest
 
 from megazero.models import Decoder
 from megazero.pp.links import Links
-from megazero.train import trainer
+from megazero.train import feeding
 from megazero.train.exit_status import ExitStatus
 from tests.dist.runs import Processes
 from tests.dist.test_failing_ranks import LONG, errors, iterations
@@ -57,7 +57,7 @@ def in_data(began: Path, rank: int) -> None:
     fifo = began.with_name("fifo")
     if rank == 1:
         os.mkfifo(fifo)
-        at_call(trainer.Batches, "next_step", began, fifo.read_bytes)
+        at_call(feeding.Batches, "next_step", began, fifo.read_bytes)
 
 
 def in_a_loop(began: Path, rank: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megazero.checkpoint import store
-from megazero.train import trainer
+from megazero.train import feeding, trainer
 from megazero.train.guards import NonFiniteLoss
 from megazero.train.metrics import SUPERSEDED_FILE, read_metrics
 from megazero.train.rollback import LossSpike
@@ -48,7 +48,7 @@ class Wrong:
 
 def train_wrong(jobs: list[Values], wrong: range, nan_at: int = 0) -> list[Seen | str]:
     """What was seen, or the error. nan_at: the first loss of this iteration is NaN on the last rank."""
-    original, forward = trainer.Batches, trainer.Trainer._forward_backward
+    original, forward = feeding.Batches, trainer.Trainer._forward_backward
     left = [nan_at]
 
     def poisoned(self: Any, *arguments: Any) -> Any:
@@ -58,12 +58,12 @@ def train_wrong(jobs: list[Values], wrong: range, nan_at: int = 0) -> list[Seen 
             return loss * float("nan") if self.mesh.rank == self.mesh.world_size - 1 else loss
         return loss
 
-    trainer.Batches = lambda dataset, **rest: original(Wrong(dataset, wrong), **rest)
+    feeding.Batches = lambda dataset, **rest: original(Wrong(dataset, wrong), **rest)
     trainer.Trainer._forward_backward = poisoned
     try:
         return [seen_or_error(job) for job in jobs]
     finally:
-        trainer.Batches, trainer.Trainer._forward_backward = original, forward
+        feeding.Batches, trainer.Trainer._forward_backward = original, forward
 
 
 def seen_or_error(job: Values) -> Seen | str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megazero.train import trainer
+from megazero.train import feeding
 from megazero.train.metrics import read_metrics
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Seen, Values, checkpoint_of, differences, train, train_all
@@ -31,12 +31,12 @@ class Without:
 
 
 def train_without(values: Values, begin: int, end: int) -> Seen:
-    original = trainer.Batches
-    trainer.Batches = lambda dataset, **rest: original(Without(dataset, begin, end), **rest)
+    original = feeding.Batches
+    feeding.Batches = lambda dataset, **rest: original(Without(dataset, begin, end), **rest)
     try:
         return train(values)
     finally:
-        trainer.Batches = original
+        feeding.Batches = original
 
 
 @pytest.mark.parametrize("world", LAYOUTS)

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megazero.models.decoder import Decoder
-from megazero.train import setup, trainer
+from megazero.train import feeding, setup, trainer
 from megazero.train.console import TrainConsole
 from megazero.train.metrics import read_metrics
 from megazero.train.stragglers import STEADY
@@ -37,7 +37,7 @@ def run(values: dict[str, Any], slow: int, kind: str) -> list[str]:
     """The warnings of a run in which a forward takes 1 s and a batch 0.1 s, on one rank 2 s or 1.1 s."""
     now, warnings = [0.0], list[str]()
     late = float(dist.get_rank() == slow)
-    forward, data = Decoder.run_stage, trainer.Batches.next_step
+    forward, data = Decoder.run_stage, feeding.Batches.next_step
 
     def slow_forward(*arguments: Any) -> Any:
         now[0] += 1 + late * (kind == "compute")
@@ -52,7 +52,7 @@ def run(values: dict[str, Any], slow: int, kind: str) -> list[str]:
 
     with (
         patch.object(Decoder, "run_stage", slow_forward),
-        patch.object(trainer.Batches, "next_step", slow_data),
+        patch.object(feeding.Batches, "next_step", slow_data),
         patch.object(setup, "TimeBill", lambda: TimeBill(clock)),
         patch.object(trainer, "time", SimpleNamespace(perf_counter=clock, monotonic=time.monotonic)),
         patch.object(TrainConsole, "warning", lambda _, line: warnings.append(line)),

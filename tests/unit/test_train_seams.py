@@ -23,6 +23,7 @@ from megazero.data.tokenizer import NullTokenizer
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
 from megazero.train import setup
+from megazero.train.feeding import Feeding
 from megazero.train.guards import NonFiniteLoss
 from megazero.train.metrics import read_metrics
 from megazero.train.parallelize import dropout_key, make_policy
@@ -356,13 +357,13 @@ def test_every_choice_of_the_configuration_reaches_the_engine() -> None:
 def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and evaluation take their batches from the one place above."""
     made: list[bool] = []
-    plain = Trainer._batches
+    plain = Feeding.batches
 
-    def note(self: Trainer, data_set: Dataset, **position: int) -> Any:
+    def note(self: Feeding, data_set: Dataset, **position: int) -> Any:
         made.append("consumed" in position)
         return plain(self, data_set, **position)
 
-    monkeypatch.setattr(Trainer, "_batches", note)
+    monkeypatch.setattr(Feeding, "batches", note)
     run(
         {
             **SMALL,
