@@ -46,8 +46,8 @@ def write(memory: int, file: int, size: int, parent: int) -> int:
 def _write(file: int, data: memoryview) -> int:
     try:
         return os.write(file, data)
-    except OSError as error:  # a file system, or a place in the file, that wants the cache
-        if error.errno != errno.EINVAL:
+    except OSError as error:  # else a file system, or a place in the file, that wants the cache
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         _past_the_cache(file, False)
         return os.write(file, data)

@@ -182,8 +182,11 @@ class Frame:
         """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
         stage = self.grid((1, 1, 1)).axis("pp").index
         on_node = len({stage(rank) for rank in range(self.config.ranks_per_node(self.world))})
-        across = self._message_cost(2, self.activation.sent / on_node)
-        return {INTRA: self.message_costs[INTRA].seconds, INTER: across.seconds}
+        across, link = self._message_cost(2, self.activation.sent / on_node).seconds, self.cluster.inter_node
+        if link.rank_gbits_per_s is not None:
+            alone = link.rank_gbits_per_s * link.efficiency * 1e9 / 8
+            across = max(across, self.activation.sent / alone)
+        return {INTRA: self.message_costs[INTRA].seconds, INTER: across}
 
     @cached_property
     def links(self) -> list[list[str]]:

@@ -222,8 +222,10 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     return held + (following if states.on_host else 0.0)
 
 
-def pool(units: RankUnits, states: States, micro_batches: int) -> float:
+def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
     """Return the bytes of the pool of passing buffers (kernels/arena.py).
+
+    sure: count two chains of a lane where nothing bounds how many are under way, and the ranks' timing decides.
 
     Staging holds the unit whose gradients arrive, and those before it whose reductions the backward need not have
     waited for. On CUDA the pool has memory for each stream: staging on that of compute, and on the two of each lane
@@ -239,7 +241,7 @@ def pool(units: RankUnits, states: States, micro_batches: int) -> float:
         return _window(order, waiting, staged) + STREAMS * messages + max(states.sampled_bytes(units.counts))
     if states.g > 1:
         going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains})
-    elif states.returns:  # the way back takes the axes of the way there, so the next chain cannot begin
+    elif sure or states.returns:  # the way back takes the axes of the way there: the next chain cannot begin
         going = _window(order, STREAMS, chains)
     else:  # nothing bounds them
         going = sum(n * chains[u] for u, n in units.counts)
@@ -256,7 +258,7 @@ def _coming(units: RankUnits, states: States) -> float:
     if not messages:
         return 0.0
     ahead = sum(n * states.ahead_bytes(u) for u, n in units.counts)
-    two = sorted(units.modules.values(), reverse=True)[:2]
+    two = sorted((*units.modules.values(), units.modules.get(LAYER, 0)), reverse=True)[:2]
     now = sum(two) / units.elements * ahead + states.prefetch_bytes
     return messages * min(1.0, now / ahead)
 
@@ -275,12 +277,15 @@ def rank_memory(
     micro_batches: int,
     moments: Mapping[str, Mapping[str, float]],
 ) -> Memory:
-    """Return a rank's memory at the moment of a backward that needs the most, with the allocator's margin.
+    """Return a rank's memory at the moment of a backward that needs the most, with a margin for what may come to it.
+
+    That is what the allocator leaves unused and, on processors, what chains take where many are under way at once.
 
     moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
     """
     always = model_states(units, states, optimizer)
-    always["staging"] = pool(units, states, micro_batches)
+    always["staging"] = pool(units, states, micro_batches, sure=True)
     each = [{**always, **items, "gathered": gathered(units, states, kind)} for kind, items in moments.items()]
     most = max(each, key=lambda items: sum(items.values()))
-    return Memory(**most, margin=0.0 if states.on_host else ALLOCATOR_MARGIN * sum(most.values()))
+    perhaps = pool(units, states, micro_batches) - always["staging"]
+    return Memory(**most, margin=perhaps if states.on_host else ALLOCATOR_MARGIN * sum(most.values()))

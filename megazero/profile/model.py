@@ -23,7 +23,7 @@ from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import StageSpec
 from megazero.profile.points import Modules
-from megazero.profile.timing import Clock, Sample
+from megazero.profile.timing import Clock
 from megazero.tp import TensorParallel
 from megazero.train.health import gather
 from megazero.train.parallelize import DTYPES
@@ -64,9 +64,17 @@ def measure_modules(
     mesh = create_mesh(tp=point.tp, ranks_per_node=cluster.ranks_per_node, device=clock.device)
     tp = TensorParallel(mesh.tp.gather_group, mesh.tp.index, mesh.tp.size, config.parallel.sequence_parallel)
     decoder, calls = _tried(config, tp, point.micro_batch, clock.device)
-    times = {kind: _forward_and_both(calls[kind], decoder, clock) for kind in sizes}
-    _, whole = _forward_and_both(calls[WHOLE], decoder, clock)
-    stretch = whole.median / sum(both.median for _, both in times.values())
+    whole = calls.pop(WHOLE)
+    times = {
+        kind: (clock(call, slowest=False), clock(_with_backward(call, decoder), slowest=False))
+        for kind, call in calls.items()
+    }
+    stretch = 1.0
+    if not _lacking(
+        lambda: _with_backward(whole, decoder)(), clock.device
+    ):  # it takes more memory than its parts
+        together = clock(_with_backward(whole, decoder), slowest=False)
+        stretch = together.median / sum(both.median for _, both in times.values())
     for kind, (forward, both) in times.items():
         each = stretch / (len(decoder.layers) if kind == LAYER else 1)
         yield {
@@ -78,45 +86,51 @@ def measure_modules(
             "forward_seconds": forward.median * each,
             # a round of noise must not make the difference vanish
             "backward_seconds": max(both.median - forward.median, forward.median / 10) * each,
-            "spread": max(both.spread, whole.spread),
+            "spread": both.spread,
         }
-
-
-def _forward_and_both(call: Callable[[], Tensor], decoder: Decoder, clock: Clock) -> tuple[Sample, Sample]:
-    """Time a forward, and a forward with its backward. Collective."""
-    return clock(call, slowest=False), clock(_with_backward(call, decoder), slowest=False)
 
 
 def _tried(
     config: RunConfig, tp: TensorParallel, samples: int, device: torch.device
 ) -> tuple[Decoder, dict[str, Callable[[], Tensor]]]:
-    """Return the modules and a forward of each, run once with its backward. Collective. Raises DoesNotFit.
+    """Return the modules and a forward of each, and of all; each is run once with its backward. Collective.
 
     It is here that memory runs out if it does, before ranks of the world wait for each other. Those of one
-    tensor-parallel group wait for each other already, but hold the same sizes.
+    tensor-parallel group wait for each other already, but hold the same sizes. Raises DoesNotFit.
     """
-    made, lacks = None, ""
-    try:
+    made: list[tuple[Decoder, dict[str, Callable[[], Tensor]]]] = []
+
+    def attempt() -> None:
         dtype = DTYPES[config.precision.params_dtype]
         whole = StageSpec(0, 0, range(min(STACK, config.model.num_layers or 1)), True, True)
         decoder = Decoder(config.model, tp, stages=[whole], device=device, dtype=dtype)
         decoder.initialize(config.training.seed)
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout) > 0
         calls = _calls(decoder, samples, int(config.model.seq_length), 1 if dropout else None)
-        for call in calls.values():
-            _with_backward(call, decoder)()
+        for kind, call in calls.items():
+            if kind != WHOLE:
+                _with_backward(call, decoder)()
+        made.append((decoder, calls))
+
+    if lacks := _lacking(attempt, device):
+        raise DoesNotFit(lacks)
+    return made[0]
+
+
+def _lacking(attempt: Callable[[], None], device: torch.device) -> str:
+    """Return which ranks had too little memory for an attempt, or nothing if none had. Collective."""
+    lacks = ""
+    try:
+        attempt()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        made = decoder, calls
     except torch.OutOfMemoryError as error:
         lacks = f"{error}".partition("\n")[0] or "out of memory"
     every = gather(lacks)
-    if made is None or any(every):
-        rank = next(rank for rank, text in enumerate(every) if text)
-        raise DoesNotFit(
-            f"{sum(map(bool, every))} of {len(every)} ranks have too little, rank {rank}: {every[rank]}"
-        )
-    return made
+    rank = next((rank for rank, text in enumerate(every) if text), None)
+    if rank is None:
+        return ""
+    return f"{sum(map(bool, every))} of {len(every)} ranks have too little, rank {rank}: {every[rank]}"
 
 
 def _calls(decoder: Decoder, samples: int, length: int, key: int | None) -> dict[str, Callable[[], Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from megazero.config import RunConfig
 from megazero.plan.compute import UPDATE_BYTES
 from megazero.profile.points import CODED_BITS
 from megazero.profile.timing import Clock
+from megazero.train.health import gather
 from megazero.train.parallelize import DTYPES, optimizer_factory
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is coded and updated
@@ -71,7 +73,8 @@ def measure_share(operation: Callable[[], Any], clock: Clock, host: Mapping[str,
         clock.settle()
     took, after = time.perf_counter() - began, _idle()
     share = 1.0 - (after - before) / (took * len(os.sched_getaffinity(0)))
-    return min(1.0, max(0.1, share)) if host["ranks"] > host["count"] and after > before else 1.0
+    known = host["ranks"] > host["count"] and after > before
+    return statistics.mean(gather(min(1.0, max(0.1, share)) if known else 1.0))
 
 
 def _idle() -> float:

@@ -26,6 +26,7 @@ from megazero.train.parallelize import DTYPES
 from megazero.train.ranks import start_rank
 
 TIMEOUT = timedelta(minutes=10)
+METHOD = 2  # counts the ways of measuring: what another one measured is not gone on with
 
 
 class Joined(NamedTuple):
@@ -74,6 +75,7 @@ class Profile:
         of = {
             "flags": {name: str(value) for name, value in sorted(request.values.items())},
             "largest_bytes": request.options.profile_largest_bytes,
+            "method": METHOD,
             "rounds": request.options.profile_rounds,
             "ranks": [self.world, per_node],
             "device": device.type,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -26,10 +27,14 @@ def copy(file: int, targets: Mapping[int, int]) -> None:
     What one of them does not take, for want of room or of a reader, is missing there.
     """
     begun = dict.fromkeys(targets, b"")  # lines that have not ended
+    since = dict.fromkeys(targets, 0.0)
     while begun:
         ready, _, _ = select.select(list(begun), [], [], PATIENCE_S if any(begun.values()) else None)
-        for source in ready or tuple(begun):
-            more = os.read(source, 2**16) if ready else b""
+        now = time.monotonic()
+        late = [s for s in begun if s not in ready and begun[s] and now - since[s] >= PATIENCE_S]
+        for source in (*ready, *late):
+            more = os.read(source, 2**16) if source in ready else b""
+            since[source] = now
             text = begun[source] + more
             goes_on = more and len(text) < MOST_BYTES
             end = 1 + max(text.rfind(b"\n"), text.rfind(b"\r")) if goes_on else len(text)
@@ -37,14 +42,17 @@ def copy(file: int, targets: Mapping[int, int]) -> None:
             for target in (targets[source], file):
                 _write(target, safe)
             begun[source] = text[end:]
-            if ready and not more:
+            if source in ready and not more:
                 del begun[source]
 
 
 def _write(target: int, text: bytes) -> None:
     with suppress(OSError):
         while text:
-            text = text[os.write(target, text) :]
+            try:
+                text = text[os.write(target, text) :]
+            except BlockingIOError:  # a terminal that another program told not to block
+                select.select([], [target], [])
 
 
 def main(path: str, *pairs: str) -> None:

@@ -5,6 +5,7 @@ This needs no torch. It comes first of all, so that whatever is printed goes thr
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from megazero.train.lines import NO_ROOM
 # A launcher or a batch system may send these to all processes of a job: the copies go on to the end of the stream.
 _NOT_FOR_COPIES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _copies: list[subprocess.Popen[bytes]] = []
+_before: dict[int, int] = {}  # of the descriptors that are copied, what they were
 
 
 class SafeStream:
@@ -59,7 +61,14 @@ class SafeStream:
 
 
 def _pass_if_full(error: OSError) -> None:
-    if error.errno not in NO_ROOM:
+    """Raise all but a full disk. Where what copies the output has died, go on without it: the buffer comes later."""
+    if error.errno == errno.EPIPE and _before:
+        while _before:
+            number, before = _before.popitem()
+            os.dup2(before, number)
+            os.close(before)
+        os.write(2, b"what copies the output for --log-each-rank has died: the rank's log ends here\n")
+    elif error.errno not in NO_ROOM:
         raise error
 
 
@@ -103,6 +112,7 @@ def log_each_rank(log_dir: str, rank: int) -> Path:
     )
     _copies.append(copies)
     for number, (source, sink) in pipes.items():
+        _before[number] = os.dup(number)
         os.dup2(sink, number)
         os.close(sink)
         os.close(source)
