@@ -37,7 +37,8 @@ class SafeStream:
         try:
             self._stream.write(redact(text))
         except OSError as error:
-            _pass_if_full(error)
+            if _pass_if_full(error) and getattr(self._stream, "write_through", False):
+                self._stream.write(redact(text))  # it is in no buffer
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -60,16 +61,18 @@ class SafeStream:
             setattr(self._stream, name, value)
 
 
-def _pass_if_full(error: OSError) -> None:
-    """Raise all but a full disk. Where what copies the output has died, go on without it: the buffer comes later."""
+def _pass_if_full(error: OSError) -> bool:
+    """Raise all but a full disk and the death of what copies the output. After that, return True: go on without it."""
     if error.errno == errno.EPIPE and _before:
         while _before:
             number, before = _before.popitem()
             os.dup2(before, number)
             os.close(before)
         os.write(2, b"what copies the output for --log-each-rank has died: the rank's log ends here\n")
-    elif error.errno not in NO_ROOM:
+        return True
+    if error.errno not in NO_ROOM:
         raise error
+    return False
 
 
 def guard_output() -> None:

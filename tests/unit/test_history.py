@@ -207,3 +207,18 @@ def test_what_each_rank_prints_is_kept_at_the_file_descriptors(tmp_path: Path) -
     kept = (tmp_path / "ranks" / "rank_3.log").read_text().splitlines()
     assert kept[0].startswith("--- rank 3, process ")
     assert sorted(kept[1:]) == ["an error", "from C", "from Python"]
+
+
+def test_a_rank_goes_on_when_what_copies_its_output_dies(tmp_path: Path) -> None:
+    """Its output is then where it was before, from the next word on, and that is said."""
+    code = (
+        "import sys\nfrom megazero.train import streams\nstreams.guard_output()\n"
+        "streams.log_each_rank(sys.argv[1], 3)\nstreams._copies[0].kill()\nstreams._copies[0].wait()\n"
+        "for word in ('one', 'two'):\n    print(word, flush=True)\nprint('done', file=sys.stderr, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout == "one\ntwo\n", done.stderr
+    said, last = done.stderr.splitlines()
+    assert "has died" in said and last == "done"
