@@ -62,7 +62,7 @@ class SafeStream:
 
 
 def _pass_if_full(error: OSError) -> bool:
-    """Raise all but a full disk and the death of what copies the output. After that, return True: go on without it."""
+    """Raise all but a full disk and the death of what copies the output, after which True says: go on without it."""
     if error.errno == errno.EPIPE and _before:
         while _before:
             number, before = _before.popitem()
