@@ -159,9 +159,9 @@ class Carrier:
     def _columns(self, n: int, hops: TwoHops) -> Sequence[slice]:
         """Cut a shard of n elements into what moves together: whole blocks of every format, but for the end."""
         block, given = self.options.wire.block, self.options.zero_chunk_numel
-        most = (given or MOST) // len(hops.ranks)
-        size = most if given else min(most, max(-(-n // PIECES), LEAST))
-        size = max(1, -(-size // block)) * block
+        most = max(1, (given or MOST) // len(hops.ranks) // block)
+        least = -(-max(-(-n // PIECES), LEAST) // block)
+        size = block * (most if given else min(most, least))
         return [slice(low, min(n, low + size)) for low in range(0, n, size)]
 
 
@@ -196,6 +196,7 @@ class Sync:
     def all_gather(
         self, out: torch.Tensor, own: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Sync:
+        """Start the gathers of the next bucket's parameters. Arguments as Megatron's call has them."""
         bucket = next(self.buckets)
         assert out is bucket.param_data
         lane, held = self.carrier.gathers, self.carrier.state(bucket)
@@ -212,6 +213,10 @@ class Sync:
         group: Any = None,
         async_op: bool = False,
     ) -> Sync:
+        """Start the reductions of the next bucket's gradients. Arguments as Megatron's call has them.
+
+        op: SUM, or AVG, for which the sums are divided by the group's size.
+        """
         bucket = next(self.buckets)
         assert grads is bucket.grad_data and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         lane, watch, held = self.carrier.reductions, self.carrier.watch, self.carrier.state(bucket)

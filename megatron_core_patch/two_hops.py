@@ -72,8 +72,7 @@ def cut_groups(
 
     groups: name -> ranks, in the group's order; every rank gives the same names in the same order. Groups of the
     same ranks share their axes. timeout: of what is sent over them; None is torch's default. This is collective over
-    all ranks. Raises ValueError on every rank where a group of
-    any rank cannot be cut.
+    all ranks. Raises ValueError on every rank where a group of any rank cannot be cut.
     """
     sizes, problem = dict[str, int](), ""
     try:

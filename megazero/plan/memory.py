@@ -287,5 +287,6 @@ def rank_memory(
     always["staging"] = pool(units, states, micro_batches, sure=True)
     each = [{**always, **items, "gathered": gathered(units, states, kind)} for kind, items in moments.items()]
     most = max(each, key=lambda items: sum(items.values()))
-    perhaps = pool(units, states, micro_batches) - always["staging"]
-    return Memory(**most, margin=perhaps if states.on_host else ALLOCATOR_MARGIN * sum(most.values()))
+    if states.on_host:
+        return Memory(**most, margin=pool(units, states, micro_batches) - always["staging"])
+    return Memory(**most, margin=ALLOCATOR_MARGIN * sum(most.values()))

@@ -72,7 +72,7 @@ def measure_modules(
     stretch = 1.0
     if not _lacking(
         lambda: _with_backward(whole, decoder)(), clock.device
-    ):  # it takes more memory than its parts
+    ):  # the whole takes more than its parts
         together = clock(_with_backward(whole, decoder), slowest=False)
         stretch = together.median / sum(both.median for _, both in times.values())
     for kind, (forward, both) in times.items():

@@ -104,6 +104,9 @@ def foresee(
         if name is not None:
             cluster = cluster_of_run(name, world.world_size, config.ranks_per_node(world))
             cluster = cluster if room is None else cluster.with_room(room)
+            if device.type == "cpu" and not cluster.on_host:  # a file by hand that says nothing of processors
+                ranks = config.ranks_per_node(world)
+                cluster = replace(cluster, cores=Cores(ranks, ranks))
         else:
             cluster = _unknown_cluster(config, world, room, device)
         frame = Frame(config, world, cluster, Collectives(cluster))

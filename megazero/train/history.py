@@ -129,4 +129,4 @@ def record_end(
         file.append(event_line("end", {"status": int(status), "why": why, **progress}))
         file.close()
     except OSError:
-        pass  # as of the status
+        pass  # no room, or no way to the disk: a run does not fail for a line about its end, which the status tells

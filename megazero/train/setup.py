@@ -19,6 +19,7 @@ from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
+from megazero.models import Decoder
 from megazero.train.batch_size import run_length
 from megazero.train.checkpointing import Checkpointing
 from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
@@ -41,6 +42,7 @@ from megazero.train.stragglers import Stragglers
 from megazero.train.timebill import TimeBill
 from megazero.train.trainer import Trainer
 from megazero.train.watch import judging_s
+from megazero.zero import Engine
 
 
 def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
@@ -161,6 +163,23 @@ def _join(
     return config, tokenizer, mesh, forecast, found
 
 
+def _checkpointing(
+    config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder
+) -> Checkpointing:
+    """Return what saves and loads this engine's state, with what a checkpoint says beside it."""
+    named, first = tokenizer_options(config.data), engine.mesh.rank == 0
+    return Checkpointing(
+        config,
+        engine.mesh,
+        engine,
+        decoder.placements(),
+        tokenizer.fingerprint,
+        LossScaling.of(config.precision),
+        SpikeMonitor(config.skipping),
+        read_tokenizer_files(config.data.tokenizer_type, named) if first else {},
+    )
+
+
 def prepare(
     config: RunConfig,
     launch: Launch,
@@ -188,13 +207,7 @@ def prepare(
     decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
-    scaling = LossScaling.of(config.precision)
-    named = tokenizer_options(config.data)
-    files = read_tokenizer_files(config.data.tokenizer_type, named) if mesh.rank == 0 else {}
-    spikes = SpikeMonitor(config.skipping)
-    checkpointing = Checkpointing(
-        config, mesh, engine, decoder.placements(), tokenizer.fingerprint, scaling, spikes, files
-    )
+    checkpointing = _checkpointing(config, tokenizer, engine, decoder)
     checkpointing.load(origin)
 
     if length.halt is not None:
@@ -205,14 +218,7 @@ def prepare(
     report_start(
         config, mesh, decoder, progress, start, outputs.console, forecast.lines() if forecast else ()
     )
-    exits = ExitConditions(
-        exit_interval=config.training.exit_interval,
-        exit_duration_in_mins=config.training.exit_duration_in_mins,
-        signals=signals,
-        halt=length.halt,
-        kill_switch=config.training.kill_switch_path,
-        began=began,
-    )
+    exits = ExitConditions.of(config.training, signals, length.halt, began)
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
     if signals is not None:
         signals.hold()

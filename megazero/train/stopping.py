@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megazero.train.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from megazero.config.sections import TrainingConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -88,6 +91,20 @@ class ExitConditions:
     kill_switch: str | None = None
     began: float = 0.0
     clock: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def of(
+        cls, training: TrainingConfig, signals: StopSignals | None, halt: tuple[int, str] | None, began: float
+    ) -> Self:
+        """Return those that a run's flags ask for."""
+        return cls(
+            exit_interval=training.exit_interval,
+            exit_duration_in_mins=training.exit_duration_in_mins,
+            signals=signals,
+            halt=halt,
+            kill_switch=training.kill_switch_path,
+            began=began,
+        )
 
     def __post_init__(self) -> None:
         if self.exit_interval is not None and self.exit_interval < 1:

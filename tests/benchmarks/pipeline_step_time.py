@@ -40,7 +40,8 @@ TEXT = """    python tests/benchmarks/pipeline_step_time.py
 clipping. torch: `Schedule1F1B` of `torch.distributed.pipelining` with static shapes, `fully_shard` on every layer and
 the stage. torch's pipelining reduces gradients once per step and holds them whole until then, as zero1 does; *kept*:
 `reshard_after_forward=False`, parameters gathered once per step, else with every use. zero2 and zero3 hold gradients
-in parts and reduce with every micro-batch. *zeropp's formats*: zero1 with 4-bit differences of weights and INT4
+in parts and reduce with every micro-batch; *whole gradients*: `--zero-gradients-lifetime step`, whole until one
+reduction per step. *zeropp's formats*: zero1 with 4-bit differences of weights and INT4
 gradients across nodes, which is what zeropp does at one data-parallel rank per node. Bytes: of the node that sent
 most. Ratios: of medians (least to most round by round); {rounds} rounds, contestants in turn; {setting}.
 All losses of a step agree within {agree:.1e}, those with quantised messages apart.

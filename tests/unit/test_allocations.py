@@ -87,9 +87,10 @@ def test_a_frame_closes_once() -> None:
 def test_buffers_taken_in_inference_mode_can_be_written_outside_of_it() -> None:
     arena = Arena()
     with torch.inference_mode(), arena.frame(CPU) as frame:
-        frame.take(10, torch.float32).zero_()
+        first = frame.take(10, torch.float32).zero_().data_ptr()
     with arena.frame(CPU) as frame:
-        frame.take(10, torch.float32).fill_(1.0)
+        taken = frame.take(10, torch.float32).fill_(1.0)
+        assert taken.data_ptr() == first and not taken.is_inference() and taken.sum() == 10
 
 
 def test_streams_have_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:

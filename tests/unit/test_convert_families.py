@@ -45,7 +45,7 @@ def same_bits(before: Folder, after: Folder) -> bool:
 
 
 @torch.no_grad()
-def proven(variant: str, root: Path) -> None:
+def assert_comes_in_and_goes_out(variant: str, root: Path) -> None:
     theirs, path, out = round_trip(variant, root)
     assert same_bits(Folder.open(theirs), Folder.open(out))
     ours, tokens = load_text_model(path), torch.arange(48).reshape(2, 24) * 7 % 101
@@ -68,10 +68,10 @@ def greedy(model: torch.nn.Module, prompt: list[int], eod: int) -> list[int]:
 
 @pytest.mark.parametrize("variant", CORE)
 def test_a_variant_comes_in_and_goes_out_as_it_was(variant: str, tmp_path: Path) -> None:
-    proven(variant, tmp_path)
+    assert_comes_in_and_goes_out(variant, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in CORE])
 def test_every_variant_comes_in_and_goes_out_as_it_was(variant: str, tmp_path: Path) -> None:
-    proven(variant, tmp_path)
+    assert_comes_in_and_goes_out(variant, tmp_path)

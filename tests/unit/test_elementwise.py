@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext as does_not_raise
 from functools import partial
 from pkgutil import resolve_name
 
@@ -17,6 +18,7 @@ GROUPS = [(), (("weight_decay", 0.0),)]
 
 
 def refuse(factory, groups=GROUPS, dtype=torch.float32):
+    """Raise ValueError if the optimizer is not elementwise."""
     refuse_unless_elementwise(factory, groups, dtype, torch.device("cpu"))
 
 
@@ -39,7 +41,8 @@ ELEMENTWISE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_pass(name, dtype):
-    refuse(ELEMENTWISE[name], dtype=dtype)
+    with does_not_raise():
+        refuse(ELEMENTWISE[name], dtype=dtype)
 
 
 class Ratio(torch.optim.SGD):

@@ -194,15 +194,18 @@ def test_a_log_of_a_rank_that_cannot_be_written_is_a_mistake_with_its_path(
     assert f"--log-each-rank cannot write {tmp_path}/logs/ranks/rank_0.log" in capsys.readouterr().err
 
 
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
 def test_what_each_rank_prints_is_kept_at_the_file_descriptors(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom megazero.train.streams import log_each_rank\nlog_each_rank(sys.argv[1], 3)\n"
         "print('from Python')\nos.write(1, b'from C\\n')\nos.write(2, b'an error\\n')\nsys.stdout.flush()\n"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code, tmp_path)
     assert sorted(done.stdout.split("\n")) == ["", "from C", "from Python"] and done.stderr == "an error\n"
     kept = (tmp_path / "ranks" / "rank_3.log").read_text().splitlines()
     assert kept[0].startswith("--- rank 3, process ")
@@ -216,9 +219,7 @@ def test_a_rank_goes_on_when_what_copies_its_output_dies(tmp_path: Path) -> None
         "streams.log_each_rank(sys.argv[1], 3)\nstreams._copies[0].kill()\nstreams._copies[0].wait()\n"
         "for word in ('one', 'two'):\n    print(word, flush=True)\nprint('done', file=sys.stderr, flush=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code, tmp_path)
     assert done.returncode == 0 and done.stdout == "one\ntwo\n", done.stderr
     said, last = done.stderr.splitlines()
     assert "has died" in said and last == "done"
