@@ -225,12 +225,12 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
     """Return the bytes of the pool of passing buffers (kernels/arena.py).
 
-    sure: count two chains of a lane where nothing bounds how many are under way, and the ranks' timing decides.
-
     Staging holds the unit whose gradients arrive, and those before it whose reductions the backward need not have
     waited for. On CUDA the pool has memory for each stream: staging on that of compute, and on the two of each lane
     what one chain of gathers, or of reductions, has at its widest. On processors all lies in one, and a chain has its
     buffers from its first collective to its end: of a lane's order, as many chains as may have begun.
+
+    sure: count two chains of a lane where nothing bounds how many are under way, and the ranks' timing decides.
     """
     waiting = 1 + states.pending_reductions
     order = units.reduced(waiting)

@@ -93,6 +93,20 @@ def test_the_memory_of_the_devices_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert forecast.foresee(wide, World(1, 1), cpu)[1] is None
 
 
+def test_ranks_on_processors_are_there_whatever_the_cluster_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file by hand need not speak of processors: the memory is that of a run without a file."""
+    monkeypatch.setattr(forecast, "room_of", lambda *_: 1e12)
+    values, world = {**MODEL, "ranks_per_node": 4, "attention_dropout": 0.1}, World(8, 4)
+    files = (None, write_cluster(tmp_path / "own.yaml", 16))
+    configs = [make_config({**values, "cluster": file}, world) for file in files]
+    plain, filed = (forecast.foresee(config, world, torch.device("cpu"))[1] for config in configs)
+    card = forecast.foresee(configs[1], world, torch.device("cuda"))[1]
+    assert plain is not None and filed is not None and card is not None
+    assert filed.memory == plain.memory != card.memory and filed.seconds
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 12), ("bf16", 14)])
 def test_the_copy_of_a_save_behind_the_training_is_foreseen(
     monkeypatch: pytest.MonkeyPatch, dtype: str, width: int

@@ -272,6 +272,7 @@ def test_blocks_lie_on_the_buckets_grid() -> None:
         (4 * 300_000, None, [300_032] * 3 + [299_904]),  # a quarter, in whole blocks
         (2**25, None, [2**23] * 4),  # of 4 ranks, so of 2^25 elements in all
         (200, 1, [64, 64, 64, 8]),
+        (200, 400, [64, 64, 64, 8]),  # of 4 ranks: 100 of each, in whole blocks below that
     ],
 )
 def test_buckets_move_in_pieces(n: int, given: int | None, pieces: list[int]) -> None:
