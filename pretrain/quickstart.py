@@ -28,7 +28,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megazero.data.corpus import stdlib_sources
-from megazero.data.files import replacing
+from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, read_status
 from megazero.log.metrics import METRICS_FILE, read_metrics
 from megazero.log.plot import plot_loss

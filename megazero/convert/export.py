@@ -38,7 +38,7 @@ from megazero.convert.shards import (
 )
 from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer
-from megazero.data.files import replacing
+from megazero.files import replacing
 
 CONVERSION_FILE, CARD_FILE = "conversion.json", "README.md"
 SHARD_BYTES = 5 * 10**9

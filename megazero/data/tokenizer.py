@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.data_inputs import TOKENIZERS
-from megazero.data.files import replacing
+from megazero.files import replacing
 
 EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # the first that names a token decides
 KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

@@ -51,7 +51,7 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
     whether it was this status's turn.
     """
     # Not above: megazero.data brings numpy, for which a signal at the very start would have to wait.
-    from megazero.data.files import replacing
+    from megazero.files import replacing
 
     try:
         if status is None:

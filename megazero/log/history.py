@@ -81,7 +81,7 @@ def new_run_id() -> str:
 
 def _of_folder(file: Path) -> tuple[str, tuple[str, ...]]:
     """Return the id in this file, or a new one that is put there; with notes."""
-    from megazero.data.files import replacing  # brings numpy
+    from megazero.files import replacing  # brings numpy
 
     try:
         if file.exists() and re.fullmatch(r"\w+", known := file.read_text().strip()):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megazero.charts import new_figure, save
 from megazero.log.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -24,17 +25,9 @@ def plot_loss(
     replaced as a whole. Returns this path. Raises ValueError if there is no matplotlib, if no files are given, or if
     a file has no losses.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            f"drawing the loss curve needs matplotlib ({error}): pip install matplotlib"
-        ) from error
     if not metrics:
         raise ValueError("no metrics files to draw; give at least one metrics.jsonl or log directory")
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display and without pyplot's global state
+    figure = new_figure(8, 5, dpi=120)
     axes = figure.add_subplot(xlabel="iteration", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     for index, name in enumerate(_names(metrics)):
@@ -42,10 +35,7 @@ def plot_loss(
         _draw(axes, read_metrics(path), path, f"C{index}", f"{name} " if name else "")
     axes.legend()
     target = Path(output)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(target.name + ".tmp")
-    figure.savefig(beside, format="png")
-    os.replace(beside, target)
+    save(figure, target)
     return target
 
 

@@ -1,19 +1,21 @@
-"""Runs as one page of HTML: facts, curves, time bill and bytes. It has its own drawings and needs no network."""
+"""Runs as one page of HTML: facts, curves, time bill and bytes. It needs matplotlib and no network."""
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megazero.charts import new_figure, png, stacked_bars
 from megazero.log.status import Line, Run, facts, restarts
 from megazero.log.time_bill import ITEMS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 POINTS = 400  # of a curve: more are drawn as means of their neighbours
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 220, 64, 24, 10  # of a drawing, in pixels; the last three are margins
-COLOURS = ("#3366cc", "#dc3912", "#ff9900", "#109618", "#990099", "#0099c6", "#dd4477", "#66aa00", "#b82e2e",
-           "#316395", "#994499", "#22aa99", "#aaaa11", "#6633cc", "#e67300")  # fmt: skip
 CURVES = {  # key of a line -> title
     "grad_norm": "gradient norm",
     "learning_rate": "learning rate",
@@ -27,17 +29,14 @@ body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1360px;paddin
 h1{font-size:1.4em}h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #ccc}
 table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
 figure{display:inline-block;margin:0 1em 1em 0}figcaption{font-weight:600}
-svg{background:#fafafa;border:1px solid #ddd}svg text{font:11px system-ui,sans-serif;fill:#444}
-.key span{white-space:nowrap;margin-right:.9em;font-size:.85em}
-@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}svg{background:#222;border-color:#444}
-svg text{fill:#bbb}h2{border-color:#444}}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}h2{border-color:#444}}
 """
 
 Points = Sequence[tuple[float, float]]
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the page of these runs. Text from their files is escaped."""
+    """Return the page of these runs. Text from their files is escaped. Raises ValueError without matplotlib."""
     parts = [_run(run) for run in runs]
     title = html.escape(", ".join(str(run.folder) for run in runs))
     at = f"{max(run.now for run in runs).astimezone():%F %T %Z}"
@@ -107,73 +106,41 @@ def _marks(run: Run) -> list[float]:
     return [float(start["iteration"]) for start in run.starts[1:]]
 
 
-# -- drawings --------------------------------------------------------------------------------------------------------
-
-
 def lines(title: str, curves: Mapping[str, Points], marks: Sequence[float] = ()) -> str:
     """Draw curves by name over one pair of axes. marks: the iterations of restarts, as dashed lines."""
     thin = {name: _thinned(points) for name, points in curves.items() if points}
     if not thin:
         return ""
-    every = [point for points in thin.values() for point in points]
-    (x0, x1), (y0, y1) = (_span([point[axis] for point in every]) for axis in (0, 1))
-
-    def place(x: float, y: float) -> str:
-        across = LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - 8)
-        return f"{across:.1f},{TOP + (y1 - y) / (y1 - y0) * (HEIGHT - TOP - BOTTOM):.1f}"
-
-    drawn = [_axes(x0, x1, y0, y1)]
+    figure = new_figure(6.4, 2.2, dpi=100)
+    axes = figure.add_subplot()
+    for name, points in thin.items():
+        dots = "." if name.startswith("evaluation") or len(points) == 1 else None
+        axes.plot(*zip(*points, strict=True), label=name, marker=dots, linewidth=1.2)
     for mark in marks:
-        if x0 <= mark <= x1:
-            ends = f"M{place(mark, y1)}L{place(mark, y0)}"
-            drawn.append(f'<path d="{ends}" stroke="#999" stroke-dasharray="4 3"/>')
-    for number, (name, points) in enumerate(thin.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        path = " ".join(place(x, y) for x, y in points)
-        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
-        if name.startswith("evaluation") or len(points) == 1:
-            dots = (place(x, y).split(",") for x, y in points)
-            drawn += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in dots]
-    return _figure(title, "".join(drawn), [name for name in thin if name])
+        axes.axvline(mark, color="#999", linestyle="--", linewidth=1)
+    if len(thin) > 1:
+        axes.legend(fontsize=7)
+    return _figure(title, figure)
 
 
 def bars(title: str, parts: Mapping[str, float], unit: str) -> str:
     """Draw parts of a sum, each with its value and share, as horizontal bars."""
     if not parts:
         return ""
-    total, most = sum(parts.values()), max(parts.values())
-    rows = [f"<tr><th>{_scaled(total)}{unit}<td><td>in all"]
-    for name, value in sorted(parts.items(), key=lambda item: -item[1]):
-        size = f'width="{300 * value / most:.1f}" height="12" fill="{COLOURS[0]}"'
-        bar = f'<svg width="300" height="12"><rect {size}/></svg>'
-        words = html.escape(name.replace("_", " "))
-        rows.append(f"<tr><td>{_scaled(value)}{unit}<td>{bar}<td>{words}, {value / total:.1%}")
-    return f"<figure><figcaption>{html.escape(title)}</figcaption><table>{''.join(rows)}</table></figure>"
-
-
-def _axes(x0: float, x1: float, y0: float, y1: float) -> str:
-    bottom = HEIGHT - BOTTOM
-    texts = [
-        (LEFT - 6, TOP + 8, "end", f"{y1:.4g}"),
-        (LEFT - 6, bottom, "end", f"{y0:.4g}"),
-        (LEFT, HEIGHT - 8, "start", f"{x0:,.0f}"),
-        (WIDTH - 8, HEIGHT - 8, "end", f"{x1:,.0f}"),
+    total, by_size = sum(parts.values()), sorted(parts.items(), key=lambda item: item[1])
+    names = [
+        f"{name.replace('_', ' ')}: {_scaled(value)}{unit}, {value / total:.1%}" for name, value in by_size
     ]
-    written = (f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>' for x, y, anchor, text in texts)
-    return f'<path d="M{LEFT},{TOP}V{bottom}H{WIDTH - 8}" fill="none" stroke="#888"/>{"".join(written)}'
+    figure = new_figure(6.4, 0.4 + 0.25 * len(names), dpi=100)
+    stacked_bars(figure.add_subplot(), names, {"": [value for _, value in by_size]})
+    return _figure(f"{title}, {_scaled(total)}{unit} in all", figure)
 
 
-def _figure(title: str, drawing: str, names: Sequence[str]) -> str:
-    keys = (
-        f'<span><svg width="12" height="8"><rect width="12" height="8" fill="{COLOURS[i % len(COLOURS)]}"/></svg> '
-        f"{html.escape(name)}</span>"
-        for i, name in enumerate(names)
-    )
-    key = f'<div class="key">{"".join(keys)}</div>' if len(names) > 1 else ""
-    return (
-        f"<figure><figcaption>{html.escape(title)}</figcaption>"
-        f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{drawing}</svg>{key}</figure>'
-    )
+def _figure(title: str, figure: Figure) -> str:
+    image = base64.b64encode(png(figure)).decode()
+    caption = html.escape(title)
+    source = f"data:image/png;base64,{image}"
+    return f'<figure><figcaption>{caption}</figcaption><img alt="{caption}" src="{source}"></figure>'
 
 
 def _thinned(points: Points) -> Points:
@@ -182,20 +149,8 @@ def _thinned(points: Points) -> Points:
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low, low + (abs(low) or 1.0))
-
-
 def _scaled(value: float) -> str:
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value * 1000:.3g} m" if value else "0 "
-
-
-def write_page(runs: Sequence[Run], path: Path) -> None:
-    """Write the page beside ``path`` and rename it, so that a reader never sees half of it."""
-    beside = path.with_name(f"{path.name}.partial")
-    beside.write_text(page(runs), encoding="utf-8")
-    beside.replace(path)

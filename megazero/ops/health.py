@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import RunConfig, World
-from megazero.data.files import replacing
+from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh

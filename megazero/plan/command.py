@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.config import ConfigError, World, make_config
-from megazero.plan.chart import draw
+from megazero.files import write_text
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.options import Request, help_text, read_request, with_stand_ins
 from megazero.plan.placement import host_files, lines, place
-from megazero.plan.report import details, explain, headline, layout_flags, table, write_json, write_text
+from megazero.plan.report import details, draw, explain, headline, layout_flags, table, write_json
 from megazero.plan.search import CHOICES, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.shortage import advice
@@ -61,7 +61,8 @@ def _plan(request: Request) -> int:
     write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best)
     print(f"\n{folder / 'plan.json'}: all of it")
     try:
-        print(f"{draw(best, folder / 'plan.png', headline(first.layout.config, cluster))}: the chart")
+        draw(best, folder / "plan.png", headline(first.layout.config, cluster))
+        print(f"{folder / 'plan.png'}: the chart")
     except ValueError as error:
         print(error)
     return 0

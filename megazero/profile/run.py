@@ -14,13 +14,12 @@ from megazero.config import ConfigError, RunConfig, make_config
 from megazero.config.options.cluster import Cluster, parse_cluster
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import discover_ranks_per_node
-from megazero.profile.chart import draw
 from megazero.profile.collectives import measure_wire
 from megazero.profile.model import DoesNotFit, measure_modules
 from megazero.profile.options import Request
 from megazero.profile.points import modules, sizes, wires
 from megazero.profile.rates import find_host, measure_codecs, measure_device
-from megazero.profile.record import Progress, Rows, cluster_text, links, write_cluster
+from megazero.profile.record import Progress, Rows, cluster_text, draw, links, write_cluster
 from megazero.profile.timing import Clock
 from megazero.train.parallelize import DTYPES
 from megazero.train.ranks import start_rank
@@ -167,6 +166,7 @@ class Profile:
         cluster = write_cluster(output, self.sections())
         print(f"{output}: {len(cluster.collectives)} collectives, {len(cluster.layers)} modules", flush=True)
         try:
-            print(f"{draw(cluster, output.with_suffix('.png'))}: the chart", flush=True)
+            draw(cluster, output.with_suffix(".png"))
+            print(f"{output.with_suffix('.png')}: the chart", flush=True)
         except ValueError as error:
             print(error, flush=True)

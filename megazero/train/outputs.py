@@ -18,7 +18,7 @@ import yaml
 from megazero.config import RunConfig, World
 from megazero.config.options.observing import LoggingConfig
 from megazero.config.secrets import redact
-from megazero.data.files import replacing
+from megazero.files import replacing
 from megazero.log.console import TrainConsole
 from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
 from megazero.log.lines import NO_ROOM, LineFile

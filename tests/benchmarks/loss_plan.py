@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.data.files import replacing
+from megazero.files import replacing
 from tests.benchmarks.loss_run import Run, Settings
 from tests.benchmarks.loss_statistics import Difference, difference
 from tests.benchmarks.loss_variants import BASELINE, VARIANTS

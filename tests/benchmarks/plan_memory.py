@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed, too
 
 from megazero.config import ConfigError, World, make_config
-from megazero.data.files import replacing
+from megazero.files import replacing
 from megazero.plan.memory import Memory
 
 ROOT = Path(__file__).resolve().parents[2]

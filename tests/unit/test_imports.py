@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
-    {"kernels", "families"},
+    {"files"},
+    {"kernels", "families", "charts"},
     {"mesh"},
     {"checkpoint"},
     {"comm"},

@@ -14,11 +14,10 @@ from megazero.config import ConfigError, World, make_config
 from megazero.config.options.cluster import load_cluster, parse_cluster
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
-from megazero.profile.chart import series
 from megazero.profile.command import main
 from megazero.profile.options import read_request
 from megazero.profile.points import Wire, divisors, modules, sizes, wires
-from megazero.profile.record import Progress, cluster_text, links, write_cluster
+from megazero.profile.record import Progress, cluster_text, links, series, write_cluster
 
 MODEL = {
     "model_family": "llama",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megazero.data.files import replacing
+from megazero.files import replacing
 from megazero.log import copying, lines
 from megazero.log.lines import LineFile
 from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics

@@ -36,6 +36,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file, which is replaced as a whole. Folders on the way are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as handle:
+        handle.write(text.encode())
+
+
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Hold an advisory lock on ``path`` (created when absent). It is released when the process dies, too."""

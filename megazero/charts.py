@@ -1,13 +1,61 @@
-"""A curve as text: Braille characters, of 2 x 4 dots each, or stars where the terminal has none."""
+"""The one module that draws: matplotlib figures that are written whole, and curves as text. It needs no display."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megazero.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille cell, by row and column
 Point = tuple[float, float]
+
+
+def new_figure(width: float, height: float, dpi: int = 80, title: str | None = None) -> Figure:
+    """Return an empty figure of ``width`` x ``height`` inches. Raises ValueError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"charts need matplotlib ({error}): pip install matplotlib") from error
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure as a PNG file, which is replaced as a whole."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(Path(path)) as file:
+        file.write(png(figure))
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)  # needs neither a display nor pyplot's global state
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def stacked_bars(axes: Axes, names: Sequence[str], items: Mapping[str, Sequence[float]]) -> None:
+    """Draw a horizontal bar for each name, stacked from the items' values, without items that are 0 everywhere."""
+    left = [0.0] * len(names)
+    for number, (item, values) in enumerate(items.items()):
+        if any(values):
+            axes.barh(names, values, left=left, color=f"C{number}", label=item)
+        left = [start + value for start, value in zip(left, values, strict=True)]
 
 
 def text_chart(points: Sequence[Point], width: int = 80, height: int = 12, braille: bool = True) -> list[str]:
