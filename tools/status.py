@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megazero.charts import text_chart
 from megazero.files import write_text
-from megazero.log.status import Run, facts, read_run, restarts
+from megazero.log.status import RunStatus, facts, read_run, restarts
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def report(run: Run, chart: bool, width: int, braille: bool) -> list[str]:
+def report(run: RunStatus, chart: bool, width: int, braille: bool) -> list[str]:
     """Return what is printed of a run."""
     said = facts(run)
     lines = [f"{name:<12}  {words}" for name, words in said.items()]

@@ -45,7 +45,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Progress:
+class ExportProgress:
     """Is told what is being done, in words, and the bytes that are written of it."""
 
     say: Callable[[str, int], None] = lambda what, total: None
@@ -66,7 +66,7 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Path | None = None,
     group: dist.ProcessGroup | None = None,
-    progress: Progress = Progress(),
+    progress: ExportProgress = ExportProgress(),
 ) -> Path:
     """Write FOLDER.partial, whole, and return it; ``finish`` gives it its name. Collective over ``group``.
 

@@ -31,7 +31,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunStatus:
     """The lines of a run. iterations: of metrics.jsonl, the last LATEST without a gap. now: when they were read."""
 
     folder: Path
@@ -93,7 +93,7 @@ class Run:
         return None if speed is None or last is None else max(0, last - self.iteration) * speed
 
 
-def read_run(log_dir: str | os.PathLike[str], now: datetime | None = None) -> Run:
+def read_run(log_dir: str | os.PathLike[str], now: datetime | None = None) -> RunStatus:
     """Read a run's files. Raises ValueError if the folder holds neither of them."""
     folder = Path(log_dir)
     folder = folder.parent if folder.name == METRICS_FILE else folder
@@ -103,7 +103,7 @@ def read_run(log_dir: str | os.PathLike[str], now: datetime | None = None) -> Ru
             f"{folder} has neither {METRICS_FILE} nor {EVENTS_FILE}: name the --log-dir of a run"
         )
     lines = list(_sampled(metrics)) if metrics.exists() else []
-    return Run(
+    return RunStatus(
         folder,
         [line for line in lines if "lm_loss" in line],
         [line for line in lines if "eval_lm_loss" in line],
@@ -138,7 +138,7 @@ def when(line: Line) -> datetime | None:
 # -- in words --------------------------------------------------------------------------------------------------------
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts(run: RunStatus) -> dict[str, str]:
     """Return what an operator asks of a run, as name and words."""
     out = {"run": f"{run.folder}", "state": state(run), "position": _position(run)}
     latest = run.latest
@@ -162,7 +162,7 @@ def facts(run: Run) -> dict[str, str]:
     return {name: words for name, words in out.items() if words}
 
 
-def state(run: Run) -> str:
+def state(run: RunStatus) -> str:
     """Return whether the run is under way, and otherwise how it ended."""
     if run.ended is not None:
         try:
@@ -180,7 +180,7 @@ def state(run: Run) -> str:
     return f"under way, last heard of {duration(max(0.0, silent))} ago"
 
 
-def restarts(run: Run) -> list[str]:
+def restarts(run: RunStatus) -> list[str]:
     """Return a line for every start but the first, with why the one before ended, and for every rollback."""
     out, why = list[str](), ""
     for event in run.events:
@@ -199,7 +199,7 @@ def restarts(run: Run) -> list[str]:
     return out
 
 
-def _position(run: Run) -> str:
+def _position(run: RunStatus) -> str:
     if not run.iterations:
         return "no iteration yet"
     total = run.last_iteration
@@ -207,7 +207,7 @@ def _position(run: Run) -> str:
     return f"iteration {run.iteration:,}{of}, {run.last['consumed_samples']:,} samples"
 
 
-def _evaluated(run: Run) -> list[str]:
+def _evaluated(run: RunStatus) -> list[str]:
     if not run.evaluations:
         return []
     last = run.evaluations[-1]
@@ -215,7 +215,7 @@ def _evaluated(run: Run) -> list[str]:
     return [f"evaluation{name} {last['eval_lm_loss']:.4f} at iteration {last['iteration']:,}"]
 
 
-def _checkpoint(run: Run) -> str:
+def _checkpoint(run: RunStatus) -> str:
     saves = [event for event in run.events if event.get("event") == "save"]
     if not saves:
         return "none" if run.starts else ""
@@ -224,7 +224,7 @@ def _checkpoint(run: Run) -> str:
     return f"{saves[-1]['path']}{age}, written in {duration(saves[-1]['seconds'])}"
 
 
-def _slowest(run: Run) -> str:
+def _slowest(run: RunStatus) -> str:
     rows = [line["rank_times"] for line in run.latest if "slowest_rank" in line.get("rank_times", {})]
     if not rows:
         return ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megazero.charts import new_figure, png, stacked_bars
-from megazero.log.status import Line, Run, facts, restarts
+from megazero.log.status import Line, RunStatus, facts, restarts
 from megazero.log.time_bill import ITEMS
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ figure{display:inline-block;margin:0 1em 1em 0}figcaption{font-weight:600}
 Points = Sequence[tuple[float, float]]
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunStatus]) -> str:
     """Return the page of these runs. Text from their files is escaped. Raises ValueError without matplotlib."""
     parts = [_run(run) for run in runs]
     title = html.escape(", ".join(str(run.folder) for run in runs))
@@ -46,7 +46,7 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _run(run: Run) -> str:
+def _run(run: RunStatus) -> str:
     rows = "".join(
         f"<tr><th>{html.escape(name)}<td>{html.escape(words)}" for name, words in facts(run).items()
     )
@@ -63,7 +63,7 @@ def _run(run: Run) -> str:
     )
 
 
-def _loss(run: Run) -> str:
+def _loss(run: RunStatus) -> str:
     curves = {"training": of(run.iterations, "lm_loss")}
     for line in run.evaluations:
         name = f"evaluation {line.get('eval_data', '')}".strip()
@@ -73,7 +73,7 @@ def _loss(run: Run) -> str:
     return lines("loss, nats per token", curves, _marks(run))
 
 
-def _rank_times(run: Run) -> str:
+def _rank_times(run: RunStatus) -> str:
     rows = [{"iteration": m["iteration"], **m["rank_times"]} for m in run.iterations if "rank_times" in m]
     if not rows:
         return ""
@@ -81,12 +81,12 @@ def _rank_times(run: Run) -> str:
     return lines("seconds that a rank works in an iteration", curves, _marks(run))
 
 
-def _bill(run: Run) -> str:
+def _bill(run: RunStatus) -> str:
     bills = [m["time_bill"] for m in run.iterations if "time_bill" in m]
     return bars("time bill: seconds of a mean iteration", _means(bills, ITEMS), "s")
 
 
-def _bytes(run: Run) -> str:
+def _bytes(run: RunStatus) -> str:
     sent = [m["bytes"] for m in run.iterations if "bytes" in m]
     names = sorted({name for row in sent for name in row})
     return bars("bytes that one rank sends in a mean iteration", _means(sent, names), "B")
@@ -102,7 +102,7 @@ def of(rows: Sequence[Line], key: str) -> Points:
     return [(r["iteration"], float(r[key])) for r in rows if key in r and math.isfinite(float(r[key]))]
 
 
-def _marks(run: Run) -> list[float]:
+def _marks(run: RunStatus) -> list[float]:
     return [float(start["iteration"]) for start in run.starts[1:]]
 
 

@@ -49,7 +49,7 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What the command line asks for.
 
     values: the training's options by name. explain: those of a layout, or None. hosts: the nodes that are to be
@@ -84,7 +84,7 @@ def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return values, errors
 
 
-def read_request(argv: Sequence[str]) -> Request:
+def read_request(argv: Sequence[str]) -> PlanRequest:
     """Read the command line after ``plan``. Raises ConfigError with every fault at once."""
     words, layout = list(argv), None
     if EXPLAIN in words:
@@ -122,7 +122,7 @@ def read_request(argv: Sequence[str]) -> Request:
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Request(values, cluster, policy, options, explain, topology, hosts)
+    return PlanRequest(values, cluster, policy, options, explain, topology, hosts)
 
 
 def _topology(

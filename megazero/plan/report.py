@@ -63,10 +63,10 @@ def layout_flags(config: RunConfig) -> list[str]:
 
 def model_flops_utilisation(layout: Layout, seconds: float) -> float:
     """Return MFU: the model's operations, recompute left out, by what the devices could have done in the time."""
-    config, cluster = layout.config, layout.frame.cluster
+    config, cluster = layout.config, layout.base.cluster
     batch, length = config.batch.global_batch_size, config.model.seq_length
     assert batch and length
-    flops = batch * training_flops(config.model, [length], layout.frame.tp)
+    flops = batch * training_flops(config.model, [length], layout.base.tp)
     return flops / seconds / cluster.world_size / cluster.device.peak(config.precision.params_dtype)
 
 
@@ -78,11 +78,11 @@ def tokens_per_second(layout: Layout, seconds: float) -> float:
 
 def describe(layout: Layout) -> str:
     """Return a layout in a few words."""
-    frame, shards = layout.frame, layout.shards
-    words = [f"TP {frame.tp}", f"PP {frame.pp}", f"DP {frame.d}"]
-    if frame.pp > 1:
-        several = f" x {frame.virtual}" if frame.virtual > 1 else ""
-        words.append(f"{frame.schedule_name}{several}")
+    base, shards = layout.base, layout.shards
+    words = [f"TP {base.tp}", f"PP {base.pp}", f"DP {base.d}"]
+    if base.pp > 1:
+        several = f" x {base.virtual}" if base.virtual > 1 else ""
+        words.append(f"{base.schedule_name}{several}")
         words += ["tp-pp-dp"] * layout.config.parallel.use_tp_pp_dp_mapping
     words.append(f"P,G,OS {','.join(map(str, shards.factors))}")
     words += ["gathered"] * shards.keep_gathered

@@ -17,7 +17,7 @@ Rows = list[dict[str, Any]]
 Series = dict[str, list[tuple[float, float, float]]]  # name -> (x, y, relative spread)
 
 
-class Progress:
+class Measurements:
     """A file of what was measured, a JSON object on each line; the first says what the profile is of.
 
     path None: on a rank that does not write.

@@ -15,11 +15,11 @@ from megazero.config.options.cluster import (
     MeasuredCollective,
 )
 from megazero.mesh.grid import INTER, INTRA
-from megazero.plan.frame import Frame
-from megazero.plan.layout import Layout, Leg
+from megazero.plan.base_layout import BaseLayout
+from megazero.plan.layout import Layout, TimedHop
 from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
-from megazero.plan.shared import Machine, fair_level
+from megazero.plan.shared_processors import Machine, fair_level
 from megazero.plan.simulate import BILL, simulate
 from megazero.pp.schedules import make_schedule, sends
 
@@ -57,7 +57,7 @@ def lab(count: int | None, seconds: float = 1e-6, busy: float = 0.0) -> Cluster:
 def layout(on: Cluster, **values: object) -> Layout:
     world = World(4, 2)
     config = make_config({**MODEL, **values}, world)
-    return Layout(Frame(config, world, on, Collectives(on)), config.zero)
+    return Layout(BaseLayout(config, world, on, Collectives(on)), config.zero)
 
 
 def test_all_get_an_equal_share_at_most() -> None:
@@ -71,8 +71,8 @@ def test_without_links_ranks_that_compute_at_once_take_what_was_measured() -> No
     plan = layout(lab(2, 1e-12), zero_preset="zero3")
     timing = simulate(plan)
     spent = sum(timing.bill[name] for name in ("compute", "update"))
-    compute = plan.frame.micro_batches * sum(
-        plan.frame.stage_seconds[0][kind] for kind in plan.frame.stage_seconds[0] if str(kind.value) in "FB"
+    compute = plan.base.micro_batches * sum(
+        plan.base.stage_seconds[0][kind] for kind in plan.base.stage_seconds[0] if str(kind.value) in "FB"
     )
     assert timing.bill["compute"] > compute, "gradients are taken from autograd, too"
     assert timing.seconds == pytest.approx(spent + timing.bill["gather"] + timing.bill["reduce"], rel=1e-3)
@@ -83,7 +83,7 @@ def test_a_bubble_is_cheaper_where_others_have_the_processors() -> None:
     values = {"pipeline_model_parallel_size": 4, "global_batch_size": 4, "zero_preset": "ddp"}
     alone, shared = (simulate(layout(lab(count), **values)) for count in (4, 2))
     assert shared.seconds < 0.8 * alone.seconds, "two of four at a time lose nothing"
-    assert shared.seconds >= layout(lab(2), **values).frame.least_seconds
+    assert shared.seconds >= layout(lab(2), **values).base.least_seconds
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.02])
@@ -99,11 +99,12 @@ def test_one_rank_of_a_node_has_the_whole_link() -> None:
     """It was measured with all ranks of the node sending at once."""
     plan = layout(lab(2), pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True)
     machine = Machine(plan, 1, BILL)
-    machine.send(0, Leg(INTER, 1.0, 0.01))
+    machine.send(0, TimedHop(INTER, 1.0, 0.01))
     assert machine._rates([False, False])[1] == [pytest.approx(2.0)]
-    machine.send(1, Leg(INTER, 1.0, 0.01))
+    machine.send(1, TimedHop(INTER, 1.0, 0.01))
     assert machine._rates([False, False])[1] == [pytest.approx(1.0)] * 2
-    machine.send(1, Leg(INTRA, 1.0, 0.5))  # bound by the processors, of which ranks that wait leave it more
+    # bound by the processors, of which ranks that wait leave it more
+    machine.send(1, TimedHop(INTRA, 1.0, 0.5))
     assert machine._rates([False, False])[1][2] > 1.0 > machine._rates([True, True])[1][2]
 
 
@@ -121,9 +122,9 @@ def test_bounds_hold_and_search_finds_the_best() -> None:
     values |= {"recompute_granularity": "none", "micro_batch_size": 2}
     on = lab(2, 0.02, 0.005)
     search, everything = Search(values, on, "exact"), []
-    for frame in Search(values, on, "exact").frames():
-        for family, least in search.families(frame):
-            for plan, _ in search.layouts(family):
+    for base in Search(values, on, "exact").bases():
+        for choice, least in search.shard_choices(base):
+            for plan, _ in search.layouts(choice):
                 seconds = simulate(plan).seconds
                 assert max(least, least_seconds(plan)) <= seconds * (1 + 1e-9)
                 everything.append(seconds)

@@ -1,11 +1,11 @@
-"""This runs a step of a layout on hosts whose ranks share processors: CPUs with gloo.
+"""A clock for hosts whose ranks share processors: CPUs with gloo.
 
-There nothing is hidden for nothing. What computes, what codes and what sends has a need of processors, and where
-there are too few, all get an equal share at most (max-min fairness). A rank that waits leaves its share to others, so
-a pipeline's bubble costs less than it does where every rank has a device. Times were measured with all ranks of a
-host at work, and are stretched or shortened from there. Where more ranks compute than there are processors, the last
-of them to be done leaves some idle: the share that is used was measured, too. Chains of hops move on when their rank
-looks at them, at the modules' hooks and while it waits (comm/lane.py), and what they code is the rank's own work.
+Overlap is not free there: computing, coding and sending all take processors. When they ask for more than there are,
+each gets at most an equal share (max-min fairness). A rank that waits leaves its share to others, so a pipeline
+bubble costs less than on devices. Times were measured with every rank of a host at work and are scaled from there.
+When more ranks compute than there are processors, the last one to finish leaves some idle; the share in use was
+measured, too. Chains of hops advance when their rank polls them, at module hooks and while it waits (comm/lane.py),
+and coding is the rank's own work.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.mesh.grid import INTRA
-from megazero.plan.course import Course
-from megazero.plan.layout import LOCAL, Chain, Layout, Leg
+from megazero.plan.layout import LOCAL, Chain, Layout, TimedHop
+from megazero.plan.rank_step import RankStep
 from megazero.pp.schedules import Action, Kind
 
 LOOKS = {"layer": 8, "head": 2, "embedding": 1}  # at chains in a backward: with every parameter's gradient
@@ -41,16 +41,16 @@ class Transfer:
     """A collective or message under way. left: seconds of it by itself."""
 
     owner: int
-    leg: Leg
+    hop: TimedHop
     left: float
     done: bool = False
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A chain under way. at: the next leg."""
+class RunningChain:
+    """A chain under way. at: the next hop."""
 
-    legs: Chain
+    hops: Chain
     at: int = 0
     transfer: Transfer | None = None
     done: bool = False
@@ -58,27 +58,27 @@ class Ticket:
     @property
     def links(self) -> set[str]:
         """The links that the chain still has to use."""
-        return {leg.link for leg in self.legs[self.at :] if leg.link != LOCAL}
+        return {hop.link for hop in self.hops[self.at :] if hop.link != LOCAL}
 
 
 class Host:
     """Who shares what: of each pipeline rank's host and node, how many ranks of each pipeline rank lie there."""
 
     def __init__(self, layout: Layout) -> None:
-        frame, grid = layout.frame, layout.grid
-        cores = frame.cluster.cores
+        base, grid = layout.base, layout.grid
+        cores = base.cluster.cores
         assert cores is not None
-        self.count, self.ranks = cores.count, min(cores.ranks, frame.world.world_size)
+        self.count, self.ranks = cores.count, min(cores.ranks, base.world.world_size)
         self.processors, self.share = max(cores.count - cores.others, LEAST), cores.share
         self.per_node = grid.ranks_per_node
         stage = grid.axis("pp").index
 
         def neighbours(size: int) -> list[list[int]]:
             out = []
-            for own in range(frame.pp):
+            for own in range(base.pp):
                 first = grid.rank_of(own, 0, 0) // size * size
-                here = [stage(rank) for rank in range(first, min(first + size, frame.world.world_size))]
-                out.append([here.count(other) for other in range(frame.pp)])
+                here = [stage(rank) for rank in range(first, min(first + size, base.world.world_size))]
+                out.append([here.count(other) for other in range(base.pp)])
             return out
 
         self.on_host, self.on_node = neighbours(cores.ranks), neighbours(self.per_node)
@@ -88,28 +88,28 @@ class Host:
         """The share of a processor that a rank has when all compute, as they did when it was measured."""
         return min(1.0, self.count / self.ranks)
 
-    def needs(self, leg: Leg, load: float) -> tuple[float, float]:
+    def needs(self, hop: TimedHop, load: float) -> tuple[float, float]:
         """Return the processors that a transfer took when it was measured, and the most that it can use now.
 
         load: of its link, 1 being as when it was measured. What was bound by processors then is so now.
         """
-        took = max(leg.busy / leg.seconds, 1e-6)
+        took = max(hop.busy / hop.seconds, 1e-6)
         bound = took * self.ranks > BOUND * self.count
         return took, 1.0 if bound else min(1.0, took / load)
 
 
-class Process(Course):
+class Process(RankStep):
     """One pipeline rank, which stands for all of its stage."""
 
     def __init__(self, layout: Layout, rank: int, micro_batches: int, machine: Machine) -> None:
         super().__init__(layout, rank, micro_batches)
         self.machine = machine
-        self.gathers: deque[Ticket] = deque()
-        self.reductions: deque[Ticket] = deque()
-        self.pending: deque[Ticket] = deque()
-        self.here: dict[int, Ticket] = {}
-        self.first = [True] * len(self.work)  # no gradients of the unit were taken yet
-        self.program = [step for step in layout.frame.steps_of(micro_batches)[1] if step[0] == rank]
+        self.gathers: deque[RunningChain] = deque()
+        self.reductions: deque[RunningChain] = deque()
+        self.pending: deque[RunningChain] = deque()
+        self.here: dict[int, RunningChain] = {}
+        self.first = [True] * len(self.chains)  # no gradients of the unit were taken yet
+        self.program = [step for step in layout.base.steps_of(micro_batches)[1] if step[0] == rank]
 
     def steps(self) -> Steps:
         """Yield all that the rank does in a step, up to the sums that it needs."""
@@ -145,69 +145,69 @@ class Process(Course):
     def _tensor(self, seconds: float, module: str) -> Steps:
         """Wait for tensor-parallel collectives."""
         if seconds:
-            busy = self.frame.compute.times[module].tp_busy * seconds
-            transfer = self.machine.send(self.rank, Leg(INTRA, seconds, busy))
+            busy = self.base.compute.times[module].tp_busy * seconds
+            transfer = self.machine.send(self.rank, TimedHop(INTRA, seconds, busy))
             while not transfer.done:
                 yield Need("tensor")
 
     def _use(self) -> Steps:
         """Start the gathers that begin at this use of a module, and wait for those that it needs."""
-        turn = next(self.turns)
-        for unit in turn.begun:
-            work = self.work[unit]
-            chain = (() if unit in self.here else work.refresh) + work.gather
-            self.here[unit] = Ticket(chain, done=not chain)
+        module_use = next(self.uses)
+        for unit in module_use.begun:
+            chains = self.chains[unit]
+            chain = (() if unit in self.here else chains.refresh) + chains.gather
+            self.here[unit] = RunningChain(chain, done=not chain)
             self.gathers.append(self.here[unit])
             yield from self._poll((self.gathers,))
-        units = [self.here[unit] for unit in turn.units if unit in self.here]
+        units = [self.here[unit] for unit in module_use.units if unit in self.here]
         yield from self._wait(lambda: all(t.done for t in units), "gather", (self.gathers,))
 
     def _take(self, units: Sequence[int], reduces: bool, action: Action) -> Steps:
         """Take the gradients of a module, and start their reductions."""
-        part = action.stage // self.frame.pp
+        part = action.stage // self.base.pp
         for unit in reversed(units):
-            work = self.work[unit]
-            yield Need("compute", work.stage if self.staged or self.first[unit] else work.add)
+            chains = self.chains[unit]
+            yield Need("compute", chains.stage if self.staged or self.first[unit] else chains.add)
             self.first[unit] = False
-            chain = work.every if self.left[part] else work.last
+            chain = chains.every if self.left[part] else chains.last
             if not (reduces and chain):
                 continue
-            ticket = Ticket(chain)
-            self.reductions.append(ticket)
-            self.pending.append(ticket)
+            running = RunningChain(chain)
+            self.reductions.append(running)
+            self.pending.append(running)
             yield from self._poll((self.reductions,))
             while self.staged and len(self.pending) > self.layout.states.pending_reductions:
                 oldest = self.pending.popleft()
                 yield from self._wait(lambda t=oldest: t.done, "reduce", (self.reductions,))  # type: ignore[misc]
 
-    def _wait(self, ready: Callable[[], bool], item: str, lanes: Sequence[deque[Ticket]]) -> Steps:
+    def _wait(self, ready: Callable[[], bool], item: str, lanes: Sequence[deque[RunningChain]]) -> Steps:
         while not ready():
             moved = yield from self._poll(lanes)
             if not moved and not ready():
                 yield Need(item)
 
-    def _poll(self, lanes: Sequence[deque[Ticket]]) -> Generator[Need, None, bool]:
+    def _poll(self, lanes: Sequence[deque[RunningChain]]) -> Generator[Need, None, bool]:
         """Move chains on as comm/lane.py does. Returns whether one moved."""
         moved = False
         for lane in lanes:
             item = "gather" if lane is self.gathers else "reduce"
             reserved: set[str] = set()
-            for ticket in lane:
-                while not ticket.done and (ticket.transfer is None or ticket.transfer.done):
-                    leg = ticket.legs[ticket.at] if ticket.at < len(ticket.legs) else None
-                    if leg is not None and leg.link in reserved:
+            for running in lane:
+                while not running.done and (running.transfer is None or running.transfer.done):
+                    hop = running.hops[running.at] if running.at < len(running.hops) else None
+                    if hop is not None and hop.link in reserved:
                         break
                     moved = True
-                    if leg is None:
-                        ticket.done = True
+                    if hop is None:
+                        running.done = True
                     else:
-                        ticket.at, ticket.transfer = ticket.at + 1, None
-                        if leg.link == LOCAL:
-                            yield Need(item, leg.seconds)
+                        running.at, running.transfer = running.at + 1, None
+                        if hop.link == LOCAL:
+                            yield Need(item, hop.seconds)
                         else:
-                            ticket.transfer = self.machine.send(self.rank, leg)
-                if not ticket.done:
-                    reserved |= ticket.links
+                            running.transfer = self.machine.send(self.rank, hop)
+                if not running.done:
+                    reserved |= running.links
             while lane and lane[0].done:
                 lane.popleft()
         return moved
@@ -217,18 +217,18 @@ class Machine:
     """The clock of all processes, and what they share."""
 
     def __init__(self, layout: Layout, micro_batches: int, items: Sequence[str]) -> None:
-        self.frame, self.host = layout.frame, Host(layout)
+        self.base, self.host = layout.base, Host(layout)
         self.now = 0.0
         self.transfers: list[Transfer] = []
         self.messages: dict[Action, Transfer] = {}
         self.events: set[Action] = set()
-        steps = self.frame.steps_of(micro_batches)[1]
+        steps = self.base.steps_of(micro_batches)[1]
         self.travels = {event: rank for rank, _, _, needed in steps for event, away in needed if away}
-        self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.frame.pp)]
+        self.processes = [Process(layout, rank, micro_batches, self) for rank in range(layout.base.pp)]
         self.bills = [dict.fromkeys(items, 0.0) for _ in self.processes]
 
-    def send(self, owner: int, leg: Leg) -> Transfer:
-        transfer = Transfer(owner, leg, leg.seconds)
+    def send(self, owner: int, hop: TimedHop) -> Transfer:
+        transfer = Transfer(owner, hop, hop.seconds)
         self.transfers.append(transfer)
         return transfer
 
@@ -236,8 +236,8 @@ class Machine:
         """Note that an action is done, and send what it made to the rank that needs it."""
         self.events.add(event)
         if event in self.travels:
-            link = self.frame.message_link(event, self.travels[event])
-            self.messages[event] = self.send(owner, Leg(link, *self.frame.message_costs[link]))
+            link = self.base.message_link(event, self.travels[event])
+            self.messages[event] = self.send(owner, TimedHop(link, *self.base.message_costs[link]))
 
     def has(self, event: Action, away: bool) -> bool:
         """Tell whether an action is done and, if it was done away, its message is here."""
@@ -290,8 +290,8 @@ class Machine:
         load: defaultdict[tuple[int, str], float] = defaultdict(float)
         for transfer in self.transfers:
             for own in range(len(working)):
-                load[own, transfer.leg.link] += host.on_node[own][transfer.owner] / host.per_node
-        needs = [host.needs(t.leg, load[t.owner, t.leg.link]) for t in self.transfers]
+                load[own, transfer.hop.link] += host.on_node[own][transfer.owner] / host.per_node
+        needs = [host.needs(t.hop, load[t.owner, t.hop.link]) for t in self.transfers]
         levels = []
         for count in host.on_host:
             wanted = [(n, 1.0) for n, busy in zip(count, working, strict=True) if n and busy]

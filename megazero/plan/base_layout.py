@@ -1,6 +1,6 @@
-"""This module resolves a run's configuration on a world, less its sharding: stages, schedule, times of modules.
+"""A base layout: a run's configuration on a world without its sharding, its stages, schedule and module times.
 
-Many layouts share a frame.
+Many layouts share one base.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple
     return schedule, steps
 
 
-class Frame:
+class BaseLayout:
     """A configuration on a world, less its shards and wire formats, and what it costs on a cluster."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Frame:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Return a time that no layout of this frame is below: each rank's compute behind what it must wait for."""
+        """Return a time that no layout of this base is below: each rank's compute behind what it must wait for."""
         seconds, best, before = self.stage_seconds, 0.0, 0.0
         split = SCHEDULES[self.schedule_name].splits_backward and self.pp > 1
         back = Kind.INPUT if split else Kind.BACKWARD

@@ -11,7 +11,7 @@ from megazero.config import ConfigError
 from megazero.mesh.mesh import check_hosts
 from megazero.plan.command import main
 from megazero.plan.layout import Layout
-from megazero.plan.placement import axis_bytes, host_files, place, rings
+from megazero.plan.node_order import axis_bytes, host_files, place, rings
 from megazero.plan.topology import check_nodes, expand, parse_topology
 from tests.unit.test_plan import ALONE, WORDS, cluster, layout, write_cluster
 
@@ -121,7 +121,7 @@ def test_ranks_and_collectives_stay_what_they_are() -> None:
     found = place(tree, parse_topology(CONF, "t"), ALTERNATING)
     assert found.hosts != ALTERNATING
     names = host_files(found, 4)["slurm_hosts"].split()
-    assert len(names) == tree.frame.world.world_size and check_hosts(names, None) == 4
+    assert len(names) == tree.base.world.world_size and check_hosts(names, None) == 4
     assert names[::4] == list(found.hosts)
     assert host_files(found, 4)["hosts"].splitlines()[0] == f"{found.hosts[0]} slots=4"
 

@@ -1,6 +1,6 @@
 """This orders nodes so that groups which send much to each other lie under one leaf switch.
 
-It is AMSP's communication placement (section V-D) for any layout. Ranks and collectives stay what they are: only the
+It is AMSP's communication order (section V-D) for any layout. Ranks and collectives stay what they are: only the
 host changes that a rank runs on. A group of an axis that crosses nodes is taken to send each rank's bytes to the
 others in equal parts.
 """
@@ -20,7 +20,7 @@ from megazero.plan.topology import Topology
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeOrder:
     """An order of hosts, node by node.
 
     under, before: bytes of a step that stay under leaf switches, in this order and in the one given. total: all that
@@ -45,7 +45,7 @@ class Ring:
     sent: float
 
 
-def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> Placement:
+def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> NodeOrder:
     """Return the best order that is found: nodes are packed under leaves with one axis after the other as the
     innermost, in every order of the axes, and with what is given as it is.
     """
@@ -64,7 +64,7 @@ def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> Placement
             best = tuple(placed), under, tuple(axis.name for axis in order)
     chosen, under, together = best
     total = sum(axis.sent for axis in axes) * len(hosts)
-    return Placement(chosen, len({leaf_of[host] for host in hosts}), under, before, total, together)
+    return NodeOrder(chosen, len({leaf_of[host] for host in hosts}), under, before, total, together)
 
 
 def rings(layout: Layout) -> list[Ring]:
@@ -88,23 +88,23 @@ def rings(layout: Layout) -> list[Ring]:
 
 def axis_bytes(layout: Layout) -> Counter[str]:
     """Return the bytes that a rank sends over each axis that crosses nodes in a step: the mean over stages."""
-    frame, axes = layout.frame, layout.grid.data_axes
+    base, axes = layout.base, layout.grid.data_axes
     out: Counter[str] = Counter()
-    for rank in range(frame.pp):
+    for rank in range(base.pp):
         units, copies = layout.units(rank).shapes, layout.copies(rank)
         sizes = [unit.elements * layout.formats.width for unit in units]
-        often = gathers(copies, layout.program(rank, frame.micro_batches), sizes)
+        often = gathers(copies, layout.program(rank, base.micro_batches), sizes)
         for index, unit in enumerate(units):
             refresh, gather = communication.weight_hops(unit, axes, layout.formats)
             summed = communication.gradient_hops(
-                unit, axes, layout.formats, frame.micro_batches, layout.shards.whole_gradients
+                unit, axes, layout.formats, base.micro_batches, layout.shards.whole_gradients
             )
             for hops, times in ((refresh, 1), (gather, often[index]), (summed, 1)):
                 for hop in hops:
-                    again = frame.micro_batches if hop.every else times
+                    again = base.micro_batches if hop.every else times
                     out[hop.axis.name] += hop.sent * again
-        out["pp"] += frame.other_bytes[rank]["pp", INTER]
-    return Counter({name: sent / frame.pp for name, sent in out.items()})
+        out["pp"] += base.other_bytes[rank]["pp", INTER]
+    return Counter({name: sent / base.pp for name, sent in out.items()})
 
 
 def _under(axes: Sequence[Ring], leaves: Sequence[str]) -> float:
@@ -156,14 +156,14 @@ def _coordinates(order: Sequence[Ring], nodes: int) -> list[int]:
     return out
 
 
-def lines(placement: Placement, layout: Layout, folder: str) -> list[str]:
+def lines(order: NodeOrder, layout: Layout, folder: str) -> list[str]:
     """Return what is to be printed: the gain, the rank order, and how to start ranks in this order."""
-    total = placement.total or 1.0
+    total = order.total or 1.0
     mapping = layout.config.parallel.use_tp_pp_dp_mapping
     return [
-        f"placement of {len(placement.hosts)} nodes under {placement.leaves} leaf switches: of the "
-        f"{placement.total / 1e9:.1f} GB that cross nodes in a step, {placement.before / total:.1%} stay under a "
-        f"leaf as the nodes are given, {placement.under / total:.1%} in the order of {folder}/hosts",
+        f"order of {len(order.hosts)} nodes under {order.leaves} leaf switches: of the "
+        f"{order.total / 1e9:.1f} GB that cross nodes in a step, {order.before / total:.1%} stay under a "
+        f"leaf as the nodes are given, {order.under / total:.1%} in the order of {folder}/hosts",
         f"rank order: {'--use-tp-pp-dp-mapping (tp, pp, dp)' if mapping else 'the default (tp, dp, pp)'}, from the "
         "innermost",
         f"Open MPI: mpirun --hostfile {folder}/hosts --map-by slot ...",
@@ -172,9 +172,9 @@ def lines(placement: Placement, layout: Layout, folder: str) -> list[str]:
     ]
 
 
-def host_files(placement: Placement, ranks_per_node: int) -> dict[str, str]:
+def host_files(order: NodeOrder, ranks_per_node: int) -> dict[str, str]:
     """Return the texts of the two files: a line for each node, and a line for each rank."""
     return {
-        "hosts": "".join(f"{host} slots={ranks_per_node}\n" for host in placement.hosts),
-        "slurm_hosts": "".join(f"{host}\n" * ranks_per_node for host in placement.hosts),
+        "hosts": "".join(f"{host} slots={ranks_per_node}\n" for host in order.hosts),
+        "slurm_hosts": "".join(f"{host}\n" * ranks_per_node for host in order.hosts),
     }
