@@ -23,7 +23,7 @@ from megazero.config.options.data_inputs import (
     parse_weighted_splits,
 )
 from megazero.config.options.fields import show
-from megazero.config.options.skipping import legal_ranges
+from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
 Rule = Callable[[RunConfig], Iterator[str]]
@@ -183,6 +183,14 @@ def _profiled_steps(config: RunConfig) -> Iterator[str]:
             yield f"--profile-ranks {rank} must be at least 0; nearest: 0"
 
 
+def _skipped_ranges(config: RunConfig) -> Iterator[str]:
+    """Report words of --skip-train-iteration-range that are no iterations."""
+    try:
+        iteration_ranges(config.skipping.skip_train_iteration_range)
+    except ValueError as error:
+        yield f"--skip-train-iteration-range {error}"
+
+
 def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.allow_fresh_start and config.checkpoint.exit_on_missing_checkpoint:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
@@ -248,7 +256,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
-    (("skip_train_iteration_range",), legal_ranges),
+    (("skip_train_iteration_range",), _skipped_ranges),
     (("save_hf", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), _exportable),
     (("zero_preset",), _planned),
     (("zero_block_size",), wire_rules.block_size),

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megazero.config.options.fields import option
-
-if TYPE_CHECKING:  # it has this section
-    from megazero.config.run import RunConfig
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -84,11 +80,3 @@ def _range(word: str) -> tuple[int, int]:
 def range_around(ranges: Iterable[tuple[int, int]], iteration: int) -> tuple[int, int] | None:
     """Return the range that ``iteration`` is in, or None."""
     return next((each for each in ranges if each[0] <= iteration <= each[1]), None)
-
-
-def legal_ranges(config: RunConfig) -> Iterator[str]:
-    """Report words of --skip-train-iteration-range that are no iterations."""
-    try:
-        iteration_ranges(config.skipping.skip_train_iteration_range)
-    except ValueError as error:
-        yield f"--skip-train-iteration-range {error}"
