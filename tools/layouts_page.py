@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.parse import make_config
+from megazero.config.read.parse import make_config
 from megazero.config.run import World
 
 HEAD = """# Which combinations run

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.train.status import Run, facts, read_run, restarts
-from megazero.train.terminal_chart import text_chart
+from megazero.log.status import Run, facts, read_run, restarts
+from megazero.log.terminal_chart import text_chart
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = 2
     print("\n\n".join("\n".join(report(run, not options.no_chart, width, braille)) for run in runs))
     if options.html and runs:
-        from megazero.train.status_page import write_page
+        from megazero.log.status_page import write_page
 
         try:
             write_page(runs, options.html)

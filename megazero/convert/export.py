@@ -21,9 +21,9 @@ from megazero.checkpoint.directory import fsync_directory
 from megazero.checkpoint.errors import agree, agree_local
 from megazero.checkpoint.manifest import FileEntry, checksum
 from megazero.checkpoint.reading import check_files
-from megazero.config.architecture import architecture_of
-from megazero.config.files import read_json
-from megazero.config.published import CONFIG_FILE
+from megazero.config.model.architecture import architecture_of
+from megazero.config.model.published import CONFIG_FILE
+from megazero.config.read.files import read_json
 from megazero.convert import tokenizer as tokenizers
 from megazero.convert.card import card
 from megazero.convert.folder import INDEX_FILE

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megazero.config.data_inputs import TOKENIZERS
 from megazero.config.nearest import did_you_mean
+from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.data.files import replacing
 
 EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # the first that names a token decides

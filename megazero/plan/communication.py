@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megazero.config import RunConfig
-from megazero.config.wire import Coding
+from megazero.config.layout.wire import Coding
 from megazero.mesh.grid import INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import StageSpec

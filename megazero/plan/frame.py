@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 from megazero.config import RunConfig, World
+from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
 from megazero.plan.activations import activations
-from megazero.plan.cluster import Cluster
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives, Cost

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megazero.config import RunConfig
-from megazero.config.sections import ZeroConfig
-from megazero.config.shards import Shards
-from megazero.config.wire import Wire
+from megazero.config.layout.shards import Shards
+from megazero.config.layout.wire import Wire
+from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
 from megazero.plan.coding import Coder

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import RunConfig
-from megazero.config.fields import show
-from megazero.config.flops import training_flops
-from megazero.config.parameters import parameter_count
+from megazero.config.model.flops import training_flops
+from megazero.config.model.parameters import parameter_count
+from megazero.config.options.cluster import Cluster
+from megazero.config.options.fields import show
 from megazero.config.run import all_options
-from megazero.plan.cluster import Cluster
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory
 from megazero.plan.search import PARALLEL, STAGES, ZERO, Found

@@ -17,9 +17,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
-from megazero.config.sections import ZeroConfig
+from megazero.config.options.cluster import Cluster
+from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
-from megazero.plan.cluster import Cluster
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Chain, Layout
 from megazero.plan.memory import MOMENTS

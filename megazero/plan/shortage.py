@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megazero.config.fields import show
+from megazero.config.options.cluster import Cluster
+from megazero.config.options.fields import show
 from megazero.config.run import all_options
-from megazero.plan.cluster import Cluster
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
 from megazero.plan.report import describe

@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from megazero.plan.cluster import Cluster
+from megazero.config.options.cluster import Cluster
 
 Series = dict[str, list[tuple[float, float, float]]]  # name -> (x, y, relative spread)
 

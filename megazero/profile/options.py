@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import ConfigError, make_config
-from megazero.config.fields import option, section_options
-from megazero.config.flags import options_help, read_section
+from megazero.config.options.fields import option, section_options
+from megazero.config.read.flags import options_help, read_section
 from megazero.config.run import all_options
 from megazero.plan.options import read_values, with_stand_ins
 

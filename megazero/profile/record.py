@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import ConfigError
-from megazero.plan.cluster import TABLES, Cluster, parse_cluster
+from megazero.config.options.cluster import TABLES, Cluster, parse_cluster
 from megazero.plan.report import write_text
 
 Rows = list[dict[str, Any]]

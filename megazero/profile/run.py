@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import ConfigError, RunConfig, make_config
+from megazero.config.options.cluster import Cluster, parse_cluster
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import discover_ranks_per_node
-from megazero.plan.cluster import Cluster, parse_cluster
 from megazero.profile.chart import draw
 from megazero.profile.collectives import measure_wire
 from megazero.profile.model import DoesNotFit, measure_modules

@@ -1,7 +1,7 @@
 """What the planner predicts of a run: it chooses for --zero-preset auto, and refuses what would not fit.
 
 The memory needs no cluster file: it follows from the configuration, and what there is of it is asked of the devices.
-Step times need one (plan/cluster.py).
+Step times need one (config/options/cluster.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import RunConfig, World
+from megazero.config.layout.shards import AUTO
+from megazero.config.options.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
 from megazero.config.run import all_options
-from megazero.config.shards import AUTO
 from megazero.mesh.mesh import Mesh
-from megazero.plan.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config import ConfigError, RunConfig, World, parse
-from megazero.config.fields import option, section_options
-from megazero.config.flags import options_help, read_section
+from megazero.config.layout.shards import AUTO
+from megazero.config.options.fields import option, section_options
+from megazero.config.read.flags import options_help, read_section
 from megazero.config.run import all_options
-from megazero.config.shards import AUTO
 
 USAGE = """usage: megazero verify TRAINING FLAGS [--config FILE] [flags below]
 

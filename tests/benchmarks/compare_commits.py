@@ -28,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.checkpoint import store
-from megazero.train.metrics import read_metrics
+from megazero.log.metrics import read_metrics
 from tests.benchmarks.commit_trees import Tree, two_trees
 from tests.benchmarks.compare_commits_cases import CASES, ITERATIONS, MIDDLE, Case
 

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megazero import zero
-from megazero.config.sections import PrecisionConfig
+from megazero.config.options.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder, initializer
-from megazero.train.learning_rate import LearningRate
-from megazero.train.loss_scaling import LossScaling
 from megazero.train.parallelize import DTYPES
+from megazero.train.schedule.learning_rate import LearningRate
+from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.zero.build import Init
 from tests.benchmarks.llama import llama
 from tests.benchmarks.loss_data import evaluation_samples, train_samples

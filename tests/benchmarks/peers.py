@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megazero.comm.codec import Blockwise
 from megazero.comm.traffic import Traffic
 from megazero.config import resolve_shards
-from megazero.config.sections import ZeroConfig
-from megazero.config.wire import Coding, Wire, asked_for
+from megazero.config.layout.wire import Coding, Wire, asked_for
+from megazero.config.options.sections import ZeroConfig
 from megazero.zero import Codecs, Policy
 from tests.benchmarks import volume
 from tests.benchmarks.contestants import ADAMW, CLIP, Shape, Step, batches, decoder, ours

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.config import World, parse
-from megazero.plan.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
+from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.options import read_values, with_stand_ins

@@ -22,9 +22,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.config import RunConfig, World, parse
+from megazero.log.time_bill import TimeBill
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from megazero.train.ranks import make_mesh
-from megazero.train.timebill import TimeBill
 
 CPU = torch.device("cpu")
 PORT, TIMEOUT = 29600, timedelta(seconds=120)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed, too
 
-from megazero.plan.cluster import load_cluster
+from megazero.config.options.cluster import load_cluster
 from megazero.plan.command import main as plan
 from megazero.plan.memory import GIB
 from megazero.plan.report import describe, layout_flags, model_flops_utilisation

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
-from megazero.config.flops import training_flops
-from megazero.plan.cluster import Cluster, load_cluster
+from megazero.config.model.flops import training_flops
+from megazero.config.options.cluster import Cluster, load_cluster
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.options import with_stand_ins

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megazero.config import World, make_config
+from megazero.config.options.cluster import Cores
 from megazero.mesh.launch import Launch
-from megazero.plan.cluster import Cores
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from megazero.train.metrics import METRICS_FILE
+from megazero.log.metrics import METRICS_FILE
 from tests.benchmarks import random_kills as kills
 
 

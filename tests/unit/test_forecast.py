@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.config.parameters import parameter_count
+from megazero.config.model.parameters import parameter_count
+from megazero.config.options.cluster import Cluster, cluster_of_run
 from megazero.mesh.mesh import create_mesh
-from megazero.plan.cluster import Cluster, cluster_of_run
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megazero.config import resolve_shards
-from megazero.config.flops import training_flops
+from megazero.config.model.flops import training_flops
 from tests.benchmarks.gpu_report import (
     allocations,
     gpu_tests,

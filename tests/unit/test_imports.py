@@ -30,9 +30,9 @@ TOPS = ("pretrain", "tools", "megatron_core_patch")  # beside megazero
 SHARED = {("config", "megazero.mesh.grid"), ("config", "megazero.mesh.launch")}
 PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timeline")
 SHARED |= {("config", module) for module in PIPELINE}
-SHARED |= {("config", "megazero.checkpoint.directory"), ("config", "megazero.plan.cluster")}
+SHARED |= {("config", "megazero.checkpoint.directory"), ("config", "megazero.config.options.cluster")}
 OPTIONAL = {"transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "apex", "triton"}
-MEGATRON = {"megatron"}  # pip's; megazero.config.megatron is ours
+MEGATRON = {"megatron"}  # pip's; megazero.config.foreign.megatron is ours
 LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|(LOCAL|CROSS)_SIZE|MASTER_(ADDR|PORT)|"
     r"(SLURM|OMPI|PMIX?|MV2)_\w*|MPI_LOCAL\w*"
@@ -117,7 +117,7 @@ def test_imports_go_downward() -> None:
         ("megazero/mesh/mesh.py", "from ..config import RunConfig"),
         ("megazero/data/build.py", "from megazero import models"),
         ("kernels/__init__.py", "import megazero.config"),
-        ("megazero/families/llama.py", "from megazero.config.model import ModelConfig"),
+        ("megazero/families/llama.py", "from megazero.config.model.section import ModelConfig"),
         ("megazero/__init__.py", "from megazero.config import RunConfig"),
         ("megazero/train/setup.py", "import tools.preprocess_data"),
     ],

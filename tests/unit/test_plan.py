@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.plan.cluster import (
+from megazero.config.options.cluster import (
     Cluster,
     Device,
     InterNode,

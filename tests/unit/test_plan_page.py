@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megazero.plan.cluster import parse_cluster
+from megazero.config.options.cluster import parse_cluster
 from tests.benchmarks.plan_memory import draw, predict, words_of
 from tests.benchmarks.planning import amsp_table, bloom_table, memory_table, zeropp_table
 from tests.benchmarks.planning_papers import amsp_rows, bloom_layout, table_4, zeropp_rows

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import World, make_config
-from megazero.mesh.grid import INTER, INTRA
-from megazero.plan.cluster import (
+from megazero.config.options.cluster import (
     Cluster,
     Cores,
     Device,
@@ -15,6 +14,7 @@ from megazero.plan.cluster import (
     MeasuredCodec,
     MeasuredCollective,
 )
+from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout, Leg
 from megazero.plan.search import Search, least_seconds

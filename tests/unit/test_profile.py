@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, World, make_config
-from megazero.plan.cluster import load_cluster, parse_cluster
+from megazero.config.options.cluster import load_cluster, parse_cluster
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.profile.chart import series

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from megazero.train import status
-from megazero.train.status import facts, read_run, restarts, state
-from megazero.train.status_page import POINTS, page
-from megazero.train.terminal_chart import text_chart
+from megazero.log import status
+from megazero.log.status import facts, read_run, restarts, state
+from megazero.log.status_page import POINTS, page
+from megazero.log.terminal_chart import text_chart
 from tests.unit.test_train_metrics import _line
 
 ROOT = Path(__file__).parents[2]

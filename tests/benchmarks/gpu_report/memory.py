@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megazero.config import resolve_shards
-from megazero.config.parameters import parameter_count
+from megazero.config.model.parameters import parameter_count
 from megazero.zero import Engine, Policy
 from megazero.zero.records import held_bytes
 from tests.benchmarks.gpu_report import loops

@@ -2,7 +2,7 @@
 
 megazero's engine, the same decoder in a plain torch loop, that loop with its modules compiled, and transformers'
 LlamaForCausalLM of the same sizes in that loop; all bf16 with an fp32 master, fused AdamW, clipping, one micro-batch
-a step. FLOPs are megazero/config/flops.py's for all: recompute is not counted.
+a step. FLOPs are megazero/config/model/flops.py's for all: recompute is not counted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megazero.config.flops import training_flops
-from megazero.config.parameters import parameter_count
+from megazero.config.model.flops import training_flops
+from megazero.config.model.parameters import parameter_count
 from tests.benchmarks.gpu_report import loops
 from tests.benchmarks.gpu_report.loops import Size, Step
 from tests.benchmarks.gpu_report.record import Record, Skip
