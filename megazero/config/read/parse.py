@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,28 @@ def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
     except ConfigError as error:
         print(f"{error}\n--help lists every flag", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def run_command(
+    name: str, argv: Sequence[str], usage: Callable[[], str], run: Callable[[], int], rank: int = 0
+) -> int:
+    """Run a command that has flags like these and return its exit status: 2 for a ValueError, whose text is printed.
+
+    usage: the text of --help. rank: rank 0 speaks for all; the others wait a second, because a launcher ends all
+    ranks with the first that leaves.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(usage())
+        return 0
+    try:
+        return run()
+    except ValueError as error:
+        hint = f"\n--help lists the flags of {name}" if isinstance(error, ConfigError) else ""
+        if rank:
+            time.sleep(1)
+        else:
+            print(f"{error}{hint}", file=sys.stderr, flush=True)
+        return 2
 
 
 def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
