@@ -16,9 +16,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,14 @@ _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
 class Retention:
     """It says which older checkpoints stay after a save. The one just saved always does.
 
-    ``keep_last`` is how many of the most recently saved ones stay. None keeps all. ``interval`` keeps for good those
-    whose step is a multiple of it. None means no such rule.
+    ``keep_last`` is how many of the most recently saved ones stay. None keeps all. ``interval`` keeps for good the
+    first at or after each multiple of it: at the multiple itself nothing may have been saved. ``way_back`` keeps the
+    newest from before that step, to which the run may have to return. None means no such rule.
     """
 
     keep_last: int | None = None
     interval: int | None = None
+    way_back: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.keep_last), ("interval", self.interval)):
@@ -69,8 +72,8 @@ def complete(path: Path) -> Manifest | None:
     return manifest
 
 
-def checkpoints(root: str | os.PathLike) -> list[Path]:
-    """Return the complete checkpoints under ``root``, oldest first in order of saving.
+def checkpoints(root: str | os.PathLike, before: float = inf) -> list[Path]:
+    """Return the complete checkpoints under ``root`` of steps below ``before``, oldest first in order of saving.
 
     The order is that of saving, not of steps: after a roll-back to step 80 the newest is the 90 that was saved since,
     not the 120 of the abandoned run. They are found by looking, and no tracker file is trusted.
@@ -79,12 +82,12 @@ def checkpoints(root: str | os.PathLike) -> list[Path]:
     for path in _entries(Path(root)):
         if (_NAME.fullmatch(path.name) or _stands_in(path)) and (manifest := complete(path)) is not None:
             found.append((manifest.serial, manifest.step, path))
-    return [path for _, _, path in sorted(found)]
+    return [path for _, step, path in sorted(found) if step < before]
 
 
-def latest(root: str | os.PathLike) -> Path | None:
-    """Return the newest complete checkpoint under ``root``, or None when there is none."""
-    found = checkpoints(root)
+def latest(root: str | os.PathLike, before: float = inf) -> Path | None:
+    """Return the newest complete checkpoint under ``root`` of a step below ``before``, or None when there is none."""
+    found = checkpoints(root, before)
     return found[-1] if found else None
 
 
@@ -184,9 +187,13 @@ def retain(root: Path, saved: Path, rule: Retention) -> None:
     """
     if rule.keep_last is None:
         return
-    for path in checkpoints(root)[: -rule.keep_last]:
-        name = _NAME.fullmatch(path.name)
-        if path == saved or name is None or (rule.interval and int(name[1]) % rule.interval == 0):
+    found = checkpoints(root)
+    steps = {path: int(name[1]) for path in found if (name := _NAME.fullmatch(path.name))}
+    needed = {saved, *(_firsts(steps, rule.interval) if rule.interval else ())}
+    if rule.way_back is not None:
+        needed.update(checkpoints(root, rule.way_back)[-1:])
+    for path in found[: -rule.keep_last]:
+        if path in needed or path not in steps:
             continue
         try:
             doomed = _hidden(path, "removed")
@@ -194,6 +201,15 @@ def retain(root: Path, saved: Path, rule: Retention) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             logger.warning("old checkpoint '%s' could not be removed: %s", path, error)
+
+
+def _firsts(steps: Mapping[Path, int], interval: int) -> Iterator[Path]:
+    """Yield the first path whose step is at or after a multiple of ``interval``, for each multiple but 0."""
+    reached = 0
+    for path in sorted(steps, key=steps.__getitem__):
+        if steps[path] // interval > reached:
+            reached = steps[path] // interval
+            yield path
 
 
 def fsync_directory(path: Path) -> None:

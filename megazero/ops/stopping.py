@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from megazero.log.exit_status import ExitStatus
+from megazero.train.state.skipping import due
 
 if TYPE_CHECKING:
     from megazero.config.options.sections import TrainingConfig
@@ -75,10 +76,10 @@ class StopSignals:
 class ExitConditions:
     """Decides when to save a checkpoint and stop before the last iteration.
 
-    exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
-    has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
-    when one was received. halt: the run stops at this iteration, for this reason. kill_switch: the run stops when
-    there is a file of this name.
+    exit_interval: the run stops at iterations that this number divides; after the last of those that are passed over,
+    if one is among them. exit_duration_in_mins: the run stops once it has lasted that long since `began` (for example
+    time.monotonic() of the process's start). signals: the run stops when one was received. halt: the run stops at
+    this iteration, for this reason. kill_switch: the run stops when there is a file of this name.
 
     In every iteration the ranks tell each other whether they have a reason of their own, with the step's scalars, and
     between the batches of an evaluation by themselves.
@@ -125,12 +126,13 @@ class ExitConditions:
         others = "another rank received a signal, reached --exit-duration-in-mins or saw its kill switch"
         return own or others if any_rank else None
 
-    def planned(self, iteration: int) -> str | None:
-        """Return why to stop after this iteration and what belongs to it, or None."""
+    def planned(self, since: int, iteration: int) -> str | None:
+        """Return why to stop after this iteration and what belongs to it, or None. ``since`` is as in ``due``."""
         if self.halt is not None and iteration >= self.halt[0]:
             return self.halt[1]
-        if self.exit_interval is not None and iteration % self.exit_interval == 0:
-            return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
+        if self.exit_interval is not None and due(self.exit_interval, since, iteration):
+            multiple = iteration - iteration % self.exit_interval
+            return f"iteration {multiple} is a multiple of --exit-interval {self.exit_interval}"
         return None
 
     def own_reason(self) -> str | None:

@@ -278,6 +278,19 @@ def test_retention(tmp_path):
             store.Retention(**keywords)
 
 
+def test_retention_where_nothing_was_saved_at_the_multiple(tmp_path):
+    """The first at or after 30 and 60 stay, whenever they were saved; and the newest from before 65, while asked."""
+    rule = store.Retention(keep_last=1, interval=30)
+    for step in (10, 34, 40, 59, 62, 64):
+        saved(tmp_path, step, retention=rule)
+    assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == ["34", "62", "64"]
+    for step, left in ((66, ["34", "62", "64", "66"]), (70, ["34", "62", "64", "70"])):
+        saved(tmp_path, step, retention=store.Retention(1, 30, way_back=65))
+        assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == left
+    saved(tmp_path, 80, retention=store.Retention(1, way_back=2))
+    assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == ["80"]
+
+
 def test_unjsonable_state_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="state must be plain JSON"):
         store.save(tmp_path, store.Snapshot(1, model(), {"x": torch.zeros(1)}))

@@ -23,15 +23,20 @@ from megazero.ops.guards import (
 from megazero.ops.stopping import ExitConditions, NotStarted, StopSignals
 
 
-def alone(conditions: ExitConditions, iteration: int) -> str | None:
+def alone(conditions: ExitConditions, iteration: int, since: int | None = None) -> str | None:
     """The reason of the only rank."""
-    own = conditions.own_reason()
-    return conditions.told(own, own is not None) or conditions.planned(iteration)
+    own, since = conditions.own_reason(), iteration - 1 if since is None else since
+    return conditions.told(own, own is not None) or conditions.planned(since, iteration)
 
 
 def test_exit_interval() -> None:
     conditions = ExitConditions(exit_interval=5)
     assert [i for i in range(1, 16) if alone(conditions, i)] == [5, 10, 15]
+    passed = alone(conditions, 12, since=8)
+    assert (
+        passed == "iteration 10 is a multiple of --exit-interval 5"
+        and alone(conditions, 14, since=11) is None
+    )
     assert alone(ExitConditions(), 1) is None
 
 

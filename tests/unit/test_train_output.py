@@ -49,6 +49,16 @@ def test_plain_lines_without_a_terminal() -> None:
     assert " warning: a [bracketed] warning" in lines
 
 
+def test_an_interval_whose_end_was_left_out_ends_with_the_next_iteration() -> None:
+    stream = io.StringIO()
+    with TrainConsole(total=20, begin=4, log_interval=5, stream=stream) as console:
+        for iteration in (8, 9, 11, 12, 16):
+            console.iteration(_line(iteration))
+    assert [line.split("|")[0].strip() for line in stream.getvalue().splitlines()] == [
+        "iteration  8/20", "iteration 11/20", "iteration 16/20",
+    ]  # fmt: skip
+
+
 def test_terminal_draws_a_bar_and_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -290,6 +290,42 @@ def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp
     assert [line["iteration"] for line in lines if line.get("skipped")] == [3, *range(5, 14)]
 
 
+def test_what_is_due_among_iterations_left_out_comes_after_them(tmp_path: Path) -> None:
+    """Evaluation, save, exit and the end of the trace: none is passed over with them."""
+    told: list[str] = []
+    recording: dict[int, bool] = {}
+
+    def watch(trainer: Trainer) -> None:
+        iterate, profiler = trainer._iterate, trainer.profiler
+        profiler.say = told.append
+
+        def note(batches: Any) -> Any:
+            recording[trainer.progress.iteration + 1] = profiler.recorder is not None
+            return iterate(batches)
+
+        trainer._iterate = note  # type: ignore[method-assign]
+
+    values = {
+        **SMALL, "train_iters": 12, "skip_train_iteration_range": ("4-6",), "eval_interval": 4, "eval_iters": 1,
+        "save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "save_interval": 5,
+        "log_dir": str(tmp_path), "profile": True, "profile_step_start": 2,
+    }  # fmt: skip
+    run({**values, "exit_interval": 5, "profile_step_end": 4}, watch)
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1, 2, 3, 6]
+    assert recording == {1: False, 2: False, 3: True}
+    run({**values, "profile_step_end": 4}, watch)
+    evaluated = [line["iteration"] for line in read_metrics(tmp_path) if "eval_lm_loss" in line]
+    assert evaluated == [6, 8, 12]
+    assert [path.name[-2:] for path in store.checkpoints(tmp_path / "run")] == ["06", "10", "12"]
+    fresh = {**values, "save": None, "load": None, "save_interval": None}
+    run({**fresh, "profile_step_end": 4}, watch)
+    assert [at for at, records in recording.items() if records] == [3]
+    run({**fresh, "profile_step_start": 3, "profile_step_end": 6}, watch)
+    assert [" ".join(line.split()[:4]) for line in told] == [
+        "iterations 3 to 3", "no trace was written:", "iterations 3 to 3", "no trace was written:",
+    ]  # fmt: skip
+
+
 def test_a_run_of_a_given_duration_ends_and_is_saved(tmp_path: Path) -> None:
     began: list[float] = []
     values = {**SMALL, "exit_duration_in_mins": 1e-9, "log_dir": str(tmp_path), "save": str(tmp_path / "run")}

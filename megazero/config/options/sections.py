@@ -320,7 +320,8 @@ class CheckpointConfig:
     save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
     save_retain_interval: int | None = option(
         None,
-        "iterations between checkpoints that are kept for ever; of the others the newest is, or --save-keep-last",
+        "iterations between checkpoints that are kept for ever (the first at or after each multiple); of the others "
+        "the newest is, or --save-keep-last",
         low=1,
     )
     save_keep_last: int | None = option(

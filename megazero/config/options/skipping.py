@@ -18,13 +18,13 @@ class SkippingConfig:
     skip_train_iteration_range: tuple[str, ...] = option(
         (),
         "iterations to leave out, such as 101-200 251: their samples are consumed without an update, and the "
-        "learning rate's schedule waits",
+        "learning rate's schedule waits, and what is due at one of them (an evaluation, a save) comes after the last",
         aliases=("iterations-to-skip",),
     )
     rollback_on_spike: bool = option(
         False,
-        "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint from before it, and "
-        "leave out the iterations from there to its end",
+        "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint without its updates "
+        "(it is never deleted), and leave out the iterations from there to its end",
     )
     max_rollbacks: int = option(
         3, "times that a run goes back, after which a spike ends it with an error", low=1

@@ -123,7 +123,8 @@ class Checkpointing:
     @property
     def _manner(self) -> dict[str, Any]:
         options = self.config.checkpoint
-        retention = store.Retention(options.save_keep_last, options.save_retain_interval)
+        way_back = self.spikes.began or None
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval, way_back)
         # A run that resumed from an older checkpoint writes its iterations again.
         return {"group": world_group(), "retention": retention, "overwrite": True}
 

@@ -131,15 +131,10 @@ def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
     Raises CheckpointError on every rank if there is none.
     """
 
-    def newest() -> Path | None:
-        older = [path for path in store.checkpoints(save) if store.read_manifest(path).step < iteration]
-        return older[-1] if older else None
-
-    path = _of_first_rank(mesh, newest)
+    path = _of_first_rank(mesh, lambda: store.latest(save, iteration))
     if path is None:
         raise store.CheckpointError(
-            f"--save {save} holds no checkpoint from before iteration {iteration}; lower --save-interval, or keep "
-            "more of them (--save-keep-last)"
+            f"--save {save} holds no checkpoint from before iteration {iteration}; lower --save-interval"
         )
     return _opened(path)
 

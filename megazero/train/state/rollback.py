@@ -24,7 +24,9 @@ class LossSpike(RuntimeError):
 
 
 def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: str) -> Progress:
-    """Load the newest checkpoint from before iteration ``begin``, where the spike began. Collective.
+    """Load the newest checkpoint from before iteration ``begin``, whose update is the first to undo. Collective.
+
+    Steps that were skipped need no undoing: a checkpoint from among them holds the weights of before them.
 
     Returns where the run was then. It still knows how often the run has gone back: the checkpoint may be from before
     the last time. Raises LossSpike on every rank if there is none, or after --max-rollbacks.

@@ -40,6 +40,14 @@ def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: b
     return replace(progress, iteration=last, consumed_samples=out.end, left_out=(*progress.left_out, out))
 
 
+def due(interval: int | None, since: int, iteration: int) -> bool:
+    """Tell whether a multiple of ``interval`` is among the iterations after ``since``, up to ``iteration``.
+
+    All that comes at intervals asks this: a multiple may be among iterations that are passed over. None: never.
+    """
+    return interval is not None and iteration // interval > since // interval
+
+
 def next_to_leave_out(
     ranges: tuple[tuple[int, int], ...], progress: Progress, last_iteration: int
 ) -> int | None:
