@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from megazero.zero.admission import refuse_tracing
 from megazero.zero.build import Plan
 from megazero.zero.gather import Gatherer
 from megazero.zero.graph import brings_gradients
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.registration import register
-from megazero.zero.released import outliving
+from megazero.zero.released import outliving, tensors_in
 from megazero.zero.unit import Unit
 
 
@@ -171,6 +171,8 @@ class Hooks:
 
     def pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
         """Note that a module that needs these units is about to run."""
+        if torch.compiler.is_compiling():
+            refuse_tracing(needs[0].name if needs else "root")
         if torch._C._current_graph_task_id() != -1:  # a recompute
             for unit in needs:
                 self.gatherer.ensure(unit)
@@ -205,7 +207,8 @@ class Hooks:
                     self._end_use(unit)
 
         for tensor in args:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            own = id(tensor) in self._owner  # a hook on it would stay for ever
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not own:
                 tensor.register_hook(input_done)
 
     def post_forward(self, needs: list[Unit], output: Any) -> Any:
@@ -231,15 +234,18 @@ class Hooks:
         return output
 
     def _watch_backward(self, needs: list[Unit], output: Any) -> None:
-        """Ask for the units again when a gradient reaches the module's output."""
-        tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        """Ask for the units again when a gradient reaches the module's output.
+
+        A leaf (a parameter, an input that is passed on) has no backward here, and a hook on it would stay for ever.
+        """
+        tensors = list(tensors_in(output))
         for tensor in tensors:
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda grad: self._pre_backward(needs))
         if not tensors and any(u.levels.p for u in needs):
             raise TypeError(
                 f"a module of unit {needs[0].name!r} returned a {type(output).__name__}, in which the engine sees "
-                "no tensors: return tensors, tuples, lists or dicts, or register the class as a pytree node"
+                "no tensors: return tensors, containers or objects of them, or register the class as a pytree node"
             )
 
     def _pre_backward(self, needs: list[Unit]) -> None:

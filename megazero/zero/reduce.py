@@ -95,7 +95,7 @@ class Reducer:
         staging, frame = unit.close_micro_batch(turn.last) or (None, self.context.frame())
         reduction = Reduction(unit, turn, self.context)
         plan, chain = reduction.legs(), reduction.chain(staging)
-        self.context.issued.add(f"r{self.index[unit]}{turn.last}")
+        self.context.issued.add(f"r{self.index[unit]} {turn.last}")
         if not plan:
             deque(chain, maxlen=0)
             return
