@@ -50,7 +50,7 @@ class Staging:
     def room(self, nbytes: int, pinned: bool) -> Image:
         """Return room for so many bytes, at least 1. It is that of the last call. Raises OSError without memory."""
         if self.nbytes < nbytes:
-            self._release()
+            self.release()
             self._memory = os.memfd_create("megazero save")
             os.posix_fallocate(self._memory, 0, nbytes)
             self._buffer = torch.frombuffer(mmap.mmap(self._memory, nbytes), dtype=torch.uint8)
@@ -59,12 +59,14 @@ class Staging:
                 torch.cuda.check_error(status)
         return Image(self._buffer[:nbytes], self._memory)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give the memory back. Images that lie in it are lost."""
         if self._buffer.is_pinned():
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._memory >= 0:
             os.close(self._memory)
+            self._memory = -1
 
 
 class Frame:

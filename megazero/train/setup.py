@@ -39,7 +39,7 @@ from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import find_origin
+from megazero.train.state.origin import find_origin, leave_behind
 from megazero.train.state.rollback import LossSpike
 from megazero.train.trainer import Trainer
 from megazero.zero import Engine
@@ -208,7 +208,10 @@ def prepare(
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     checkpointing = _checkpointing(config, tokenizer, engine, decoder)
+    if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
+        checkpointing.try_saving()
     checkpointing.load(origin)
+    found = (*leave_behind(config, origin, mesh), *found)
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")

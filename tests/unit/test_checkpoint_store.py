@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -408,3 +409,45 @@ def test_error_at_every_write_is_one_clear_error(tmp_path, monkeypatch):
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
         directory.shutil.rmtree(tmp_path / "iter_0000002", ignore_errors=True)
     assert failures > 5
+
+
+def test_one_checkpoint_is_named_by_its_folder_or_its_step(tmp_path):
+    three, six = saved(tmp_path, 3), saved(tmp_path, 6)
+    assert store.find_checkpoint(tmp_path) == six
+    assert store.find_checkpoint(three) == store.find_checkpoint(tmp_path, 3) == three
+    assert store.find_checkpoint(three, 3) == three
+    (three / "manifest.json").unlink()  # damaged: it is still the one that is meant
+    assert store.find_checkpoint(three) == store.find_checkpoint(tmp_path, 3) == three
+    with pytest.raises(CheckpointError, match="is the checkpoint of step 6, not of 3"):
+        store.find_checkpoint(six, 3)
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 7; nearest: 3 or 6$"):
+        store.find_checkpoint(tmp_path, 7)
+    os.rename(six, tmp_path / ".iter_0000006.replaced-1a2b3c4d")  # killed while a new one took its place
+    assert store.find_checkpoint(tmp_path, 6).name == ".iter_0000006.replaced-1a2b3c4d"
+
+
+def test_what_is_superseded_is_kept_and_not_in_the_way(tmp_path):
+    for step in (1, 2, 3):
+        saved(tmp_path, step, float(step))
+    (tmp_path / "iter_0000009" / "mp_rank_00").mkdir(parents=True)  # Megatron-LM's own
+    shutil.copytree(
+        tmp_path / "iter_0000003", tmp_path / ".iter_0000003.replaced-1a2b3c4d"
+    )  # not yet deleted
+    one = tmp_path / "iter_0000001"
+    renamed = directory.supersede(tmp_path, one)
+    assert [path.name for path in renamed] == ["iter_0000003.superseded", "iter_0000002.superseded"]
+    assert store.latest(tmp_path) == one and not directory.supersede(tmp_path, one)
+    saved(tmp_path, 2, 20.0, retention=store.Retention(keep_last=1))
+    # taken up again: what was saved since is of another way, though its step is not a later one
+    again = directory.supersede(tmp_path, tmp_path / "iter_0000003.superseded")
+    assert [path.name for path in again] == ["iter_0000002.superseded.2"]
+    names = [
+        "iter_0000002.superseded",
+        "iter_0000002.superseded.2",
+        "iter_0000003.superseded",
+        "iter_0000009",
+    ]
+    assert sorted(os.listdir(tmp_path)) == names and store.latest(tmp_path) is None
+    assert value_of(tmp_path / names[0]) == 2.0 and value_of(tmp_path / names[1]) == 20.0
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; .*3.superseded' to take what was"):
+        store.find_checkpoint(tmp_path, 3)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.checkpoint.manifest import Manifest, write_manifest
 from megazero.config import parse
 from megazero.config.foreign.megatron.mapped import TYPED
 from megazero.config.foreign.megatron.table import ACCEPT, MAP, REFUSE, rows
@@ -41,12 +42,15 @@ def test_every_refused_flag_says_so_with_the_cure():
         )
 
 
-def test_every_mapped_flag_is_noted_with_what_it_means():
+def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, {}, {}))
     values = {
         "lr-warmup-tokens": "320 --lr-decay-tokens 3200",
         "encoder-num-layers": "4",
         "encoder-seq-length": "32",
     }
+    values |= dict.fromkeys(("load-iteration", "override-ckpt-iteration"), f"1 --load {tmp_path}")
     values |= {"checkpoint-granularity": "full", "activations-checkpoint-granularity": "full"}
     values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
     values |= {

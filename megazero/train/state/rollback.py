@@ -41,7 +41,7 @@ def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: s
         )
     try:
         origin = origin_before(save, begin, checkpointing.mesh)
-        checkpointing.load(origin, whole=True)
+        checkpointing.load(origin)
     except CheckpointError as error:
         raise LossSpike(f"{why}. {error}") from error
     checkpointing.spikes.forget()

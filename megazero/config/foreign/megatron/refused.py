@@ -230,11 +230,12 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "the newest complete checkpoint of --load is taken, and flags decide the rest; leave it out",
+        "the newest complete checkpoint of --load is taken, or that of --ckpt-step, and flags decide the rest; leave "
+        "it out",
         """
-        ckpt-step=1 disable-use-tokenizer-model-from-checkpoint-args load-iteration=1
+        disable-use-tokenizer-model-from-checkpoint-args
         load-main-params-from-ckpt load-tag=1 no-load-lr-state no-use-tokenizer-model-from-checkpoint-args
-        override-checkpoint-version=1 override-ckpt-iteration=1
+        override-checkpoint-version=1
         use-checkpoint-lr-scheduler use-checkpoint-opt-param-scheduler use-mp-args-from-checkpoint-args
         """,
     ),
