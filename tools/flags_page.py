@@ -17,6 +17,7 @@ Priority: flags, then `--config`, then `--deepspeed-config`, then defaults; what
 A value that is unknown or illegal is an error; all errors are reported at once, status 2. What another option makes
 meaningless is noted, or an error where it is megazero's own (`--zero-...`).
 `python -m megazero.config FLAGS` checks a command line without torch.
+`--nproc-per-node N` has `pretrain_gpt.py` start N ranks on this machine itself, without a launcher.
 `--local-rank N`, which `torch.distributed.launch` and `deepspeed` add, is read with the launcher's variables.
 """
 

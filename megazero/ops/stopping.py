@@ -20,6 +20,7 @@ from megazero.train.state.skipping import due
 if TYPE_CHECKING:
     from megazero.config.options.sections import TrainingConfig
 
+SAME_S = 1.0  # within which a second signal is the first once more: the terminal signals ranks, torchrun hands it on
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -35,15 +36,16 @@ class StopSignals:
     """Notes a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
 
     Use it as a context manager in the main thread. Until ``hold()`` is called there is nothing to finish or save:
-    a signal raises NotStarted at once. From then on it is noted; a second SIGINT raises KeyboardInterrupt at once, a
-    second one of the other signals changes nothing. The old handlers come back at the end.
+    a signal raises NotStarted at once. From then on it is noted; another SIGINT, more than SAME_S seconds later,
+    raises KeyboardInterrupt at once, another one of the other signals changes nothing. The old handlers come back at
+    the end.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
         self.received: signal.Signals | None = None
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
-        self._held = False
+        self._held, self._at = False, 0.0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -62,10 +64,12 @@ class StopSignals:
         self._held = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT and self._held:
-            raise KeyboardInterrupt
-        first, self.received = self.received is None, self.received or signal.Signals(number)
-        if first and not self._held:
+        if self.received is not None:
+            if number == signal.SIGINT and self._held and time.monotonic() - self._at > SAME_S:
+                raise KeyboardInterrupt
+            return
+        self.received, self._at = signal.Signals(number), time.monotonic()
+        if not self._held:
             raise NotStarted(
                 f"received {self.received.name} during the start: nothing was trained, nothing is to be saved",
                 ExitStatus.STOPPED,

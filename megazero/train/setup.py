@@ -17,7 +17,7 @@ from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
-from megazero.log.exit_status import record_status, status_of
+from megazero.log.exit_status import record_status, status_of, tell_torchrun
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
@@ -90,7 +90,9 @@ def _fail(lookout: Lookout, error: Exception, signals: StopSignals | None) -> No
         lookout.ask(f"{error}")
     status, launch, ending = status_of(error), lookout.launch, lookout.ending
     if not _is_told(error):
-        print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        said = f"[rank {launch.rank}] {type(error).__name__}: {error}"
+        print(said, file=sys.stderr, flush=True)
+        tell_torchrun(said)
     about_the_first = isinstance(error, RankFailure) and not error.told  # perhaps, which then says nothing
     if launch.rank == 0 or about_the_first:
         ending.tell(status, f"{type(error).__name__}: {error}", first=launch.rank != 0)
@@ -218,9 +220,7 @@ def prepare(
     start = agree_on_start(config, launch, progress)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(
-        config, mesh, decoder, progress, start, outputs.console, forecast.lines() if forecast else ()
-    )
+    report_start(config, mesh, decoder, progress, start, outputs, forecast.lines() if forecast else ())
     exits = ExitConditions.of(config.training, signals, length.halt, began)
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
     if signals is not None:

@@ -172,6 +172,7 @@ def options_help(options: Iterable[Option]) -> Iterator[str]:
 def help_text(program: str) -> str:
     """Return the help of all flags, by section."""
     lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)"]
+    lines += ["  --nproc-per-node N starts N ranks on this machine, without a launcher"]
     lines += ["  --local-rank N, which some launchers add, is read with their variables", "", "files"]
     lines += [f"  --{key} FILE\n        {text}" for key, text in FILES.items()]
     for section, cls in section_types().items():
