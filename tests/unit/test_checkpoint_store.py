@@ -13,10 +13,11 @@ from math import prod
 import pytest
 import torch
 
-from megazero.checkpoint import directory, planners, storage, store
+from megazero.checkpoint import directory, planners, reading, storage, store
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.checkpoint.records import SliceRecord
+from megazero.convert import inspection
 
 torch.set_num_threads(1)
 
@@ -153,6 +154,43 @@ def test_tensors_converted_as_they_are_written_give_the_same_files(tmp_path, mon
     for name in ("__0_0.distcp", ".metadata"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
     assert most == [1] * 4
+
+
+def test_what_two_checkpoints_differ_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection, "pieces", lambda shape: reading.pieces(shape, limit=2))
+    w, moved = (
+        torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]),
+        torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.5]]),
+    )
+
+    def made(folder, step, layout, tensors):
+        records = [
+            SliceRecord(Placement.plain(name, tuple(x.shape)), 0, x.numel(), {kind: x.reshape(-1)})
+            for (kind, name), x in tensors.items()
+        ]
+        return store.save(tmp_path / folder, store.Snapshot(step, records, layout=layout))
+
+    kept = {("weights", "same"): w, ("weights", "w"): w, ("master", "m"): w}
+    one = made("one", 3, {"tp": 1}, kept)
+    assert not [*inspection.differences(one, one)]
+    other = made("two", 4, {"tp": 2}, {**kept, ("weights", "w"): moved, ("master", "m"): w.double()})
+    assert [*inspection.differences(one, other)] == [
+        "step: 3, 4",
+        "layout.tp: 1, 2",
+        "master/m: equal values in torch.float32 and torch.float64",
+        "weights/w: 1 elements differ, relative 1.00e-01, largest 5.00e-01",
+    ]
+    less = made("three", 3, {"tp": 1}, {("weights", "same"): w, ("weights", "w"): w[:2]})
+    assert [*inspection.differences(one, less)] == [
+        f"master: only in {one}",
+        "weights/w: (3, 2), (2, 2)",
+    ]
+    words = [line.split() for line in inspection.describe(other, tensors=True)]
+    assert ["weights", "2", "tensors,", "12", "elements,", "48", "bytes,", "float32"] in words
+    assert {line[-1] for line in words if "crc32" in line} == {"good"}
+    file = next(file for file in other.glob("*.distcp"))
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+    assert f"{file.name} DAMAGED" in [f"{w[0]} {w[-1]}" for w in map(str.split, inspection.describe(other))]
 
 
 def test_another_model_is_named_tensor_by_tensor(tmp_path):
