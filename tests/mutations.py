@@ -282,7 +282,7 @@ megazero/train/schedule/run_length.py
 + each.last - each.first
   the schedule waits an iteration too few
 
-megazero/train/state/skipping.py
+megazero/train/state/progress.py
 - min(found[1], last_iteration)
 + found[1]
   a range is left out beyond the run's end

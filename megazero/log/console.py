@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
 
+from megazero.config.options.skipping import due
 from megazero.log.metrics import IterationMetrics, average, perplexity
-from megazero.train.state.skipping import due
 
 
 class TrainConsole:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+from megazero.config.options.skipping import due
 from megazero.log.exit_status import ExitStatus
-from megazero.train.state.skipping import due
 
 if TYPE_CHECKING:
     from megazero.config.options.sections import TrainingConfig

@@ -29,8 +29,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention_kernels import math_note
 from megazero.train.parallelize import DTYPES
-from megazero.train.state.origin import Progress
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.progress import LeftOut, Progress
 from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"

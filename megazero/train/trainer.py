@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config.model.flops import training_flops
-from megazero.config.options.skipping import iteration_ranges
+from megazero.config.options.skipping import due, iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.log.exit_status import ExitStatus
@@ -37,10 +37,9 @@ from megazero.train.profiling import Profiler
 from megazero.train.schedule.learning_rate import DECOUPLED, LearningRate
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import Progress
+from megazero.train.state.progress import Progress, just_before, leave_out, next_to_leave_out, without_effect
 from megazero.train.state.rollback import go_back
 from megazero.train.state.saver import Saver
-from megazero.train.state.skipping import due, just_before, leave_out, next_to_leave_out, without_effect
 from megazero.zero import Engine, StepInfo
 
 STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted

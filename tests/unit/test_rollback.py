@@ -29,7 +29,8 @@ from megazero.ops.stopping import ExitConditions
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import Origin, Progress, find_origin
+from megazero.train.state.origin import Origin, find_origin
+from megazero.train.state.progress import Progress
 from megazero.train.state.rollback import LossSpike
 from megazero.train.state.saver import Saver
 from megazero.train.trainer import Trainer

@@ -8,12 +8,11 @@ import pytest
 
 from megazero.config import ConfigError, make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.options.skipping import iteration_ranges, range_around
+from megazero.config.options.skipping import due, iteration_ranges, range_around
 from megazero.train.schedule.run_length import RunLength
-from megazero.train.state.origin import Progress
-from megazero.train.state.skipping import (
+from megazero.train.state.progress import (
     LeftOut,
-    due,
+    Progress,
     just_before,
     leave_out,
     next_to_leave_out,

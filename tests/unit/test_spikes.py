@@ -16,8 +16,8 @@ from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
 from megazero.train.outputs import open_outputs
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state import rollback
-from megazero.train.state.origin import Origin, Progress
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.origin import Origin
+from megazero.train.state.progress import LeftOut, Progress
 from tests.dist.runs import TINY
 from tests.unit.test_train_metrics import _line
 

@@ -17,7 +17,7 @@ from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalar
 from megazero.log.metrics import MetricsWriter, read_metrics
 from megazero.log.plot import plot_loss
 from megazero.train.outputs import Outputs
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.progress import LeftOut
 from tests.unit.test_train_metrics import _line
 
 

@@ -80,3 +80,11 @@ def _range(word: str) -> tuple[int, int]:
 def range_around(ranges: Iterable[tuple[int, int]], iteration: int) -> tuple[int, int] | None:
     """Return the range that ``iteration`` is in, or None."""
     return next((each for each in ranges if each[0] <= iteration <= each[1]), None)
+
+
+def due(interval: int | None, since: int, iteration: int) -> bool:
+    """Tell whether a multiple of ``interval`` is among the iterations after ``since``, up to ``iteration``.
+
+    All that comes at intervals asks this: a multiple may be among iterations that are passed over. None: never.
+    """
+    return interval is not None and iteration // interval > since // interval

@@ -32,7 +32,8 @@ from megazero.mesh.mesh import Mesh
 from megazero.train.parallelize import DTYPES
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.spikes import SpikeMonitor
-from megazero.train.state.origin import Origin, Progress, world_group
+from megazero.train.state.origin import Origin, world_group
+from megazero.train.state.progress import Progress
 from megazero.zero import Engine
 from megazero.zero.records import (
     MASTER,

@@ -21,7 +21,7 @@ from megazero.config.options.sections import CheckpointConfig
 from megazero.config.secrets import redact
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.progress import LeftOut, Progress
 
 Answer = TypeVar("Answer")
 # Files by which other trainers find their newest checkpoint.
@@ -43,30 +43,6 @@ RUN_LENGTH = (
     ("batch", "global_batch_size"),
     ("batch", "rampup_batch_size"),
 )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far training has come.
-
-    run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
-    the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
-    was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
-    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
-    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
-    checkpoint: the last one of this progress. rollbacks: how often the run has gone back from a spike.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    run_id: str = ""
-    notes: tuple[str, ...] = ()
-    ordered_for: Mapping[str, int] = field(default_factory=dict)
-    owes_evaluation: bool = False
-    losses: Mapping[str, float] = field(default_factory=dict)
-    left_out: tuple[LeftOut, ...] = ()
-    checkpoint: str = ""
-    rollbacks: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 PaLM's crew (Chowdhery et al. 2022, section 5.1) went back to a checkpoint from before the spike and left out the
 batches that were seen before and during it; OPT's and BLOOM's did so by hand, too. Here the newest checkpoint from
 before the spike is loaded, and the iterations from there to the last one that was trained are left out
-(train/state/skipping.py), as if --skip-train-iteration-range had named them. The trainer saves at once, so that a
+(train/state/progress.py), as if --skip-train-iteration-range had named them. The trainer saves at once, so that a
 resume goes on behind them.
 """
 
@@ -14,7 +14,8 @@ from dataclasses import replace
 from megazero.checkpoint.errors import CheckpointError
 from megazero.log.exit_status import ExitStatus
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import Progress, origin_before
+from megazero.train.state.origin import origin_before
+from megazero.train.state.progress import Progress
 
 
 class LossSpike(RuntimeError):
