@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, RunConfig, make_config, parse
-from megazero.config.foreign.megatron.table import rows
+from megazero.config.foreign.megatron import flags
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
 from megazero.families import FAMILIES
@@ -71,7 +71,7 @@ def test_all_faults_at_once_with_the_nearest_flag():
         "--num-layrs 3 --nope --lr x --fp16-lm-cross-entropy --swiglu 3 --seed --clip-grad 1 2 --zero-preset zero4"
     )
     assert "--num-layrs does not exist; nearest: --num-layers" in found
-    assert "--nope does not exist" in found[1]
+    assert any(line.startswith("--nope does not exist") for line in found)
     assert "--lr takes a number, got 'x'" in found
     assert any(
         line.startswith("--fp16-lm-cross-entropy is Megatron's flag, not built here:") for line in found
@@ -137,7 +137,7 @@ def test_a_missing_checkpoint_cannot_be_both_an_error_and_none():
 
 def test_names_do_not_collide():
     own = set(all_switches())
-    assert not own & {*rows(), "help", "config", "deepspeed-config"}
+    assert not own & {*flags(), "help", "config", "deepspeed-config"}
     spelled = [opt.key for opt in all_options().values()]
     spelled += [opt.negative_key for opt in all_options().values() if opt.kind == "bool"]
     spelled += [key for opt in all_options().values() for key in (*opt.consts, *opt.aliases)]

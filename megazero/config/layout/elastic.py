@@ -17,7 +17,7 @@ from typing import Any
 
 from megazero.checkpoint.directory import stated
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.layout.shards import IN_NODE, PARTITIONED
+from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
 from megazero.config.model.loaded import continued
 from megazero.config.options.fields import typed
 from megazero.config.options.sections import ParallelConfig, ZeroConfig
@@ -143,7 +143,7 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
         yield replace(zero, zero_shard=nearest_shards((p, g, os), d, h))
     elif zero.zero_preset in PARTITIONED and zero.zero_hpz_partition_size and h > 1:
         yield replace(zero, zero_hpz_partition_size=nearest_divisor(h, zero.zero_hpz_partition_size))
-    elif zero.zero_preset == "zeropp":  # one rank a node: the same messages
+    elif zero.zero_preset in QUANTISED:  # one rank a node: the same messages
         changed: dict[str, Any] = {"zero_quantized_weights_delta": True, "zero_quantized_gradients": True}
         yield replace(zero, zero_preset="zero1", zero_hpz_partition_size=None, **changed)
     elif zero.zero_preset in IN_NODE:
