@@ -140,12 +140,14 @@ megazero/zero/engine.py
 - self.rounding.updates += int(updated)
 + self.rounding.updates += 1
   a skipped step changes the noise after it
-- torch.where(values == own.to(unit.dtype), own, values.to(own.dtype))
-+ values.to(own.dtype)
-  a write rounds the masters that it did not change
 -                 unit.copy_version = unit.master_version
 +                 pass
   a load advances R once more
+
+megazero/zero/writes.py
+- torch.where(values == own.to(unit.dtype), own, values.to(own.dtype))
++ values.to(own.dtype)
+  a write rounds the masters that it did not change
 
 megazero/zero/records.py
 - owed = both[0] + both[1]
@@ -268,9 +270,9 @@ megazero/data/sampler.py
   after a seek come the batches prepared before it
 
 megazero/ops/guards.py
-- self.skipped_in_a_row = self.began = 0
-+ self.skipped_in_a_row = 0
-  a run goes back further than the spike began
+- self.skipped_in_a_row += 1
++ self.skipped_in_a_row = 1
+  a run of skipped steps never ends
 
 megazero/train/schedule/loss_scaling.py
 - self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
