@@ -48,9 +48,9 @@ class Agreement:
             for own, other in zip(self.issued.history, issued, strict=False):
                 if own != other:
                     raise Differ(
-                        f"rank {self.rank} {self._named(own)} where rank {peer} {self._named(other)}: ranks used "
-                        "different units in this step, or in another order; every rank must call the same modules in "
-                        "the same order (with an input of no consequence where it has none)"
+                        f"ranks issued different collectives in this step: rank {self.rank} {self._named(own)} where "
+                        f"rank {peer} {self._named(other)}; every rank must call the same modules in the same order "
+                        "(with an input of no consequence where it has none)"
                     )
 
     def _exchange(self, until: float) -> dict[int, list[str]]:

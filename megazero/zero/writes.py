@@ -56,7 +56,7 @@ def note(unit: Unit) -> None:
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
     """Return 64 bits, a scalar int64, of what is at which place of ``values``: 1-D, contiguous, any dtype."""
-    aligned = not (values.nbytes | values.storage_offset() * values.itemsize) % 4
+    aligned = all(n * values.itemsize % 4 == 0 for n in (values.numel(), values.storage_offset()))
     weights = _weights(values.device)
     pieces = values.view(torch.int32 if aligned else torch.uint8).split(PIECE)
     sums = torch.stack([(piece * weights[: len(piece)]).sum() for piece in pieces])
