@@ -103,9 +103,6 @@ megazero/zero/unit.py
   after a fallback in a skipped step the rounded copy stays
 
 megazero/zero/optimizer.py
--                     value.zero_()
-+                     pass
-  Adam's step count begins at 1 after a save before the first step
 - if count_tied or not r.unit.tied]
 + ]
   both ends' tied gradients are in the norm
@@ -121,12 +118,12 @@ megazero/zero/rounding.py
 + Noise(self.seed, 0, stream, start)
   every step draws the same noise
 
-megazero/zero/feedback.py
+megazero/zero/rounding.py
 - old.copy_(new).div_(divisor)
 + old.copy_(new)
   residuals are kept in units of the sum
 
-megazero/zero/tied.py
+megazero/zero/reduce.py
 - f"end {ends.index}"
 + f"end {rounding.rank}"
   replicas of an end send other bits
@@ -144,7 +141,7 @@ megazero/zero/engine.py
 +                 pass
   a load advances R once more
 
-megazero/zero/writes.py
+megazero/zero/access.py
 - torch.where(values == own.to(unit.dtype), own, values.to(own.dtype))
 + values.to(own.dtype)
   a write rounds the masters that it did not change

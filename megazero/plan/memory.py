@@ -130,7 +130,7 @@ class States:
     def chain_bytes(self, unit: UnitShape, micro_batches: int) -> float:
         """Return the most bytes that a unit's reduction has at once, the sum of tied parameters' ends included.
 
-        There a rank has both ends' OS slices in one buffer (zero/tied.py).
+        There a rank has both ends' OS slices in one buffer (zero/reduce.py).
         """
         ends = 2 * unit.elements / self.shards.os * self.formats.sums if unit.tied else 0.0
         return max(self.reduction_messages(unit, micro_batches), ends)

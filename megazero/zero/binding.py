@@ -32,7 +32,7 @@ class Binding:
     def written(self) -> bool:
         """Whether the user wrote into the parameter since ``accept``.
 
-        Writes into ``param.data`` are seen inside ``gathered`` alone (writes.py).
+        Writes into ``param.data`` are seen inside ``gathered`` alone (access.py).
         """
         return self.param._version != self.version
 

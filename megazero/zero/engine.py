@@ -28,10 +28,10 @@ from megazero.comm.traffic import Traffic
 from megazero.comm.waits import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
+from megazero.zero.access import note, take_written
 from megazero.zero.agreement import Agreement
 from megazero.zero.build import Plan
 from megazero.zero.context import Context
-from megazero.zero.feedback import commit_residual
 from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
 from megazero.zero.hooks import Hooks
@@ -39,9 +39,8 @@ from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, IssueHash, Segment
 from megazero.zero.reduce import Reducer
-from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, unit_names
+from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, commit_residual, unit_names
 from megazero.zero.unit import Unit
-from megazero.zero.writes import note, take_written
 
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
 

@@ -16,8 +16,8 @@ from megazero import zero
 from megazero.comm import lane
 from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import create_mesh
+from megazero.zero.access import fingerprint
 from megazero.zero.records import save_records
-from megazero.zero.writes import fingerprint
 from tests.dist.capture import weights
 from tests.dist.pool import run_ranks
 from tests.dist.test_engine_rules import Stack, make

@@ -48,7 +48,7 @@ def test_what_hangs_is_killed_and_what_fails_is_named(tmp_path: Path) -> None:
         f"def test_hangs():\n    child = subprocess.Popen(['sleep', '600'])\n"
         f"    open({str(child)!r}, 'w').write(str(child.pid))\n    time.sleep(600)\n"
     )
-    outcome = run_tests(tmp_path, ["tests/test_hangs.py"], 3)
+    outcome = run_tests(tmp_path, ["tests/test_hangs.py"], 15)
     assert not outcome.failed and outcome.last == "tests/test_hangs.py::test_hangs"
     pid = int(child.read_text())
     for _ in range(100):
