@@ -1,4 +1,4 @@
-"""Turn the patch on and off: which of Megatron's functions are wrapped, and what the wrappers do."""
+"""MicroBatchIndex the patch on and off: which of Megatron's functions are wrapped, and what the wrappers do."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.access import guard_reads
 from megazero.zero.admission import refuse_tracing
-from megazero.zero.build import Plan
+from megazero.zero.build import UnitPlan
 from megazero.zero.gather import Gatherer
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
@@ -38,7 +38,7 @@ class Hooks:
     micro_batches: how many the open step has; 0 if none is open. backwards: how many of them are done, by part.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, gatherer: Gatherer, reducer: Reducer) -> None:
+    def __init__(self, module: nn.Module, plan: UnitPlan, gatherer: Gatherer, reducer: Reducer) -> None:
         self.units, self.gatherer, self.reducer = plan.units, gatherer, reducer
         self.program = gatherer.program
         self.micro_batches = 0
@@ -354,7 +354,7 @@ class Hooks:
         self.reducer.lane.poll()
 
 
-def register(module: nn.Module, plan: Plan, hooks: Hooks) -> None:
+def register(module: nn.Module, plan: UnitPlan, hooks: Hooks) -> None:
     """Watch the forwards of the plan's modules and the gradients of its parameters, and guard reads from outside."""
     handles: dict[nn.Module, list[RemovableHandle]] = {m: [] for m in module.modules()}
     for hooked, needs in plan.needs:
