@@ -205,8 +205,8 @@ class Lane:
             raise CommunicationError(
                 f"rank {self.rank}: {self.name} of unit {ticket.label!r} failed on axis {spec.axis!r}, hop "
                 f"{spec.hop} ({ticket.issued} of {len(ticket.plan)}): {error}. A peer died, stalls, used other "
-                "units (its log then speaks of a mismatch), or the link is down: look at the other ranks' logs; raise "
-                "the time-out if the link is only slow"
+                "units (its log then speaks of a mismatch), or the link is down: look at the other ranks' logs; "
+                "raise the time-out if the link is only slow"
             ) from error
 
     def _landed(self, work: dist.Work) -> bool:
