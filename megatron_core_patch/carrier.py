@@ -201,7 +201,7 @@ class Sync:
         assert out is bucket.param_data
         lane, held = self.carrier.gathers, self.carrier.state(bucket)
         if held.updated:
-            self.checks += self.carrier.watch.weights(bucket, self.hops, held.updates, self.exact, group)
+            self.checks += self.carrier.checks.weights(bucket, self.hops, held.updates, self.exact, group)
         self.waits += [(lane, ticket) for ticket in self.carrier.gather(bucket, self.hops)]
         return self
 
@@ -219,7 +219,7 @@ class Sync:
         """
         bucket = next(self.buckets)
         assert grads is bucket.grad_data and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        lane, watch, held = self.carrier.reductions, self.carrier.watch, self.carrier.state(bucket)
+        lane, watch, held = self.carrier.reductions, self.carrier.checks, self.carrier.state(bucket)
         watch.tell(WEIGHTS)
         self.checks += watch.gradients(bucket, self.hops, held.updates, self.exact, group, op)
         tickets = self.carrier.reduce(bucket, self.hops, average=op == dist.ReduceOp.AVG)

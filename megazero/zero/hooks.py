@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.released import outliving, tensors_in
 from megazero.zero.unit import Unit
-
-if TYPE_CHECKING:
-    from megazero.zero.hooks import Hooks
 
 
 class Hooks:
