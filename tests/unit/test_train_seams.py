@@ -16,6 +16,7 @@ import torch
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.flops import training_flops
+from megazero.config.options.sections import CheckpointConfig
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
 from megazero.data.tokenizer import NullTokenizer
@@ -26,6 +27,7 @@ from megazero.ops.guards import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
+from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
 from tests.dist.runs import TINY
 from tests.unit.test_train_schedule import STYLES, WSD_STYLES
@@ -445,3 +447,41 @@ def test_gradients_are_exact_from_the_end_of_their_rounding_on() -> None:
         Trainer._set_rounding(trainer, trainer.progress + 1)
         exact.append(engine.exact_gradients)
     assert exact == [False] * 3 + [True] * 3 and said == ["gradients are sent exactly from iteration 4 on"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_way_back_loads_all_whatever_the_start_left_out(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--finetune is for the checkpoint that a run starts from; its own it takes with moments, counters and scale."""
+    did: list[str] = []
+    noted: Any = {
+        name: lambda *_, name=name: did.append(name) for name in ("load_scalars", "load_state", "invalidate")
+    }
+    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(**noted), **noted)
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        checkpointing, "load_records", lambda _, __, optimizer, residual: asked.append(optimizer)
+    )
+    monkeypatch.setattr(checkpointing, "load_kinds", lambda *_: {})
+    monkeypatch.setattr(checkpointing, "load_rank_tensors", lambda *_: did.append("load_rank_tensors"))
+    monkeypatch.setattr(checkpointing, "world_group", lambda: None)
+    monkeypatch.setattr(checkpointing.store, "load", lambda *_, **__: SimpleNamespace(rank_tensors=None))
+    options = CheckpointConfig(finetune=True, load_optim=False, load_rng=False)
+    fake: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=options),
+        engine=engine,
+        placements={},
+        scaling=SimpleNamespace(**noted),
+        spikes=SimpleNamespace(**noted),
+        _layout={},
+        _moments=lambda *_: ["exp_avg"],
+        _check_tokenizer=lambda *_: None,
+    )
+    state = {"optimizer": {}, "engine": {}, "loss_scaling": {}, "spikes": {}}
+    origin: Any = SimpleNamespace(
+        published=None, path="iter_0000001", manifest=SimpleNamespace(kinds={}), state=state
+    )
+    checkpointing.Checkpointing.load(fake, origin, whole=whole)
+    everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
+    assert asked == [whole] and did == (everything if whole else ["invalidate"])
