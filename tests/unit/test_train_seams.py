@@ -480,8 +480,8 @@ def test_a_way_back_loads_all_whatever_the_start_left_out(
     )
     state = {"optimizer": {}, "engine": {}, "loss_scaling": {}, "spikes": {}}
     origin: Any = SimpleNamespace(
-        published=None, path="iter_0000001", manifest=SimpleNamespace(kinds={}), state=state
+        published=None, path="iter_0000001", manifest=SimpleNamespace(kinds={}), state=state, own=whole
     )
-    checkpointing.Checkpointing.load(fake, origin, whole=whole)
+    checkpointing.Checkpointing.load(fake, origin)
     everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
     assert asked == [whole] and did == (everything if whole else ["invalidate"])
