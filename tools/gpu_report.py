@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.benchmarks.gpu_report import page  # noqa: E402
-from tests.benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
-from tests.benchmarks.gpu_report.record import REASON, replace  # noqa: E402
+from benchmarks.gpu_report import page  # noqa: E402
+from benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
+from benchmarks.gpu_report.record import REASON, replace  # noqa: E402
 
 LEAST = 5.0  # seconds that a piece is started with
 PATIENCE = 4  # times a piece's time in a rehearsal: machines without a card are slow, and shared
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     import torch
 
-    from tests.benchmarks.gpu_report.setting import machine
+    from benchmarks.gpu_report.setting import machine
 
     rehearsal = options.rehearsal or not torch.cuda.is_available()
     out = options.out or ROOT / "runs" / ("gpu-rehearsal" if rehearsal else "gpu-report")
@@ -127,7 +127,7 @@ def _process(piece: Piece, rows: Path, log: Path, rehearsal: bool, seconds: floa
 
     Its processes are stopped with it.
     """
-    command = [sys.executable, "-m", "tests.benchmarks.gpu_report.pieces", piece.name, str(rows.resolve())]
+    command = [sys.executable, "-m", "benchmarks.gpu_report.pieces", piece.name, str(rows.resolve())]
     command += [str(0.9 * seconds), *(["--rehearsal"] if rehearsal else [])]
     environment = {**os.environ, **(piece.environment if rehearsal else {})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import commit_trees, compare_commits
+from benchmarks.compare_commits import Row, compare, sha256, table
+from benchmarks.compare_commits_cases import CASES, ITERATIONS
+from benchmarks.step_time_against import Round, Turn, report
 from megazero.config import World, parse
-from tests.benchmarks import commit_trees, compare_commits
-from tests.benchmarks.compare_commits import Row, compare, sha256, table
-from tests.benchmarks.compare_commits_cases import CASES, ITERATIONS
-from tests.benchmarks.step_time_against import Round, Turn, report
 
 NEXT = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
 
@@ -87,18 +87,18 @@ def test_modules_of_another_tree_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_trees_folder_is_laid_out_as_setup_cfg_says(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    for made in ("megazero/zero", "kernels", "tests/benchmarks", "tests/unit"):
+    for made in ("megazero/zero", "kernels", "benchmarks", "tests/unit"):
         (tree / made).mkdir(parents=True)
     (tree / "setup.cfg").write_text("[options]\npackage_dir =\n    megazero.kernels = kernels\n")
     for name in ("contestants.py", commit_trees.STARTED[0]):
-        (tree / "tests/benchmarks" / name).touch()
+        (tree / "benchmarks" / name).touch()
     folder = commit_trees.link_imports(tree, tmp_path / "imports")
-    started = [f"tests/benchmarks/{name}" for name in commit_trees.STARTED]
+    started = [f"benchmarks/{name}" for name in commit_trees.STARTED]
     for module, where in (
         ("megazero/kernels", tree / "kernels"),
         ("megazero/zero", tree / "megazero/zero"),
         ("tests/unit", tree / "tests/unit"),
-        ("tests/benchmarks/contestants.py", tree / "tests/benchmarks/contestants.py"),
+        ("benchmarks/contestants.py", tree / "benchmarks/contestants.py"),
         *((name, commit_trees.ROOT / name) for name in started),
     ):
         assert (folder / module).resolve() == where

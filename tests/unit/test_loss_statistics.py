@@ -1,4 +1,4 @@
-"""tests/benchmarks/loss.py: its statistics against known values, which run comes next, the report."""
+"""benchmarks/loss.py: its statistics against known values, which run comes next, the report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from statistics import NormalDist
 
 import pytest
 
+from benchmarks.loss_plan import Plan, Record, Results, Store
+from benchmarks.loss_report import Report
+from benchmarks.loss_run import Run, Settings, nudged
+from benchmarks.loss_statistics import Difference, difference, estimate, t_quantile
 from megazero.models import initializer
-from tests.benchmarks.loss_plan import Plan, Record, Results, Store
-from tests.benchmarks.loss_report import Report
-from tests.benchmarks.loss_run import Run, Settings, nudged
-from tests.benchmarks.loss_statistics import Difference, difference, estimate, t_quantile
 
 
 @pytest.mark.parametrize(
