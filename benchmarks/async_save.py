@@ -11,24 +11,26 @@ the pages of the files, is printed as round 0 and not counted.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
 from megazero.checkpoint import store
 from megazero.config import World, make_config
 from megazero.mesh.launch import Launch
-from megazero.mesh.local_ranks import LocalRanks
 from megazero.train import setup
 from megazero.train.trainer import Trainer
 
@@ -98,49 +100,35 @@ def one_round(trainer: Trainer, batches: Any) -> Round:
     return Round(at_once, copy, tuple(behind), tuple(timed(step) for _ in behind))
 
 
-def measure(options: dict[str, Any], folder: str) -> tuple[list[Round], int]:
+def measure(folder: str, preset: str, rounds: int) -> tuple[list[Any], int]:
     """On every rank: the rounds, and the bytes of a checkpoint."""
-    torch.set_num_threads(1)
     world = dist.get_world_size()
     launch = Launch(dist.get_rank(), world, local_world_size=world)
-    values = {
-        **MODEL,
-        "zero_preset": options["preset"],
-        "save": f"{folder}/save",
-        "log_dir": f"{folder}/logs",
-    }
-    config = make_config(values, World(world, world))
+    folders = {"save": f"{folder}/save", "log_dir": f"{folder}/logs"}
+    config = make_config({**MODEL, "zero_preset": preset, **folders}, World(world, world))
     with ExitStack() as stack:
         trainer = setup.prepare(config, launch, stack, time.monotonic())
         with trainer.feeding.batches(trainer.data.train, consumed=0) as batches:
-            rounds = [one_round(trainer, batches) for _ in range(options["rounds"] + 1)]
+            taken = [asdict(one_round(trainer, batches)) for _ in range(rounds + 1)]
     path = store.latest(f"{folder}/save")
     assert path is not None
-    return rounds, sum(entry.size for entry in store.verify(path).files.values())
+    return taken, sum(entry.size for entry in store.verify(path).files.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--preset", default="zero1")
+    parser = harness.parser(__doc__, ranks=2, rounds=5, preset="zero1")
     parser.add_argument("--folder", help="where to save (default: a temporary folder)")
     options = parser.parse_args()
-    folder = tempfile.mkdtemp(dir=options.folder)
-    try:
-        with LocalRanks() as ranks:
-            answer = ranks.call(measure, vars(options), folder, world=options.ranks, timeout=590)[0]
-    finally:
-        shutil.rmtree(folder)
-    rounds, size = answer
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        asked = (folder, options.preset, options.rounds)
+        taken, size = harness.run(measure, *asked, ranks=options.ranks, timeout=590)
+    rounds = [Round(**each) for each in taken]
     print(f"{options.ranks} ranks, {options.preset}, a checkpoint of {size / 1e6:.0f} MB")
     for number, each in enumerate(rounds):
         print(f"round {number}: {each}")
-    ratios = sorted(each.ratio for each in rounds[1:])
-    print(json.dumps({"ratio": median(ratios), "range": [ratios[0], ratios[-1]]}))
+    ratios = [each.ratio for each in rounds[1:]]
+    print(json.dumps({"ratio": median(ratios), "range": [min(ratios), max(ratios)]}))
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

@@ -5,7 +5,7 @@
 Compared are, of the last checkpoint, every tensor (master weights, optimizer state, weights; under their checkpoint
 names) and the loss and gradient norm of every iteration. Some runs are also resumed: this tree continues the other
 commit's checkpoint of the middle and must end as its own uninterrupted run does. Exit status: 0 if all is equal, 1 if
-anything differs or a run fails, 2 if the command line is wrong. Takes 43 s on 2 cores.
+anything differs or a run fails, 2 if the command line is wrong. Takes about a minute on 2 cores.
 """
 
 from __future__ import annotations
@@ -15,27 +15,91 @@ import hashlib
 import json
 import math
 import shutil
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.commit_trees import Tree, two_trees
-from benchmarks.compare_commits_cases import CASES, ITERATIONS, MIDDLE, Case
+from benchmarks.commit_trees import Tree, TreeRanks, two_trees
 from megazero.checkpoint import store
 from megazero.train.metrics import read_metrics
 
 CURVES = ("lm_loss", "grad_norm")
-RUN = "import sys; from benchmarks.compare_commits_rank import main; main(sys.argv[1])"
 RESUMED = "resumed: "  # before the name of a case
-Job = dict[str, object]
+Job = dict[str, Any]
+
+# -- the runs: few and tiny, together most of what changes the bits of a training --------------------
+
+ITERATIONS, MIDDLE = 8, 4
+COMMON = f"""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --seq-length 24
+    --vocab-size 203 --make-vocab-size-divisible-by 2 --micro-batch-size 1 --global-batch-size 8
+    --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --train-iters {ITERATIONS}
+    --mock-data --eval-iters 0 --device cpu
+"""
+LLAMA = "--model-family llama --num-query-groups 4"
+NODES = "--ranks-per-node 2"
+# The norms alone are as small, so that all other messages across nodes are quantised.
+QUANTISED = f"--bf16 --zero-preset zeropp --zero-exact-numel 100 {NODES} {LLAMA}"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """ranks: gloo processes. flags: over COMMON. resume: the other commit's checkpoint of the middle is resumed,
+    too. The flags must be known to both commits.
+    """
+
+    ranks: int
+    flags: str
+    resume: bool = False
+
+    def words(self, folder: str) -> list[str]:
+        """The command line of the whole run, its checkpoints and metrics in ``folder``."""
+        words = f"{COMMON} {self.flags}" + (f" --save-interval {MIDDLE}" if self.resume else "")
+        return [*words.split(), "--save", folder, "--log-dir", folder]
+
+
+CASES = {
+    "one rank, fp32": Case(1, f"--model-family gpt --clip-grad 0.5 {DROPOUT}"),
+    "zero3, bf16": Case(4, f"--bf16 --zero-preset zero3 --zero-chunk-numel 8192 {LLAMA}"),
+    "hpz, bf16": Case(4, f"--bf16 --zero-preset hpz {NODES} {LLAMA}"),
+    "zeropp": Case(4, QUANTISED, resume=True),
+    "zeropp, INT8 weights, stochastic": Case(
+        4, f"{QUANTISED} --no-zero-quantized-weights-delta --zero-gradient-rounding stochastic"
+    ),
+    "zeropp, feedback": Case(4, f"{QUANTISED} --zero-gradient-rounding feedback", resume=True),
+    "mics, bloom, ramp-up": Case(
+        4, f"--zero-preset mics --model-family bloom --rampup-batch-size 4 4 16 {NODES}"
+    ),
+    "zero1 x TP 2, sequence parallel": Case(
+        4, f"--bf16 --zero-preset zero1 --tensor-model-parallel-size 2 --sequence-parallel {LLAMA}"
+    ),
+    # Nodes of one rank: state, activations and the sums of the pipeline's ends cross nodes. zeropp is zero1 there.
+    "zeropp's formats x PP 2, 1f1b, tied": Case(
+        4,
+        "--bf16 --zero-preset zero1 --zero-quantized-weights-delta --zero-quantized-gradients "
+        f"--zero-exact-numel 100 --ranks-per-node 1 {LLAMA} --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule 1f1b --no-untie-embeddings-and-output-weights",
+    ),
+    "zero2 x TP 2 x PP 2, zb-h1, recompute": Case(
+        4,
+        "--bf16 --zero-preset zero2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        f"--pipeline-schedule zb-h1 --recompute-granularity full {DROPOUT} {LLAMA}",
+        resume=True,
+    ),
+}
+
+
+# -- results of two trees ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,21 +192,18 @@ def table(rows: Sequence[Row]) -> str:
 # -- runs ------------------------------------------------------------------------------------------------
 
 
-def run(tree: Tree, jobs: Sequence[Job], folder: Path) -> dict[str, str]:
-    """What went wrong with each job, by name; '' where nothing did."""
-    file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs))
+def run(tree: Tree, jobs: Sequence[Job]) -> dict[str, str]:
+    """What went wrong with each job, by name; '' where nothing did. A run that fails does not end the others: another
+    commit may not know a flag."""
+    said = {}
     print(f"{tree.name}:", file=sys.stderr)
-    process = tree.start(RUN, str(file), stdout=subprocess.PIPE, text=True)
-    try:
-        said, _ = process.communicate()
-    except BaseException:
-        process.terminate()  # its ranks are daemons and notice
-        process.wait()
-        raise
-    if process.returncode:
-        raise RuntimeError(f"{tree.name}: the runs ended with {process.returncode}")
-    return json.loads(said.splitlines()[-1])
+    with TreeRanks(tree) as ranks:
+        for job in jobs:
+            began = time.monotonic()
+            wrong = said[job["name"]] = ranks.ask(job)
+            how = "failed" if wrong else f"{time.monotonic() - began:.1f} s"
+            print(f"  {job['name']}: {how}", file=sys.stderr, flush=True)
+    return said
 
 
 def compare_trees(cases: Mapping[str, Case], there: Tree, here: Tree, folder: Path) -> list[Row]:
@@ -155,7 +216,7 @@ def compare_trees(cases: Mapping[str, Case], there: Tree, here: Tree, folder: Pa
             for name, case in cases.items():
                 if case.resume and not failed[0][name]:
                     jobs.append(resumed(name, case, folder, places[name]))
-        failed.append(run(tree, jobs, folder))
+        failed.append(run(tree, jobs))
     rows = []
     for name, place in places.items():
         wrong = failed[0][name] or failed[1][name]
@@ -171,7 +232,8 @@ def compare_trees(cases: Mapping[str, Case], there: Tree, here: Tree, folder: Pa
 
 
 def whole(name: str, case: Case, folder: Path) -> Job:
-    return {"name": name, "ranks": case.ranks, "flags": case.words(str(folder))}
+    folder.mkdir(parents=True)
+    return {"name": name, "ranks": case.ranks, "flags": case.words(str(folder)), "log": f"{folder}/said"}
 
 
 def resumed(name: str, case: Case, folder: Path, place: str) -> Job:
@@ -181,7 +243,7 @@ def resumed(name: str, case: Case, folder: Path, place: str) -> Job:
     middle = f"iter_{MIDDLE:07}"
     shutil.move(folder / "there" / place / middle, target / middle)
     flags = [*case.words(str(target)), "--load", str(target)]
-    return {"name": f"{RESUMED}{name}", "ranks": case.ranks, "flags": flags}
+    return {"name": f"{RESUMED}{name}", "ranks": case.ranks, "flags": flags, "log": f"{target}/said"}
 
 
 def row(name: str, iterations: int, one: Path, two: Path, wrong: str) -> Row:

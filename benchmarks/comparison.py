@@ -11,39 +11,103 @@ one by one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import sys
-import tempfile
 import time
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from benchmarks.comparison_report import chart, page
-from benchmarks.peers import CONTESTANTS, absent
-from tests.netlab.lab import Lab, LabUnavailable, parse_rate
+from benchmarks.contestants import Shape, decoder
+from benchmarks.peers import CONTESTANTS, Running, absent
+from benchmarks.volume import Case
+from megazero.mesh.grid import INTER
+from tests.netlab.lab import parse_rate
 
-ROOT = Path(__file__).resolve().parents[1]
+
+@dataclass
+class Record:
+    """Of one contestant. seconds: per step, one per turn. sent, counted: bytes per step, per turn and node, of the
+    interface and of the engine's counters (0 for peers). losses: of every step, of this rank."""
+
+    running: Running
+    steps: int = 1  # of a turn
+    seconds: list[float] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
+    counted: list[list[int]] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def turn(self, ranks_per_node: int) -> None:
+        traffic = self.running.traffic
+        before = traffic.total(INTER) if traffic else 0
+        seconds, sent = harness.measure(lambda: self.losses.append(self.running.step()), self.steps)
+        counted = (traffic.total(INTER) - before) // self.steps if traffic else 0
+        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
+        rows[dist.get_rank()] = torch.tensor([sent, counted])
+        dist.all_reduce(rows)
+        nodes = rows.view(-1, ranks_per_node, 2)
+        self.seconds.append(seconds)
+        self.sent.append(nodes[:, 0, 0].tolist())
+        self.counted.append(nodes[:, :, 1].sum(1).tolist())
+
+    def settle(self, steps: int) -> None:
+        """Turns so far were warm-ups; from now on they have so many steps."""
+        self.steps = steps
+        for each in (self.seconds, self.sent, self.counted):
+            each.clear()
 
 
-def measure(lab: Lab, micro_batches: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What comparison_rank.py finds at the lab's rate."""
-    words = ["--micro-batches", str(micro_batches), "--contestants", *names]
-    for option in ("rounds", "most_rounds", "seconds", "turn_seconds"):
-        words += ["--" + option.replace("_", "-"), str(getattr(options, option))]
-    environ = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
-        command = [str(ROOT / "benchmarks/comparison_rank.py"), "--result", str(file), *words]
-        done = lab.run(command, ranks_per_node=options.ranks_per_node, environ=environ, echo=options.verbose)
-        if done.returncode:
-            raise RuntimeError(f"at {lab.rate}: return codes {done.returncodes}\n" + "\n".join(done.outputs))
-        return {"rate": lab.rate, "micro_batches": micro_batches, **json.loads(file.read_text())}
+def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
+    """The last step that all have taken, and everyone's loss per token in it, averaged over ranks."""
+    step = min(len(r.losses) for r in records.values())
+    row = torch.stack([r.losses[step - 1] for r in records.values()])
+    dist.all_reduce(row)
+    return step, dict(zip(records, (row / dist.get_world_size()).tolist(), strict=True))
+
+
+def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """asked: least and most rounds, seconds of them all and of a turn."""
+    node = harness.ranks_per_node()
+    shape = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
+    records = {name: Record(CONTESTANTS[name].build(shape, node)) for name in names}
+    turns = {name: lambda record=record: record.turn(node) for name, record in records.items()}
+    harness.take_turns(
+        turns, 2, warm_up=0
+    )  # the first step has start-up costs; the last tells how long steps take
+    took = torch.tensor([record.seconds[-1] for record in records.values()])
+    dist.broadcast(took, 0)
+    whole = 0.0
+    for record, each in zip(records.values(), took.tolist(), strict=True):
+        record.settle(max(1, round(asked["turn_seconds"] / each)))
+        whole += record.steps * each
+    harness.take_turns(
+        turns, max(asked["rounds"], min(asked["most_rounds"], round(asked["seconds"] / whole))), 0
+    )
+    step, loss = losses(records)
+    case = case_of(shape, dist.get_world_size() // node, node)
+    facts = {"elements": case.elements, "loss_step": step, "loss": loss}
+    facts["formula"] = {name: CONTESTANTS[name].sent(case) for name in records}
+    for what in ("steps", "seconds", "sent", "counted"):
+        facts[what] = {name: getattr(record, what) for name, record in records.items()}
+    return facts
+
+
+def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
+    sizes = [
+        sum(p.numel() for module in unit for p in module.parameters())
+        for unit in decoder(shape, "meta").units()
+    ]
+    return Case(sum(sizes), sizes[0], sizes[-1], shape.micro_batches, nodes, ranks_per_node)
 
 
 def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
@@ -73,61 +137,46 @@ def installed(name: str) -> str:
         return "not installed"
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> int:
+    parser = harness.parser(
+        __doc__,
+        out=Path,
+        rates=["200mbit", "1gbit", "none"],
+        micro_batches=[1, 4, 8],
+        nodes=2,
+        ranks_per_node=2,
+        rounds=(3, "least turns of each contestant that count"),
+        most_rounds=7,
+        seconds=(90.0, "per rate and micro-batches, if --rounds fit into it"),
+        turn_seconds=(1.0, "a turn has as many steps, at least one"),
+        verbose=(False, "show what the ranks print"),
     )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit", "none"])
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="least turns of each contestant that count")
-    parser.add_argument("--most-rounds", type=int, default=7)
-    parser.add_argument(
-        "--seconds", type=float, default=90, help="per rate and micro-batches, if --rounds fit into it"
-    )
-    parser.add_argument(
-        "--turn-seconds", type=float, default=1, help="a turn has as many steps, at least one"
-    )
-    parser.add_argument("--verbose", action="store_true", help="show what the ranks print")
     options = parser.parse_args()
-    for rate in options.rates:
-        parse_rate(rate)
     if not 1 <= options.rounds <= options.most_rounds:
         parser.error(
             f"--rounds {options.rounds}: at least 1, and at most --most-rounds {options.most_rounds}"
         )
-    return options
-
-
-def main() -> int:
-    options = parse_options()
     missing = {name: reason for name in options.contestants if (reason := absent(name))}
     for name, reason in missing.items():
         print(f"{name} does not take part: {reason}")
     names = [name for name in options.contestants if name not in missing]
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "comparison.json"
-    facts = {
-        "nodes": options.nodes,
-        "ranks_per_node": options.ranks_per_node,
-        "cores": os.cpu_count(),
-        "torch": installed("torch"),
-        "deepspeed": installed("deepspeed"),
-    }
+    facts = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, "cores": os.cpu_count()}
+    facts |= {"torch": installed("torch"), "deepspeed": installed("deepspeed")}
     stored = json.loads(file.read_text()) if file.exists() else {}
+    asked = {name: getattr(options, name) for name in ("rounds", "most_rounds", "seconds", "turn_seconds")}
+    how = {"ranks": options.ranks_per_node, "echo": options.verbose, "environ": {"DS_ACCELERATOR": "cpu"}}
     try:
-        with Lab(options.nodes) as lab:
-            for rate in options.rates:
-                lab.shape(rate)
-                for micro_batches in options.micro_batches:
-                    began = time.monotonic()
-                    stored = merge(stored, facts, measure(lab, micro_batches, names, options))
-                    file.write_text(json.dumps(stored, indent=1) + "\n")
-                    print(f"{rate}, {micro_batches}: {time.monotonic() - began:.0f} s", flush=True)
-    except (LabUnavailable, ValueError) as error:
+        for lab in harness.labs_at(options.rates, options.nodes):
+            for micro_batches in options.micro_batches:
+                began = time.monotonic()
+                found = harness.run(compare, names, micro_batches, asked, lab=lab, **how)
+                stored = merge(stored, facts, {"rate": lab.rate, "micro_batches": micro_batches, **found})
+                file.write_text(json.dumps(stored, indent=1) + "\n")
+                print(f"{lab.rate}, {micro_batches}: {time.monotonic() - began:.0f} s", flush=True)
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     file.with_suffix(".md").write_text(page(stored))
@@ -137,4 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.start(main)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.peers import CONTESTANTS
 
 Result = Mapping[str, Any]  # of one rate and number of micro-batches
@@ -62,8 +63,7 @@ CLAIMS = (
 
 def ratios(result: Result, name: str, rival: str) -> list[float]:
     """How many times as fast as the rival, round by round."""
-    seconds = result["seconds"]
-    return [b / a for a, b in zip(seconds[name], seconds[rival], strict=True)]
+    return harness.ratios(result["seconds"][rival], result["seconds"][name])
 
 
 def fastest(result: Result, among: Callable[[str], bool]) -> str | None:
@@ -91,18 +91,8 @@ def of_counters(result: Result, name: str) -> float | None:
 # -- text ----------------------------------------------------------------------------------------------
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def verdict(met: bool) -> str:
     return "met" if met else "**not met**"
-
-
-def rows(lines: Sequence[Sequence[str]]) -> str:
-    """A markdown table; the first line is its head."""
-    text = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "---|" * len(lines[0]), *text[1:]])
 
 
 def speed_rows(claim: Claim, results: Sequence[Result]) -> list[list[str]]:
@@ -117,7 +107,7 @@ def speed_rows(claim: Claim, results: Sequence[Result]) -> list[list[str]]:
         for form in claim.forms:
             speeds = ratios(result, form, rival) if form in result["seconds"] else []
             judged = f", {verdict(statistics.median(speeds) >= least)}" if speeds and least else ""
-            line.append(spread(speeds) + judged if speeds else "-")
+            line.append(harness.spread(speeds, 2) + judged if speeds else "-")
         lines.append(line)
     return lines
 
@@ -147,19 +137,20 @@ def counter_line(results: Sequence[Result]) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     text = ["### Bytes sent by a node per step, over 2N, all results", ""]
-    text += [rows([["", "at most", "found", ""], *byte_rows(results)]), "", counter_line(results)]
+    text += [harness.table(["", "at most", "found", ""], byte_rows(results)), "", counter_line(results)]
     for claim in CLAIMS:
         lines = speed_rows(claim, results)
         if lines:
             title = f"{claim.forms[0].removesuffix(' quantised')} against {claim.against}"
             head = ["rate", "micro-batches", "that is", "at least", *claim.forms]
-            text += ["", f"### {title}", "", rows([head, *lines])]
+            text += ["", f"### {title}", "", harness.table(head, lines)]
     return "\n".join(text)
 
 
 def table(result: Result) -> str:
     """Fastest first."""
-    lines = [["", "bytes / 2N", "of formula", "of counters", "s per step", f"times {BASELINE}", "loss"]]
+    header = ["", "bytes / 2N", "of formula", "of counters", "s per step", f"times {BASELINE}", "loss"]
+    lines = []
     seconds = result["seconds"]
     for name in sorted(seconds, key=lambda name: statistics.median(seconds[name])):
         counters = of_counters(result, name)
@@ -169,12 +160,12 @@ def table(result: Result) -> str:
                 f"{share(result, name):.3f}",
                 f"{sent(result, name) / result['formula'][name]:.3f}",
                 f"{counters:.3f}" if counters else "-",
-                spread(seconds[name], 3),
-                spread(ratios(result, name, BASELINE)) if BASELINE in seconds else "-",
+                harness.spread(seconds[name]),
+                harness.spread(ratios(result, name, BASELINE), 2) if BASELINE in seconds else "-",
                 f"{result['loss'][name]:.4f}",
             ]
         )
-    return rows(lines)
+    return harness.table(header, lines)
 
 
 INTRODUCTION = """\

@@ -1,17 +1,14 @@
-"""The same decoder, data and optimizer under megazero and under torch's own data parallelism."""
+"""The same decoder, data and optimizer under megazero and in a loop of plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.llama import llama
 from megazero import zero
@@ -97,49 +94,48 @@ def ours(
     return step, engine
 
 
-def bare(shape: Shape, device: torch.device) -> Step:
-    """One rank of plain torch."""
-    return _torch_step(decoder(shape).to(device), shape, device)
+class AdamW:
+    """Clipping, and torch's own update. master: on fp32 copies of parameters that are, or will be, in 16 bits."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], master: bool) -> None:
+        self.parameters, self.master = list(parameters), master
+        copies = (p.detach().to(torch.float32, copy=True) for p in self.parameters)
+        self.held = list(copies) if master else self.parameters
+        self.optimizer = ADAMW(self.held)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.master:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            assert len(gradients) == len(self.parameters)
+            for held, p in zip(self.held, self.parameters, strict=True):
+                held.grad, p.grad = torch.empty_like(held), None
+            torch._foreach_copy_([held.grad for held in self.held], gradients)
+        torch.nn.utils.clip_grad_norm_(self.held, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.master:
+            torch._foreach_copy_(self.parameters, self.held)
 
 
-def ddp(shape: Shape, device: torch.device) -> Step:
-    """DDP at its best: gradients are views of its buckets, one all-reduce a step."""
-    return _torch_step(
-        DistributedDataParallel(decoder(shape).to(device), gradient_as_bucket_view=True), shape, device
-    )
-
-
-def fsdp2(shape: Shape, device: torch.device, replicas: int = 1) -> Step:
-    """fully_shard on every layer and the root; with replicas a 2-D mesh (HSDP)."""
-    world = dist.get_world_size()
-    dims = (replicas, world // replicas) if replicas > 1 else (world,)
-    names = ("replicate", "shard")[-len(dims) :]
-    mesh = init_device_mesh(device.type, dims, mesh_dim_names=names)
-    model = decoder(shape).to(device)
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return _torch_step(model, shape, device)
-
-
-def _torch_step(model: torch.nn.Module, shape: Shape, device: torch.device) -> Step:
-    optimizer = ADAMW(model.parameters())
+def torch_step(
+    model: torch.nn.Module,
+    optimizer: AdamW,
+    shape: Shape,
+    device: torch.device,
+    quiet: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+) -> Step:
+    """quiet: what surrounds a micro-batch, given whether it is the last."""
     data = batches(shape, device)
 
     def step() -> torch.Tensor:
         total = torch.zeros((), device=device)
         for i, tokens in enumerate(data):
-            last = i == len(data) - 1
-            quiet = (
-                model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
-            )
-            with quiet:
+            with quiet(i == len(data) - 1):
                 loss = model(tokens, tokens).sum() / shape.tokens
                 loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         return total
 
     return step

@@ -1,6 +1,6 @@
 """Memory and time of both directions of tools/convert.py, on a synthetic Llama of so many GB.
 
-    python benchmarks/convert_memory.py --gigabytes 2 4 --folder /tmp/convert
+    python benchmarks/convert_memory.py --gigabytes 2 4 --folder /tmp/convert     # made, and removed at the end
 
 prints for each direction the anonymous memory over that of a process that has imported everything (pages of files are
 the system's, which takes them back), and seconds beside a plain copy. Needs three times the size on the disk.
@@ -8,10 +8,7 @@ the system's, which takes them back), and seconds beside a plain copy. Needs thr
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
 
 
 def make_folder(folder: Path, gigabytes: float) -> None:
@@ -80,15 +81,15 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
     return seconds, (peak - begin) / 2**20
 
 
-def step(name: str, root: Path) -> None:
-    """Do one direction in this process and print its figures as JSON."""
+def step(name: str, folder: str) -> tuple[float, float]:
+    """Do one direction in this process; what ``measured`` finds."""
     from megazero.checkpoint.store import find_checkpoint
     from megazero.convert.check import compare_tensors
     from megazero.convert.export import finish, write_folder
     from megazero.convert.importing import Published, write_checkpoint
     from megazero.convert.source import Source
 
-    torch.set_num_threads(1)
+    root = Path(folder)
     torch.zeros(1 << 20).double().sum()  # allocators and threads are there
 
     def compared() -> None:
@@ -102,39 +103,27 @@ def step(name: str, root: Path) -> None:
         ),
         "check of tensors": compared,
     }
-    print(json.dumps(measured(work[name])))
+    return measured(work[name])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gigabytes", type=float, nargs="+", default=[2.0, 4.0])
-    parser.add_argument("--folder", type=Path, required=True, help="made, and removed at the end")
-    parser.add_argument("--step", help=argparse.SUPPRESS)
+    parser = harness.parser(__doc__, gigabytes=[2.0, 4.0], folder=Path)
     options = parser.parse_args()
-    if options.step:
-        step(options.step, options.folder)
-        return
-    print("| GB | what | MiB over start | s | x a plain copy |\n|---|---|---|---|---|")
+    rows, folder = [], options.folder.resolve()
     for gigabytes in options.gigabytes:
         try:
-            make_folder(options.folder / "hf", gigabytes)
+            make_folder(folder / "hf", gigabytes)
             began = time.perf_counter()
-            shutil.copytree(options.folder / "hf", options.folder / "copy")
+            shutil.copytree(folder / "hf", folder / "copy")
             copy = time.perf_counter() - began
-            shutil.rmtree(options.folder / "copy")
+            shutil.rmtree(folder / "copy")
             for name in ("from-hf", "to-hf", "check of tensors"):
-                command = [sys.executable, __file__, "--folder", str(options.folder), "--step", name]
-                told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                seconds, mib = json.loads(told.splitlines()[-1])
-                print(
-                    f"| {gigabytes:g} | {name} | {mib:.0f} | {seconds:.1f} | {seconds / copy:.1f} |",
-                    flush=True,
-                )
+                seconds, mib = harness.run(step, name, str(folder), ranks=1, world=False)
+                rows.append([f"{gigabytes:g}", name, f"{mib:.0f}", f"{seconds:.1f}", f"{seconds / copy:.1f}"])
         finally:
-            shutil.rmtree(options.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+    print(harness.table(["GB", "what", "MiB over start", "s", "x a plain copy"], rows))
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

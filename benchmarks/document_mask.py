@@ -9,16 +9,18 @@ rounds, median (least to most). ``mask``: bytes of the one mask that all layers 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
+from benchmarks.gpu_report.setting import wait
 from megazero.data.gpt import document_fields
 from megazero.models import Decoder, make_model
 from megazero.models.positions import Documents
@@ -46,30 +48,24 @@ def step_seconds(decoder: Decoder, tokens: torch.Tensor, documents: Documents | 
     so that others on the machine do not count."""
     clock = time.perf_counter if tokens.is_cuda else time.process_time
     fresh = documents and Documents(documents.position_ids, documents.starts)
-    _settle(tokens.device)
+    wait(tokens.device)
     began = clock()
     decoder(tokens, tokens, documents=fresh).sum().backward()
-    _settle(tokens.device)
+    wait(tokens.device)
     return clock() - began
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch")
-    parser.add_argument("--document", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--recompute", default="none")
-    options = parser.parse_args()
+    options = harness.parser(
+        __doc__,
+        lengths=[512, 2048],
+        tokens=(2048, "of a micro-batch"),
+        document=256,
+        rounds=7,
+        recompute="none",
+    ).parse_args()
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = harness.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for length in options.lengths:
         batch = max(1, options.tokens // length)
@@ -77,19 +73,16 @@ def main() -> None:
         decoder.initialize(0)
         decoder.to(device)
         tokens = torch.randint(0, 8192, (batch, length), device=device)
-        documents = documents_of(length, batch, options.document, device)
-        rounds = []
-        for _ in range(options.rounds + 1):
-            plain, within = (step_seconds(decoder, tokens, d) for d in (None, documents))
-            rounds.append((plain, within))
-        ratios = [within / plain for plain, within in rounds[1:]]  # the first round warms up
-        plain, within = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
+        forms = {"plain": None, "within": documents_of(length, batch, options.document, device)}
+        turns = {name: partial(step_seconds, decoder, tokens, documents) for name, documents in forms.items()}
+        found = harness.take_turns(turns, options.rounds)
+        plain, within = (1e3 * statistics.median(seconds) for seconds in found.values())
+        ratio = harness.spread(harness.ratios(found["within"], found["plain"]), 2)
         print(
-            f"{batch} x {length} tokens, {device.type}, {options.recompute}: plain causal {1e3 * plain:.0f} ms, "
-            f"within documents {1e3 * within:.0f} ms, ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
-            f"{max(ratios):.2f}); mask {batch * length**2 * dtype.itemsize / 2**20:.0f} MiB"
+            f"{batch} x {length} tokens, {device.type}, {options.recompute}: plain causal {plain:.0f} ms, within "
+            f"documents {within:.0f} ms, ratio {ratio}; mask {batch * length**2 * dtype.itemsize / 2**20:.0f} MiB"
         )
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

@@ -15,7 +15,6 @@ The largest ratio of the ranks is printed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from megazero.comm.tcp import LinkMeter
 from megazero.train.stragglers import Stragglers
 from megazero.train.timebill import _Span
@@ -111,35 +111,23 @@ def cpu_seconds() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model of 4 layers")
+    parser = harness.parser(__doc__, steps=60, hidden=(256, "hidden size of the model of 4 layers"))
     options = parser.parse_args()
-    print(
-        "| 4 ranks | CPU of a step | calls a step | timing / step | heartbeat / time | together |\n"
-        "|---|---|---|---|---|---|"
-    )
+    values = {"hidden_size": options.hidden, "ffn_hidden_size": 3 * options.hidden, "num_layers": 4}
+    values |= {"seq_length": 128, "vocab_size": 2048, "train_iters": options.steps, "global_batch_size": 8}
+    rows = []
     for name, layout in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
-            values = {"hidden_size": options.hidden, "ffn_hidden_size": 3 * options.hidden, "num_layers": 4}
-            values |= {
-                "seq_length": 128,
-                "vocab_size": 2048,
-                "train_iters": options.steps,
-                "global_batch_size": 8,
-            }
             ranks = Processes.start(4, {**values, **layout, "log_dir": folder}, Path(folder), prepare=count)
             assert ranks.statuses(600) == [0] * 4, ranks.texts()
             every = [json.loads(Path(folder, f"cost{rank}.json").read_text()) for rank in range(4)]
         worst = max(every, key=lambda each: each["timing"] + each["heartbeat"])
-        print(
-            f"| {name} | {worst['step_s'] * 1e3:.0f} ms | {worst['calls']:.0f} | {worst['timing']:.3%} | "
-            f"{worst['heartbeat']:.3%} | {worst['timing'] + worst['heartbeat']:.3%} |",
-            flush=True,
-        )
+        shares = (worst["timing"], worst["heartbeat"], worst["timing"] + worst["heartbeat"])
+        figures = [f"{worst['step_s'] * 1e3:.0f} ms", f"{worst['calls']:.0f}"]
+        rows.append([name, *figures, *(f"{share:.3%}" for share in shares)])
+    header = ["4 ranks", "CPU of a step", "calls a step", "timing / step", "heartbeat / time", "together"]
+    print(harness.table(header, rows))
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

@@ -7,7 +7,6 @@ Read from the machine code by cuobjdump, which comes with Triton.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections import Counter
@@ -15,12 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_report.kernels import BITS, operations  # noqa: E402
-from benchmarks.gpu_report.page import table  # noqa: E402
-from tests import kernel_compile  # noqa: E402  first: it tells the kernels that they will be compiled
+from tests import kernel_compile  # isort: skip  first: it tells the kernels that they will be compiled
+
+from benchmarks import harness
+from benchmarks.gpu_report.kernels import BITS, operations
+from benchmarks.gpu_report.page import table
 
 BLOCKS = 132  # of a row: a multiple of 4 rows, none of 16, as Triton would specialise for
 REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 << 10, 64, 32  # of a multiprocessor, at most
@@ -53,11 +53,7 @@ they do here: a warp's accesses are joined into sectors of 32 bytes. Bandwidth i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "kernels.md")
-    out = parser.parse_args().out
+    out = harness.parser(__doc__, out=harness.DOCS / "kernels.md").parse_args().out
     import triton
 
     found = list(rows())
@@ -129,4 +125,4 @@ def warps(registers: int, shared: int, program: int) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

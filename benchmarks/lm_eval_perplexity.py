@@ -9,7 +9,6 @@ transformers and torch. The exit status is 1 if the two perplexities differ by m
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -19,10 +18,12 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
 from megazero.data.corpus import stdlib_sources
 from megazero.train.generate import load_text_model
 
-ROOT = Path(__file__).resolve().parents[1]
 LIMIT, CHARACTERS = 1e-4, 200  # a text is one window of the context
 MODEL = """
     --model-family llama --num-layers 2 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 4
@@ -49,12 +50,12 @@ def write_texts(folder: Path) -> list[str]:
 
 
 def train(folder: Path) -> None:
-    run(sys.executable, ROOT / "tools/train_tokenizer.py", "--input", folder / "text", "--vocab-size", 2048,
+    run(sys.executable, harness.ROOT / "tools/train_tokenizer.py", "--input", folder / "text", "--vocab-size", 2048,
         "--model-prefix", folder / "spm")  # fmt: skip
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", folder / "spm.model"]
-    run(sys.executable, ROOT / "tools/preprocess_data.py", "--input", folder / "text", "--append-eod",
+    run(sys.executable, harness.ROOT / "tools/preprocess_data.py", "--input", folder / "text", "--append-eod",
         "--output-prefix", folder / "data", *tokenizer)  # fmt: skip
-    run(sys.executable, ROOT / "pretrain/pretrain_gpt.py", *MODEL.split(), *tokenizer, "--device", "cpu",
+    run(sys.executable, harness.ROOT / "pretrain/pretrain_gpt.py", *MODEL.split(), *tokenizer, "--device", "cpu",
         "--data-path", folder / "data_text_document", "--save", folder / "run", "--log-dir",
         folder / "logs")  # fmt: skip
 
@@ -74,25 +75,22 @@ def our_perplexity(checkpoint: Path, texts: list[str]) -> tuple[float, int]:
 def their_perplexity(folder: Path, command: str, eod: int) -> float:
     model = f"pretrained={folder / 'hf'},dtype=float32,prefix_token_id={eod}"
     run(command, "--model", "hf", "--model_args", model, "--tasks", "held_out", "--device", "cpu",
-        "--include_path", ROOT / "benchmarks/lm_eval", "--output_path", folder / "results",
+        "--include_path", harness.ROOT / "benchmarks/lm_eval", "--output_path", folder / "results",
         cwd=folder, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "home"))  # fmt: skip
     (file,) = (folder / "results").rglob("results_*.json")
     return json.loads(file.read_text())["results"]["held_out"]["byte_perplexity,none"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="folder to write everything in; it is made"
-    )
-    parser.add_argument("--lm-eval", default="lm_eval", help="command of lm-eval (default: lm_eval)")
-    options = parser.parse_args()
+    options = harness.parser(
+        __doc__,
+        folder=(Path, "folder to write everything in; it is made"),
+        lm_eval=("lm_eval", "command of lm-eval"),
+    ).parse_args()
     folder = options.folder.resolve()
     texts = write_texts(folder)
     train(folder)
-    run(sys.executable, ROOT / "tools/convert.py", "to-hf", folder / "run", folder / "hf")
+    run(sys.executable, harness.ROOT / "tools/convert.py", "to-hf", folder / "run", folder / "hf")
     ours, eod = our_perplexity(folder / "run", texts)
     theirs = their_perplexity(folder, options.lm_eval, eod)
     difference = abs(theirs / ours - 1)
@@ -103,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.start(main)

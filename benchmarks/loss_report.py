@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import platform
+import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import harness
 from benchmarks.loss_plan import Record, Results
 from benchmarks.loss_run import NODE, NUDGE, RANKS, TRACE, Settings
 from benchmarks.loss_statistics import Difference, Estimate, estimate
@@ -118,7 +120,7 @@ class Report:
         if any(skipped.values()):
             lines.append(f"Steps skipped for a norm that was not finite: {skipped}.")
         errors = [
-            f"{name} {kind} {_mean(r['errors'][kind] for r in self.results.of(name)):.3f}"
+            f"{name} {kind} {statistics.fmean(r['errors'][kind] for r in self.results.of(name)):.3f}"
             for name in self.names
             for kind in self.results.of(name)[0]["errors"]
         ]
@@ -127,15 +129,13 @@ class Report:
         return "\n\n".join(map(_filled, lines))
 
     def _wall_time(self, wall: dict[str, Any]) -> str:
-        seconds = {name: sorted(turns) for name, turns in wall["seconds"].items()}
+        seconds = wall["seconds"]
         slow = seconds.get(BASELINE)
         rows = []
         for name, turns in seconds.items():
-            speed = f"{_median(slow) / _median(turns):.2f}" if slow else "-"
-            rows.append(
-                [name, f"{_median(turns):.3f} ({turns[0]:.3f} to {turns[-1]:.3f})", speed]
-                + [f"{self.settings.steps * _median(turns):.0f}"]
-            )
+            speed = f"{statistics.median(slow) / statistics.median(turns):.2f}" if slow else "-"
+            whole = f"{self.settings.steps * statistics.median(turns):.0f}"
+            rows.append([name, harness.spread(turns), speed, whole])
         title = f"## Wall time at {wall['rate']} between the nodes"
         head = "variant|s per step (range of turns)|speed / zero3|s for all steps"
         return (
@@ -243,7 +243,7 @@ class Report:
         steps = self._steps()[1:]
         for name, turns in wall["seconds"].items():
             if name in self.names:
-                times = [step * _median(turns) for step in steps]
+                times = [step * statistics.median(turns) for step in steps]
                 panel.plot(times, [self._at(name, step).mean for step in steps], label=name, lw=1.2)
         panel.set(xlabel="seconds", ylabel="evaluation loss", title=f"{wall['rate']} between the nodes")
         panel.legend()
@@ -270,20 +270,8 @@ def _bounds(found: Difference) -> str:
 
 
 def _table(head: str, rows: Rows) -> str:
-    titles = head.split("|")
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return harness.table(head.split("|"), list(rows))
 
 
 def _filled(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 118, break_on_hyphens=False)
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from benchmarks.loss_plan import Store
-from benchmarks.pipeline_page import table
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, step_losses
 from tests.megatron.cases import DELTA_INT4, INT8_INT4
@@ -70,14 +70,9 @@ def noise(by_seed: dict[int, list[float]]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        __doc__, work=Path, seeds=3, nudges=3, steps=300, seconds=(math.inf, "start no run after these")
     )
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--nudges", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after these")
     options = parser.parse_args()
     if options.steps < LAST or options.nudges < 1:
         parser.error(
@@ -96,9 +91,8 @@ def main() -> int:
             store.append(case, {"contestant": name, "loss": losses[0]})
             print(f"{name}, seed {case.seed}, nudge {case.nudge}: {losses[0]:.4f}", flush=True)
         found[name].setdefault(case.seed, []).append(losses[0])
-    print(
-        table(["messages", "loss", "from the unpatched mean, by seed", "all seeds", "sd"], list(rows(found)))
-    )
+    header = ["messages", "loss", "from the unpatched mean, by seed", "all seeds", "sd"]
+    print(harness.table(header, list(rows(found))))
     return 0
 
 
@@ -107,4 +101,4 @@ def is_of(record: dict[str, Any], name: str, case: Case) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.start(main)

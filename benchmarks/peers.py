@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import volume
-from benchmarks.contestants import ADAMW, CLIP, Shape, Step, batches, decoder, ours
+from benchmarks.contestants import ADAMW, CLIP, AdamW, Shape, Step, batches, decoder, ours, torch_step
+from benchmarks.harness import device
 from megazero.comm.codec import Blockwise
 from megazero.comm.traffic import Traffic
 from megazero.config import resolve_shards
@@ -30,12 +31,10 @@ from megazero.config.sections import ZeroConfig
 from megazero.config.wire import Coding, Wire, asked_for
 from megazero.zero import Codecs, Policy
 
-CPU = torch.device("cpu")
 INT8 = asked_for(
     ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=False)
 )  # the formats that flags give
 DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
-Quiet = Callable[[bool], AbstractContextManager]  # what surrounds a micro-batch, given whether it is the last
 
 
 @dataclass(frozen=True)
@@ -59,57 +58,6 @@ class Contestant:
     peer: bool = True
     shards: bool = False
     plain: bool = False
-
-
-class MasterAdamW:
-    """AdamW on fp32 copies of parameters that are in bf16 later, for peers that leave the master to their user."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.masters = [p.detach().clone() for p in parameters]
-        self.optimizer = ADAMW(self.masters)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for master, p in zip(self.masters, self.parameters, strict=True):
-            assert p.grad is not None
-            master.grad = p.grad.float()
-        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
-        self.optimizer.step()
-        for master, p in zip(self.masters, self.parameters, strict=True):
-            p.copy_(master)
-            p.grad = None
-
-
-class ShardedAdamW:
-    """AdamW on FSDP2's own shards, which are fp32 and cast to bf16 for the gather."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.optimizer = ADAMW(model.parameters())
-
-    def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-def _loop(
-    model: torch.nn.Module, optimizer: MasterAdamW | ShardedAdamW, shape: Shape, quiet: Quiet
-) -> Running:
-    data = batches(shape, CPU)
-
-    def step() -> torch.Tensor:
-        total = torch.zeros(())
-        for i, tokens in enumerate(data):
-            with quiet(i == len(data) - 1):
-                loss = model(tokens, tokens).sum() / shape.tokens
-                loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        return total
-
-    return Running(step)
 
 
 def policy_of(wire: Wire) -> Policy:
@@ -136,7 +84,7 @@ def megazero(shards: str, wire: Wire | None = None) -> Contestant:
         chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)
         # Nothing ahead but the next module: a model as small as this would fit, and be gathered once per step.
         own = replace(policy, prefetch_bytes=0) if chosen[0] > 1 else policy
-        step, engine = ours(chosen, shape, ranks_per_node, CPU, own)
+        step, engine = ours(chosen, shape, ranks_per_node, device(), own)
         return Running(step, engine.traffic)
 
     def sent(case: volume.Case) -> float:
@@ -147,25 +95,14 @@ def megazero(shards: str, wire: Wire | None = None) -> Contestant:
 
 def ddp(*, once: bool = False) -> Contestant:
     def build(shape: Shape, ranks_per_node: int) -> Running:
-        exact = decoder(replace(shape, dtype=torch.float32))
-        optimizer = MasterAdamW(list(exact.parameters()))
+        where = device()
+        exact = decoder(replace(shape, dtype=torch.float32)).to(where)
+        optimizer = AdamW(exact.parameters(), shape.dtype != torch.float32)
         model = DistributedDataParallel(exact.to(shape.dtype), gradient_as_bucket_view=True)
-        return _loop(
-            model, optimizer, shape, lambda last: model.no_sync() if once and not last else nullcontext()
-        )
+        quiet = lambda last: model.no_sync() if once and not last else nullcontext()  # noqa: E731
+        return Running(torch_step(model, optimizer, shape, where, quiet))
 
     return Contestant(build, partial(volume.ddp, once=once))
-
-
-def alone() -> Contestant:
-    """The same step without communication: every rank by itself."""
-
-    def build(shape: Shape, ranks_per_node: int) -> Running:
-        exact = decoder(replace(shape, dtype=torch.float32))
-        optimizer = MasterAdamW(list(exact.parameters()))
-        return _loop(exact.to(shape.dtype), optimizer, shape, lambda last: nullcontext())
-
-    return Contestant(build, lambda case: 0.0)
 
 
 def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Contestant:
@@ -178,9 +115,10 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
     def build(shape: Shape, ranks_per_node: int) -> Running:
         world = dist.get_world_size()
         dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
-        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+        where = device()
+        mesh = init_device_mesh(where.type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
         precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
-        model = decoder(replace(shape, dtype=torch.float32))
+        model = decoder(replace(shape, dtype=torch.float32)).to(where)
         for module in (*model.layers.values(), model):
             fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if keep else None)
         assert isinstance(model, FSDPModule)
@@ -192,7 +130,8 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
                 model.set_reshard_after_backward(last)
             return nullcontext()
 
-        return _loop(model, ShardedAdamW(model), shape, quiet)
+        # Its shards are fp32, cast to bf16 for the gather.
+        return Running(torch_step(model, AdamW(model.parameters(), False), shape, where, quiet))
 
     sent = partial(volume.hsdp, once=once) if hybrid else partial(volume.fsdp2, once=once, keep=keep)
     return Contestant(build, sent, shards=True, plain=not once)
@@ -220,7 +159,7 @@ def deepspeed_zero(stage: int) -> Contestant:
             "steps_per_print": 2**31,
         }
         engine, *_ = deepspeed.initialize(model=model, optimizer=ADAMW(model.parameters()), config=config)
-        data = batches(shape, CPU)
+        data = batches(shape, device())
 
         def step() -> torch.Tensor:
             total = torch.zeros(())
@@ -253,9 +192,6 @@ CONTESTANTS: dict[str, Contestant] = {
     "DeepSpeed ZeRO-1": deepspeed_zero(1),
     "DeepSpeed ZeRO-3": deepspeed_zero(3),
 }
-
-ALONE = "no communication"
-EVERY = {**CONTESTANTS, ALONE: alone()}  # what computing takes of a step; no part of the comparison
 
 
 def absent(name: str) -> str | None:

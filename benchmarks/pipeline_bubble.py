@@ -8,7 +8,6 @@ table into docs/pipeline.md and the measured timelines into docs/pipeline.png (-
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,19 +15,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pipeline_page import BUBBLE, PAGE, setting, table, write_section
+from benchmarks import harness
 from benchmarks.sleeping import Case, Run, take_turns
 from megazero.pp.schedules import SCHEDULES, make_schedule, peak_activations
 from megazero.pp.timeline import Timeline, Times, ideal_bubble, simulate
 from tests.dist.pool import run_ranks
 from tools.timelines import chrome_trace, draw
 
+TITLE = "Bubble against theory"
 VIRTUAL = 2  # stages per rank of the interleaved schedule
 HEADER = [
     *("schedule", "ranks", "stages per rank", "theory", "simulated with the measured times"),
     *("measured", "measured / theory", "activations, theory", "activations, measured"),
 ]
-TEXT = """    {command}
+TEXT = """    python benchmarks/pipeline_bubble.py
 
 Stages sleep, {times} ms for a rank's share of one micro-batch ({micro_batches} micro-batches), through the real
 executor and its messages. *Theory*: idle share with equal stages and free messages (`timeline.ideal_bubble`).
@@ -77,16 +77,12 @@ def typical(case: Case, runs: list[Run]) -> Timeline:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        __doc__, pp=([4, 2], "ranks; the first is drawn"), micro_batches=8, rounds=7, out=harness.DOCS
     )
-    parser.add_argument("--pp", type=int, nargs="+", default=[4, 2], help="ranks; the first is drawn")
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--times", type=float, nargs=3, default=[40, 40, 40], metavar=("F", "I", "W"), help="milliseconds"
     )
-    parser.add_argument("--out", type=Path, default=PAGE.parent)
     parser.add_argument("--trace", type=Path, help="the drawn timelines for chrome://tracing, one file each")
     options = parser.parse_args()
     times = Times(*(ms / 1e3 for ms in options.times))
@@ -102,16 +98,15 @@ def main() -> None:
             case.schedule: typical(case, of_case) for case, of_case in zip(cases, runs, strict=True)
         }
     text = TEXT.format(
-        command="python benchmarks/pipeline_bubble.py",
         times=", ".join(f"{kind} {ms:g}" for kind, ms in zip("FIW", options.times, strict=True)),
         micro_batches=options.micro_batches,
         rounds=options.rounds,
-        setting=setting(),
-        table=table(HEADER, rows),
+        setting=harness.setting(),
+        table=harness.table(HEADER, rows),
     )
     print(text)
+    harness.write_section(options.out / "pipeline.md", TITLE, text)
     draw(drawn, options.out / "pipeline.png")
-    write_section(BUBBLE, text, options.out / "pipeline.md")
     if options.trace:
         for name, timeline in drawn.items():
             file = options.trace.with_stem(f"{options.trace.stem}-{name}")
@@ -119,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

@@ -12,11 +12,8 @@ so many seconds, and the next one goes on. The call that has them all writes the
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,11 +29,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed, too
 
+from benchmarks import harness
 from megazero.config import ConfigError, World, make_config
 from megazero.data.files import replacing
 from megazero.plan.memory import Memory
 
-ROOT = Path(__file__).resolve().parents[1]
 TITLE = "Memory against measurement"
 AIM = 0.1  # of the peak
 RANKS, PER_NODE, STEPS = 4, 2, 3
@@ -82,24 +79,6 @@ def draw(seed: int, number: int) -> list[dict[str, Any]]:
     return made
 
 
-def measure(values: dict[str, Any]) -> dict[str, int]:
-    """Train in 4 processes; return the measured bytes of the fullest rank."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "PYTHONPATH": str(ROOT),
-    }
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    words += [__file__, "--rank", json.dumps(values)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == RANKS, done.stdout
-    return {name: max(row[name] for row in rows) for name in ("states", "peak")}
-
-
 def predict(values: dict[str, Any]) -> Memory:
     """Return what the planner says of the fullest rank."""
     from megazero.train.forecast import foresee
@@ -111,19 +90,18 @@ def predict(values: dict[str, Any]) -> Memory:
     return forecast.memory
 
 
-def on_rank(values: dict[str, Any]) -> None:
-    """Train on this rank and print its measurements."""
+def measure(values: dict[str, Any]) -> dict[str, int]:
+    """Train on each rank; return the measured bytes of the fullest one."""
     import torch.distributed as dist
 
     from megazero.mesh.launch import read_launch
     from megazero.train import setup
     from megazero.train.outputs import peak_memory
 
-    launch = read_launch()
     with ExitStack() as stack, redirect_stdout(StringIO()):
         logs = stack.enter_context(tempfile.TemporaryDirectory())
         config = make_config({**MODEL, **values, "log_dir": logs}, World(RANKS, RANKS))
-        trainer = setup.prepare(config, launch, stack, time.monotonic())
+        trainer = setup.prepare(config, read_launch(), stack, time.monotonic())
         # The rounding of the largest units, the last and the first, is measured in the first steps.
         trainer.engine.rounding.updates = len(trainer.engine.rounding.names) - 1
         states = list[int]()
@@ -135,11 +113,10 @@ def on_rank(values: dict[str, Any]) -> None:
 
         trainer.engine.step = counted
         trainer.run()
-    peak = peak_memory(trainer.mesh.device) - trainer.forecast.resident
-    sys.stdout.write(json.dumps({"peak": peak, "states": states[-1]}) + "\n")  # at once: ranks share the pipe
-    sys.stdout.flush()
-    dist.barrier()
-    os._exit(0)  # what watches the ranks has threads that are joined by the program alone
+        peak = peak_memory(trainer.mesh.device) - trainer.forecast.resident
+        row = torch.tensor([peak, states[-1]])
+        dist.all_reduce(row, dist.ReduceOp.MAX)
+    return dict(zip(("peak", "states"), row.tolist(), strict=True))
 
 
 def state_bytes(engine: Any) -> int:
@@ -195,9 +172,10 @@ class Row:
     def off(self) -> float:
         return self.predicted / self.peak - 1
 
-    def __str__(self) -> str:
-        sizes = " | ".join(f"{size / 2**20:.0f}" for size in (self.states, self.peak, self.predicted))
-        return f"| {self.seed} | {self.layout} | {self.states_off:+.1%} | {sizes} | {self.off:+.1%} |"
+    @property
+    def cells(self) -> list[str]:
+        sizes = [f"{size / 2**20:.0f}" for size in (self.states, self.peak, self.predicted)]
+        return [str(self.seed), self.layout, f"{self.states_off:+.1%}", *sizes, f"{self.off:+.1%}"]
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -215,59 +193,40 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    head = "| seed | layout | states off | states MiB | peak MiB | predicted MiB | off |"
-    return [head, "|---|---|---|---|---|---|---|", *map(str, rows)]
-
-
-def write_section(page: Path, lines: Sequence[str]) -> None:
-    """Put the verdicts and the table in place of those that the section of the page has."""
-    before, heading, rest = page.read_text(encoding="utf-8").partition(f"## {TITLE}\n")
-    assert heading, f"{page} has no section {TITLE}"
-    text, following, after = rest.partition("\n## ")
-    said = text.partition("\n- seed ")[0].rstrip()
-    section = "\n".join([said, "", *lines])
-    page.write_text(f"{before}{heading}{section}\n{following}{after}", encoding="utf-8")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--layouts", type=int, default=20, help="of each seed")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of this call")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "planning.md")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank:
-        on_rank(json.loads(options.rank))
-    if options.keep is None:
-        parser.error("--keep is required")
+    options = harness.parser(
+        __doc__,
+        keep=Path,
+        seeds=[0],
+        layouts=(20, "of each seed"),
+        seconds=(1e9, "of this call"),
+        page=harness.DOCS / "planning.md",
+    ).parse_args()
     until = time.monotonic() + options.seconds
     kept = json.loads(options.keep.read_text()) if options.keep.exists() else {}
     cases = [(seed, values) for seed in options.seeds for values in draw(seed, options.layouts)]
     for _, values in cases:
         if key_of(values) not in kept and time.monotonic() < until:
-            kept[key_of(values)] = measure(values)
+            environ = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+            kept[key_of(values)] = harness.run(
+                measure, values, ranks=RANKS, world=False, environ=environ, timeout=400
+            )
             with replacing(options.keep) as file:
                 file.write(json.dumps(kept, indent=1).encode())
     rows = []
     for seed, values in cases:
         if found := kept.get(key_of(values)):
-            memory = predict(values)
-            row = Row(
-                seed, words_of(values), found["states"], found["peak"], memory.model_states, memory.total
-            )
-            rows.append(row)
-    lines = [*verdict(rows), "", *table(rows)]
-    print("\n".join(lines))
+            memory, sizes = predict(values), (found["states"], found["peak"])
+            rows.append(Row(seed, words_of(values), *sizes, memory.model_states, memory.total))
+    header = ["seed", "layout", "states off", "states MiB", "peak MiB", "predicted MiB", "off"]
+    lines = "\n".join([*verdict(rows), "", harness.table(header, [row.cells for row in rows])])
+    print(lines)
     if len(rows) < len(cases):
         return 1
-    write_section(options.page, lines)
+    said = harness.section(options.page, TITLE).partition("\n- seed ")[0].rstrip()
+    harness.write_section(options.page, TITLE, f"{said}\n\n{lines}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.start(main)

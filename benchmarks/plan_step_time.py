@@ -11,7 +11,9 @@ printed, and the section of docs/planning.md is written (--page: another file).
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -19,13 +21,17 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pipeline_page import setting
-from megazero.config import World, parse
+from benchmarks import harness
+from megazero.config import RunConfig, World, parse
 from megazero.plan.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
 from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
@@ -34,9 +40,11 @@ from megazero.plan.report import describe, layout_flags
 from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
-from tests.netlab.lab import Lab, LabUnavailable
+from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
+from megazero.train.ranks import make_mesh
+from megazero.train.timebill import TimeBill
+from tests.netlab.lab import Lab
 
-ROOT = Path(__file__).resolve().parents[1]
 NODES, RANKS = 2, 2
 COMMON = "--model-family llama --num-layers 4 --vocab-size 4096"
 SHAPES = {
@@ -144,23 +152,107 @@ def profile(lab: Lab, keep: Path, rate: str, timeout: float) -> None:
             progress.write_text("\n".join(kept) + "\n")
     words = ["--cluster-output", str(cluster_file(keep, rate)), "--cluster-name", f"lab, {rate}"]
     words += ["--profile-largest-bytes", str(4 << 20), "--profile-rounds", str(ROUNDS)]
-    _run(lab, ["-m", "megazero", "profile", *SHAPES["profiled"].split(), *words], timeout)
+    words = ["-m", "megazero", "profile", *SHAPES["profiled"].split(), *words]
+    environ = {"PYTHONPATH": str(harness.ROOT), "PYTHONWARNINGS": "ignore"}
+    done = lab.run(words, ranks_per_node=RANKS, environ=environ, timeout=timeout, echo=True)
+    if done.returncode:
+        raise RuntimeError(f"at {lab.rate}: return codes {done.returncodes}\n" + "\n".join(done.outputs))
 
 
 def measure(lab: Lab, keep: Path, rate: str, cases: Sequence[Case], until: float) -> None:
     """Measure the cases that are missing, as far as the time goes."""
-    asked = keep / f"{rate}.asked.json"
-    asked.write_text(json.dumps([{"key": case.key, "flags": case.flags} for case in cases]))
-    words = ["--asked", str(asked), "--result", str(step_file(keep, rate))]
-    words += ["--rounds", str(ROUNDS), "--until", str(until)]
-    _run(lab, [str(ROOT / "benchmarks/plan_step_time_rank.py"), *words], until - time.time() + 60)
+    asked = [{"key": case.key, "flags": case.flags} for case in cases]
+    harness.run(
+        measure_all, asked, str(step_file(keep, rate).resolve()), until,
+        ranks=RANKS, lab=lab, world=False, timeout=until - time.time() + 60, echo=True,
+    )  # fmt: skip
 
 
-def _run(lab: Lab, command: Sequence[str], timeout: float) -> None:
-    environ = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = lab.run(command, ranks_per_node=RANKS, environ=environ, timeout=timeout, echo=True)
-    if done.returncode:
-        raise RuntimeError(f"at {lab.rate}: return codes {done.returncodes}\n" + "\n".join(done.outputs))
+CPU = torch.device("cpu")
+PORT, TIMEOUT = 29600, timedelta(seconds=120)
+WARM = 2  # turns that do not count: the first makes connections and optimizer states, the second fills caches
+QUIET = 0.06  # of the machine's processors: other programs took no more in a quiet round
+LONG_S = 2.0  # of so many seconds is a step in which caches are nothing: its second turn counts
+
+
+def measure_layout(config: RunConfig, world: World, rounds: int, most: int) -> dict[str, Any]:
+    """Return the seconds of the quietest rounds, processor seconds of all ranks and what other programs took of the
+    machine in each, and medians of this rank's time bill.
+
+    Rounds are taken until so many were quiet, ``most`` at most.
+    """
+    bill = TimeBill()
+    mesh = make_mesh(config, world, CPU, TIMEOUT)
+    decoder = build_decoder(config, mesh)
+    engine = shard_decoder(decoder, config, mesh, bill.span)
+    pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
+    size, count = config.batch.micro_batch_size, config.num_micro_batches(world)
+    assert size and config.model.seq_length
+    generator = torch.Generator().manual_seed(mesh.dp_rank)
+    shape = (count * size, config.model.seq_length)
+    tokens = torch.randint(0, config.model.vocab_size or 0, shape, generator=generator)
+    data = [MicroBatch(t, t, torch.ones(t.shape)) for t in tokens.chunk(count)]
+    program, total = pipeline.program(count), tokens.numel() * mesh.dp_size
+    taken: list[dict[str, Any]] = []
+    turn = 0
+    while turn < WARM + most and sum(one["foreign"] < QUIET for one in taken) < rounds:
+        dist.barrier()
+        began, spent, others = time.perf_counter(), time.process_time(), machine_seconds()
+        with bill.span("compute"):
+            engine.begin_step(count, total, program)
+            pipeline.step(data)
+            engine.step()
+        dist.barrier()
+        took = time.perf_counter() - began
+        own = torch.tensor(
+            [time.process_time() - spent, took, machine_seconds() - others], dtype=torch.float64
+        )
+        items = bill.close(took)
+        every = [torch.empty_like(own) for _ in range(world.world_size)]
+        dist.all_gather(every, own)
+        busy, (_, took, machine) = sum(float(row[0]) for row in every), every[0].tolist()
+        turn += 1
+        if turn > WARM or turn == WARM and took > LONG_S:
+            foreign = max(0.0, machine - busy) / (took * (os.cpu_count() or 1))
+            taken.append({"seconds": took, "busy": busy, "foreign": foreign, "bill": items})
+    quietest = sorted(taken, key=lambda one: one["foreign"])[:rounds]
+    columns = {name: [one[name] for one in quietest] for name in ("seconds", "busy", "foreign")}
+    bills = [one["bill"] for one in quietest]
+    return {**columns, "bill": {name: statistics.median(b[name] for b in bills) for name in bills[0]}}
+
+
+def machine_seconds() -> float:
+    """Return the processor seconds that all programs of the machine have taken: all but idle, and waits for disks."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    return sum(int(n) for i, n in enumerate(words) if i not in (3, 4)) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_all(every_asked: list[dict[str, Any]], file: str, until: float) -> None:
+    """On each rank: a line of the file for each layout, of which none is begun after time.time() ``until``.
+
+    Each has a world of its own, so that no threads of process groups are left over from the one before.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world = World(size, harness.ranks_per_node())
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], PORT, size, rank == 0, TIMEOUT)
+    for number, asked in enumerate(every_asked):
+        own = dist.PrefixStore(f"layout {number}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+        late = torch.tensor(float(time.time() > until))
+        dist.broadcast(late, 0)
+        if not late:
+            found = measure_layout(parse(asked["flags"], world), world, ROUNDS, ROUNDS + 3)
+            every: list[Any] = [None] * size
+            dist.all_gather_object(every, found.pop("bill"))
+            if rank == 0:
+                with open(file, "a") as lines:
+                    lines.write(json.dumps({**asked, **found, "bills": every}) + "\n")
+                print(asked["key"], f"{statistics.median(found['seconds']):.3f} s", flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()  # engines are cycles, and hold process groups
+        if late:
+            break
 
 
 def residuals(keep: Path, rates: Sequence[str], cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -183,93 +275,90 @@ def residuals(keep: Path, rates: Sequence[str], cases: Sequence[Case]) -> list[d
     return rows
 
 
-def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line of errors for each rate and shape, and whether the choice is among the best measured."""
-    out = ["| rate | shape | layouts | median error | worst | the choice, s | the best, s (its rounds) |"]
-    out.append("|---|---|---|---|---|---|---|")
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line of errors for each rate and shape, and whether the choice is among the best measured."""
+    out = []
     for rate, shape in dict.fromkeys((row["rate"], row["shape"]) for row in rows):
         own = [row for row in rows if (row["rate"], row["shape"]) == (rate, shape)]
         errors = sorted(abs(row["residual"]) for row in own)
         choice = min(own, key=lambda row: row["predicted"])
         best = min(own, key=lambda row: row["measured"])
-        out.append(
-            f"| {rate} | {shape} | {len(own)} | {statistics.median(errors):.1%} | {errors[-1]:.1%} | "
-            f"{choice['measured']:.3f} | {best['measured']:.3f} ({best['least']:.3f} to {best['most']:.3f}) |"
-        )
+        line = [rate, shape, str(len(own)), f"{statistics.median(errors):.1%}", f"{errors[-1]:.1%}"]
+        out.append([*line, f"{choice['measured']:.3f}", spread(best)])
     every = [abs(row["residual"]) for row in rows]
-    out.append(f"| all | | {len(every)} | {statistics.median(every):.1%} | {max(every):.1%} | | |")
-    return out
+    out.append(["all", "", str(len(every)), f"{statistics.median(every):.1%}", f"{max(every):.1%}", "", ""])
+    header = [
+        "rate",
+        "shape",
+        "layouts",
+        "median error",
+        "worst",
+        "the choice, s",
+        "the best, s (its rounds)",
+    ]
+    return harness.table(header, out)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    out = ["| rate | shape | layout; messages | measured s (rounds) | predicted | residual |"]
-    out.append("|---|---|---|---|---|---|")
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = ["rate", "shape", "layout; messages", "measured s (rounds)", "predicted", "residual"]
+    lines = []
     for row in rows:
-        spread = f"{row['measured']:.3f} ({row['least']:.3f} to {row['most']:.3f})"
-        out.append(
-            f"| {row['rate']} | {row['shape']} | {row['layout']} | {spread} | {row['predicted']:.3f} | "
-            f"{row['residual']:+.0%} |"
-        )
-    return out
+        figures = (spread(row), f"{row['predicted']:.3f}", f"{row['residual']:+.0%}")
+        lines.append([row["rate"], row["shape"], row["layout"], *figures])
+    return harness.table(header, lines)
+
+
+def spread(row: Mapping[str, Any]) -> str:
+    return harness.spread([row[name] for name in ("least", "measured", "most")])
 
 
 def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
     """Put the tables into docs/planning.md."""
+    foreign = [row["foreign"] for row in rows]
     text = TEXT.format(
         command=f"--rates {' '.join(options.rates)} --seed {options.seed} --batch {options.batch}",
-        profiled=SHAPES["profiled"],
-        other=SHAPES["other"],
+        **SHAPES,
         layouts=options.layouts,
         batch=options.batch,
         rounds=ROUNDS,
-        foreign=f"{statistics.median(row['foreign'] for row in rows):.0%}",
-        most=f"{max(row['foreign'] for row in rows):.0%}",
-        setting=setting(),
-        verdicts="\n".join(verdicts(rows)),
-        table="\n".join(table(rows)),
+        foreign=f"{statistics.median(foreign):.0%}",
+        most=f"{max(foreign):.0%}",
+        setting=harness.setting(),
+        verdicts=verdicts(rows),
+        table=table(rows),
     )
-    body = text.strip("\n")
-    page = options.page.read_text(encoding="utf-8")
-    before, heading, rest = page.partition(f"## {TITLE}\n")
-    assert heading, f"{options.page} has no section {TITLE}"
-    after = rest[rest.index("\n## ") :]
-    options.page.write_text(f"{before}{heading}\n{body}\n{after}", encoding="utf-8")
+    harness.write_section(options.page, TITLE, text)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--keep", type=Path, required=True)
-    parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "200mbit"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layouts", type=int, default=12, help="of each of the two shapes")
-    parser.add_argument("--batch", type=int, default=8, help="samples of a step")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of this call")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "planning.md")
-    parser.add_argument("--predict-only", action="store_true", help="measure nothing")
-    options = parser.parse_args()
+    options = harness.parser(
+        __doc__,
+        keep=Path,
+        rates=["none", "1gbit", "200mbit"],
+        seed=0,
+        layouts=(12, "of each of the two shapes"),
+        batch=(8, "samples of a step"),
+        seconds=(1e9, "of this call"),
+        page=harness.DOCS / "planning.md",
+        predict_only=(False, "measure nothing"),
+    ).parse_args()
     until = time.time() + options.seconds
     options.keep.mkdir(parents=True, exist_ok=True)
     cases = drawn(options.keep, options.seed, options.layouts, options.batch)
-    try:
-        for rate in () if options.predict_only else options.rates:
-            missing = [c for c in cases if c.key not in measured(step_file(options.keep, rate))]
-            profiled = cluster_file(options.keep, rate).exists()
-            if time.time() > until or profiled and not missing:
-                continue
-            with Lab(NODES, rate) as lab:
-                if not profiled:
-                    profile(lab, options.keep, rate, until - time.time() + 60)
-                if missing:
-                    measure(lab, options.keep, rate, missing, until)
-    except LabUnavailable as error:
-        print(error, file=sys.stderr)
-        return 2
+    for rate in () if options.predict_only else options.rates:
+        missing = [c for c in cases if c.key not in measured(step_file(options.keep, rate))]
+        profiled = cluster_file(options.keep, rate).exists()
+        if time.time() > until or profiled and not missing:
+            continue
+        with Lab(NODES, rate) as lab:
+            if not profiled:
+                profile(lab, options.keep, rate, until - time.time() + 60)
+            if missing:
+                measure(lab, options.keep, rate, missing, until)
     rates = [rate for rate in options.rates if cluster_file(options.keep, rate).exists()]
     rows = residuals(options.keep, rates, cases)
     if rows:
-        print("\n".join([*verdicts(rows), "", *table(rows)]))
+        print(f"{verdicts(rows)}\n\n{table(rows)}")
     if len(rows) < len(options.rates) * len(cases):
         return 1
     write_section(rows, options)
@@ -277,4 +366,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.start(main)

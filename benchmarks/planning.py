@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed, too
 
+from benchmarks import harness
 from benchmarks.planning_papers import (
     AMSP_CHOICE,
     BLOOM,
@@ -36,7 +37,7 @@ from megazero.plan.report import describe, layout_flags, model_flops_utilisation
 from megazero.plan.search import Found, Search
 from megazero.plan.simulate import simulate
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = harness.DOCS / "planning.md"
 MODEL = (
     "--model-family llama --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
     "--num-query-groups 8 --seq-length 4096 --vocab-size 32000 --bf16 --global-batch-size 1024"
@@ -51,89 +52,78 @@ def search_best(values: dict[str, object], cluster: str, policy: str, number: in
     return Search(everything, found, policy).best(number)
 
 
-def zeropp_table() -> list[str]:
-    lines = [
-        "| model | tokens | 1 IB: paper | predicted | residual | 8 IB: paper | predicted | residual |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def zeropp_table() -> str:
+    rows = []
     for one, eight in zip(zeropp_rows(1), zeropp_rows(8), strict=True):
-        cells = [f"{r.paper:.2f} | {r.predicted:.2f} | {r.residual:+.0%}" for r in (one, eight)]
-        lines.append(f"| {one.model} | {one.tokens} | {' | '.join(cells)} |")
-    return lines
-
-
-def memory_table() -> list[str]:
-    lines = [
-        "| model | tokens | system | paper | predicted GiB of 30.5 | with full recompute |",
-        "|---|---|---|---|---|---|",
+        cells = [(f"{r.paper:.2f}", f"{r.predicted:.2f}", f"{r.residual:+.0%}") for r in (one, eight)]
+        rows.append([one.model, str(one.tokens), *cells[0], *cells[1]])
+    header = [
+        "model",
+        "tokens",
+        "1 IB: paper",
+        "predicted",
+        "residual",
+        "8 IB: paper",
+        "predicted",
+        "residual",
     ]
+    return harness.table(header, rows)
+
+
+def memory_table() -> str:
+    rows = []
     for model, tokens, system, runs, sizes in table_4():
-        said = "runs" if runs else "out of memory"
-        ours = "runs" if sizes["none"] <= 30.5 else "out of memory"
-        lines.append(
-            f"| {model} | {tokens} | {system} | {said} | {sizes['none']:.1f}: {ours} | {sizes['full']:.1f} |"
+        paper, ours = ("runs" if fits else "out of memory" for fits in (runs, sizes["none"] <= 30.5))
+        rows.append(
+            [model, str(tokens), system, paper, f"{sizes['none']:.1f}: {ours}", f"{sizes['full']:.1f}"]
         )
-    return lines
+    header = ["model", "tokens", "system", "paper", "predicted GiB of 30.5", "with full recompute"]
+    return harness.table(header, rows)
 
 
-def amsp_table() -> list[str]:
-    lines = [
-        "| model | system | P,G,OS | paper | predicted as run | residual | this engine |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def amsp_table() -> str:
+    rows = []
     for model in LLAMAS:
         for row in amsp_rows(model):
             paper = "-" if row.paper is None else f"{row.paper:.0%}"
             residual = "-" if row.paper is None else f"{row.as_run / row.paper - 1:+.0%}"
             here = f"{row.here:.0%}" if row.fits else "does not fit"
             shard = ",".join(map(str, row.shard))
-            lines.append(
-                f"| {model} | {row.system} | {shard} | {paper} | {row.as_run:.0%} | {residual} | {here} |"
-            )
-    return lines
+            rows.append([model, row.system, shard, paper, f"{row.as_run:.0%}", residual, here])
+    header = ["model", "system", "P,G,OS", "paper", "predicted as run", "residual", "this engine"]
+    return harness.table(header, rows)
 
 
-def bloom_table() -> list[str]:
+def bloom_table() -> str:
     layout = bloom_layout()
     timing = simulate(layout)
-    return [
+    return (
         f"{describe(layout)}: {layout.memory.total / GIB:.1f} of {layout.room / GIB:.1f} GiB on the fullest rank, "
-        f"{timing.seconds:.1f} s a step, MFU {model_flops_utilisation(layout, timing.seconds):.1%}.",
-    ]
+        f"{timing.seconds:.1f} s a step, MFU {model_flops_utilisation(layout, timing.seconds):.1%}."
+    )
 
 
-def choices_table() -> list[str]:
+def choices_table() -> str:
     """Return the sharding that the planner chooses on AMSP's cluster, where all else is as there."""
-    lines = ["| model | AMSP's choice | here, exact messages | MFU | GiB |", "|---|---|---|---|---|"]
+    rows = []
     for model in LLAMAS:
         fixed = {
-            **amsp_values(model),
             "tensor_model_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
             "use_tp_pp_dp_mapping": False,
         }
-        (best,) = search_best(fixed, "a800-amsp", "exact", 1)
-        layout = best.layout
-        lines.append(
-            f"| {model} | {','.join(map(str, AMSP_CHOICE[model]))} | {','.join(map(str, layout.shards.factors))} | "
-            f"{whole_attention_mfu(layout, best.timing.seconds):.0%} | {layout.memory.total / GIB:.1f} |"
-        )
-    return lines
+        (best,) = search_best({**amsp_values(model), **fixed}, "a800-amsp", "exact", 1)
+        theirs, ours = (",".join(map(str, f)) for f in (AMSP_CHOICE[model], best.layout.shards.factors))
+        mfu = f"{whole_attention_mfu(best.layout, best.timing.seconds):.0%}"
+        rows.append([model, theirs, ours, mfu, f"{best.layout.memory.total / GIB:.1f}"])
+    return harness.table(["model", "AMSP's choice", "here, exact messages", "MFU", "GiB"], rows)
 
 
 def transcript(policy: str, chart: Path | None = None) -> tuple[str, list[str]]:
     """Return what the command prints for the 70B question, and the flags of its first layout."""
     with tempfile.TemporaryDirectory() as folder:
         out = io.StringIO()
-        words = [
-            *shlex.split(QUESTION),
-            "--loss-policy",
-            policy,
-            "--plan-output",
-            folder,
-            "--explain",
-            *OTHER.split(),
-        ]
+        words = shlex.split(f"{QUESTION} --loss-policy {policy} --plan-output {folder} --explain {OTHER}")
         with contextlib.redirect_stdout(out):
             assert plan(words) == 0
         flags = json.loads((Path(folder) / "plan.json").read_text())["layouts"][0]["flags"]
@@ -150,15 +140,9 @@ def _rather(found: Found) -> str:
     )
 
 
-def _section(title: str) -> str:
-    """Return a section of the page as it is: plan_memory.py and plan_step_time.py write theirs."""
-    page = (DOCS / "planning.md").read_text(encoding="utf-8")
-    return page.partition(f"## {title}\n")[2].partition("\n## ")[0].strip("\n")
-
-
 def main() -> None:
     exact, _ = transcript("exact")
-    quantised, flags = transcript("zeropp", DOCS / "planning.png")
+    quantised, flags = transcript("zeropp", PAGE.with_suffix(".png"))
     rather = search_best(BLOOM, "a100", "exact", 1)[0]
     parts = {
         "QUESTION": QUESTION,
@@ -167,20 +151,20 @@ def main() -> None:
         "ZEROPP": quantised,
         "MODEL": MODEL,
         "FLAGS": shlex.join(flags),
-        "TABLE2": "\n".join(zeropp_table()),
-        "TABLE4": "\n".join(memory_table()),
-        "AMSP": "\n".join(amsp_table()),
-        "CHOICES": "\n".join(choices_table()),
-        "BLOOM": "\n".join(bloom_table()),
+        "TABLE2": zeropp_table(),
+        "TABLE4": memory_table(),
+        "AMSP": amsp_table(),
+        "CHOICES": choices_table(),
+        "BLOOM": bloom_table(),
         "RATHER": _rather(rather),
-        "MEMORY": _section("Memory against measurement"),
-        "STEPS": _section("Step time against measurement"),
+        "MEMORY": harness.section(PAGE, "Memory against measurement"),
+        "STEPS": harness.section(PAGE, "Step time against measurement"),
     }
     text = (Path(__file__).parent / "planning_page.txt").read_text(encoding="utf-8")
     for name, value in parts.items():
         text = text.replace("{" + name + "}", value)
-    (DOCS / "planning.md").write_text(text, encoding="utf-8")
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

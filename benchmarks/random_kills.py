@@ -14,7 +14,6 @@ and prints a summary at the end. The trial of a seed and a number is always the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -36,12 +35,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks import harness
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import complete
 from megazero.train.metrics import read_metrics
 from tests.dist.runs import TINY, Processes, checkpoint_of, differences, free_port
 
-ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "zero3": (2, {"zero_preset": "zero3"}),
     "zero1, bf16": (2, {"zero_preset": "zero1", "params_dtype": "bf16"}),
@@ -122,8 +121,8 @@ class Started:
         launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         with open(log, "wb") as file:
             self._popen = subprocess.Popen(
-                [sys.executable, str(ROOT / "pretrain" / "pretrain_gpt.py"), *flags],
-                env={**os.environ, "PYTHONPATH": str(ROOT), **launcher},
+                [sys.executable, str(harness.ROOT / "pretrain" / "pretrain_gpt.py"), *flags],
+                env={**os.environ, "PYTHONPATH": str(harness.ROOT), **launcher},
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -279,15 +278,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True, help="file of results, a line of JSON each")
-    parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no trial after these")
-    options = parser.parse_args()
+    options = harness.parser(
+        __doc__,
+        trials=100,
+        seed=1,
+        out=(Path, "file of results, a line of JSON each"),
+        jobs=(2, "trials at a time"),
+        seconds=(1e9, "begin no trial after these"),
+    ).parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
@@ -317,4 +315,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.start(main)

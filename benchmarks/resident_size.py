@@ -10,7 +10,6 @@ at 3000.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import sys
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 import torch
 
+from benchmarks import harness
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.lone_rank import lone_rank
 from megazero.config import resolve_shards
@@ -35,11 +35,8 @@ def resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, steps=3000)
     parser.add_argument("--preset", choices=loops.policies(), default="zero3")
-    parser.add_argument("--steps", type=int, default=3000)
     options = parser.parse_args()
     torch.set_num_threads(1)
     preset, policy = loops.policies()[options.preset]
@@ -58,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

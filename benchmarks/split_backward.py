@@ -28,10 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pipeline_page import PAGE, SPLIT, setting, table, write_section
+from benchmarks import harness
 from megazero.models import Decoder, make_model
 from megazero.tp import DeferredGradients, TensorParallel
 
+TITLE = "Split backward: torch's and ours"
 RECOMPUTE = ("none", "selective", "full")
 NAMES = ("B", "torch's I and W", "our I and W")
 HEADER = [
@@ -168,21 +169,22 @@ class Contestant:
         generator = torch.Generator().manual_seed(1)
         size = (options.sequence, options.batch, options.hidden)
         self.x, self.grad = (torch.randn(size, generator=generator) for _ in range(2))
-        self.layers, self.seconds = options.layers, []
+        self.layers = options.layers
 
     def _forward(self) -> tuple[Tensor, Tensor]:
         self.stack.zero_grad(set_to_none=True)
         x = self.x.clone().requires_grad_()
         return x, self.stack(x)
 
-    def turn(self) -> None:
+    def turn(self) -> float:
+        """CPU seconds of a backward: one thread that only computes, so that other programs do not count."""
         x, y = self._forward()
         backward = self.backward(self.stack, x, y, self.grad)
         del y
-        began = time.process_time()  # one thread that only computes: other programs do not count
+        began = time.process_time()
         for _ in backward:
             pass
-        self.seconds.append(time.process_time() - began)
+        return time.process_time() - began
 
     def count(self) -> dict[str, Any]:
         """runs: (layers, attention) in I and in W, per layer; hooks: that see a gradient; bytes; gradients."""
@@ -216,14 +218,11 @@ class Contestant:
 def rows(recompute: str, options: argparse.Namespace) -> list[list[str]]:
     made = [Contestant(name, recompute, options) for name in NAMES]
     counted = [contestant.count() for contestant in made]
-    for turn in range(options.rounds + 1):
-        for contestant in (*made[turn % 3 :], *made[: turn % 3]):
-            contestant.turn()
+    seconds = harness.take_turns({each.name: each.turn for each in made}, options.rounds)
     out = []
     for contestant, found in zip(made, counted, strict=True):
-        took, base = contestant.seconds[1:], made[0].seconds[1:]  # the first warms up
-        ratios = [a / b for a, b in zip(took, base, strict=True)]
-        ratio = f"{statistics.median(took) / statistics.median(base):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        took = seconds[contestant.name]
+        ratio = harness.of_medians(took, seconds["B"])
         pairs = zip(found["gradients"], counted[0]["gradients"], strict=True)
         error = max(float((a - b).norm() / b.norm()) for a, b in pairs)
         split = contestant.name != "B"
@@ -243,22 +242,15 @@ def rows(recompute: str, options: argparse.Namespace) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     sizes = {"layers": 4, "hidden": 256, "ffn": 688, "heads": 4, "sequence": 256, "batch": 2, "rounds": 7}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=PAGE.parent)
-    options = parser.parse_args()
+    options = harness.parser(__doc__, **sizes, out=harness.DOCS).parse_args()
     torch.set_num_threads(1)
     every = [row for recompute in RECOMPUTE for row in rows(recompute, options)]
-    text = TEXT.format(
-        **{k: getattr(options, k) for k in sizes}, setting=setting(), table=table(HEADER, every)
-    )
+    said = {name: getattr(options, name) for name in sizes}
+    text = TEXT.format(**said, setting=harness.setting(), table=harness.table(HEADER, every))
     print(text)
-    write_section(SPLIT, text, options.out / "pipeline.md")
+    harness.write_section(options.out / "pipeline.md", TITLE, text)
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

@@ -13,81 +13,62 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing as mp
 import os
 import statistics
 import sys
-import tempfile
-from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from benchmarks import step_time_against as against
+from benchmarks.contestants import AdamW, Shape, Step, bytes_in_step, decoder, ours, torch_step
+from benchmarks.peers import ddp, fsdp2
 
-DTYPES = ("fp32", "bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAIRS = {"zero3": "fsdp2", "mics": "hsdp", "ddp": "torch ddp", "zero1": "torch ddp", "hpz": "fsdp2"}
+PEERS = {"fsdp2": fsdp2(), "hsdp": fsdp2(hybrid=True), "torch ddp": ddp(once=True)}
 FORMULA_PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz")
+Result = dict[str, Any]
 
 
-def run_rank(rank: int, world: int, store: str, options: argparse.Namespace, queue: mp.Queue) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks import contestants as c
-    from benchmarks.step_time_rank import join, seconds_per_step
-
-    device = join(rank, world, store)
-    shape = c.Shape(dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
-    shape = dataclasses.replace(shape, micro_batches=options.micro_batches)
-    node = max(1, world // 2)
+def contestants(shape: Shape, only: list[str] | None) -> dict[str, Step]:
+    device, world = harness.device(), dist.get_world_size()
     if world == 1:
-        steps = {"megazero": c.ours("ddp", shape, 1, device)[0], "bare torch": c.bare(shape, device)}
-    else:
-        makers = {p: partial(_ours, c, p, shape, node, device) for p in PAIRS}
-        makers["fsdp2"] = lambda: c.fsdp2(shape, device)
-        makers["hsdp"] = lambda: c.fsdp2(shape, device, replicas=2)
-        makers["torch ddp"] = lambda: c.ddp(shape, device)
-        steps = {name: make() for name, make in makers.items() if not options.only or name in options.only}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(options.rounds + 1):
-        for name, step in steps.items():
-            seconds = seconds_per_step(step, options.steps, device)
-            if turn:  # the first round warms up
-                times[name].append(seconds)
-    held = {}
-    if world > 1:
+        model = decoder(shape).to(device)
+        bare = torch_step(model, AdamW(model.parameters(), shape.dtype != torch.float32), shape, device)
+        return {"megazero": ours("ddp", shape, 1, device)[0], "bare torch": bare}
+    names = [name for name in (*PAIRS, *PEERS) if not only or name in only]
+    return {
+        name: PEERS[name].build(shape, world // 2).step
+        if name in PEERS
+        else ours(name, shape, world // 2, device)[0]
+        for name in names
+    }
+
+
+def compare(options: dict[str, Any]) -> Result:
+    """Seconds per step of every turn, bytes held by preset, the model's elements and a rank's tokens of a step."""
+    shape = Shape(dtype=DTYPES[options["dtype"]], micro_batches=options["micro_batches"])
+    steps = contestants(shape, options["only"])
+    turns = {
+        name: lambda step=step: harness.measure(step, options["steps"])[0] for name, step in steps.items()
+    }
+    found: Result = {
+        "seconds": harness.take_turns(turns, options["rounds"]),
+        "held": {},
+        "tokens": shape.tokens,
+    }
+    found["elements"] = sum(p.numel() for p in decoder(shape, "meta").parameters())
+    if (world := dist.get_world_size()) > 1:
+        small = dataclasses.replace(shape, dtype=torch.bfloat16, sequence=16, micro_batch=1, micro_batches=1)
         for preset in FORMULA_PRESETS:
-            bf16 = dataclasses.replace(
-                shape, dtype=torch.bfloat16, sequence=16, micro_batch=1, micro_batches=1
-            )
-            held[preset] = c.bytes_in_step(preset, bf16, node, device)
-    if rank == 0:
-        elements = sum(p.numel() for p in c.decoder(shape, "meta").parameters())
-        queue.put((times, held, elements, shape.tokens))
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def _ours(c, preset, shape, node, device):
-    return c.ours(preset, shape, node, device)[0]
-
-
-def launch(world: int, options: argparse.Namespace) -> tuple[dict, dict, int, int]:
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        ranks = [
-            context.Process(target=run_rank, args=(r, world, store, options, queue)) for r in range(world)
-        ]
-        for p in ranks:
-            p.start()
-        result = queue.get(timeout=1200)
-        for p in ranks:
-            p.join()
-    return result
+            found["held"][preset] = bytes_in_step(preset, small, world // 2, harness.device())
+    return found
 
 
 def expected_bytes(preset: str, n: int, world: int) -> dict[str, float]:
@@ -98,31 +79,25 @@ def expected_bytes(preset: str, n: int, world: int) -> dict[str, float]:
     return {"parameters": 2 * n / s.p, "gradients": 4 * n / s.g, "optimizer": 12 * n / s.os}
 
 
-def report(world: int, result: tuple[dict, dict, int, int]) -> dict:
-    times, held, elements, tokens = result
-    print(f"\n{world} rank(s), {tokens} tokens per rank and step, {elements / 1e6:.1f}M parameters")
+def report(world: int, result: Result) -> dict:
+    times, n = result["seconds"], result["elements"]
+    print(f"\n{world} rank(s), {result['tokens']} tokens per rank and step, {n / 1e6:.1f}M parameters")
     print(f"{'contestant':12} {'median s':>9} {'min':>7} {'max':>7}")
     for name, t in times.items():
         print(f"{name:12} {statistics.median(t):9.3f} {min(t):7.3f} {max(t):7.3f}")
-    pairs = {"megazero": "bare torch"} if world == 1 else PAIRS
     ratios = {}
-    for mine, theirs in pairs.items():
-        if mine not in times or theirs not in times:
-            continue
-        per_round = [a / b for a, b in zip(times[mine], times[theirs], strict=True)]
-        ratios[f"{mine} / {theirs}"] = statistics.median(times[mine]) / statistics.median(times[theirs])
-        print(
-            f"{mine} / {theirs}: {ratios[f'{mine} / {theirs}']:.3f} of medians "
-            f"(round by round {min(per_round):.3f} to {max(per_round):.3f})"
-        )
+    for mine, theirs in ({"megazero": "bare torch"} if world == 1 else PAIRS).items():
+        if mine in times and theirs in times:
+            ratios[f"{mine} / {theirs}"] = statistics.median(times[mine]) / statistics.median(times[theirs])
+            print(
+                f"{mine} / {theirs}: {harness.of_medians(times[mine], times[theirs], 3)}, of medians, and by round"
+            )
     table = {}
-    for preset, kinds in held.items():
-        want = expected_bytes(preset, elements, world)
+    for preset, kinds in result["held"].items():
+        want = expected_bytes(preset, n, world)
         table[preset] = {k: kinds[k] / want[k] for k in want}
-        print(
-            f"bytes {preset:6} "
-            + "  ".join(f"{k} {kinds[k]:,} = {r:.4f} x formula" for k, r in table[preset].items())
-        )
+        cells = (f"{k} {kinds[k]:,} = {r:.4f} x formula" for k, r in table[preset].items())
+        print(f"bytes {preset:6} " + "  ".join(cells))
     return {"world": world, "seconds": times, "ratios": ratios, "bytes_over_formula": table}
 
 
@@ -139,13 +114,8 @@ def compare_with_commit(parser: argparse.ArgumentParser, options: argparse.Names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = harness.parser(__doc__, ranks=4, steps=(1, "steps per turn"), micro_batches=1)
     parser.add_argument("--rounds", type=int, help="default: 5; 7 with --against")
-    parser.add_argument("--steps", type=int, default=1, help="steps per turn")
-    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument(
         "--only", nargs="*", help="contestants of the several-rank part, e.g. ddp 'torch ddp'"
@@ -159,10 +129,11 @@ def main() -> None:
     if options.against:
         results = compare_with_commit(parser, options)
     else:
-        results = [report(world, launch(world, options)) for world in dict.fromkeys((1, options.ranks))]
+        worlds = dict.fromkeys((1, options.ranks))
+        results = [report(world, harness.run(compare, vars(options), ranks=world)) for world in worlds]
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

@@ -1,24 +1,29 @@
 """step_time.py --against REF: this working tree's steps beside another commit's, in turn, within the same minutes.
 
-Two trees cannot be imported into one process: each has its own ranks, and those of one sleep while the other's step.
+Each tree trains with its own pretrain_gpt.py on ranks of its own (tree_ranks.py), which pause after a turn's last
+update, so that those of one tree sleep while the other's step. A step is all that the trainer does in it.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from contextlib import ExitStack
 from typing import NamedTuple
 
-from benchmarks.commit_trees import Tree, two_trees
+from benchmarks import harness
+from benchmarks.commit_trees import TreeRanks, two_trees
 
-CONTESTANTS = ("zero3", "hpz", "zeropp", "zero1", "ddp", "pp 2")
-RANK = "import sys; from benchmarks.step_time_rank import main; main(*sys.argv[1:])"
+MODEL = """
+    --model-family llama --num-layers 8 --hidden-size 256 --ffn-hidden-size 688 --num-attention-heads 4
+    --seq-length 256 --vocab-size 4096 --lr 1e-4 --weight-decay 0.1 --clip-grad 1.0
+    --train-iters 10000 --mock-data --eval-iters 0
+"""
+PRESETS = ("zero3", "hpz", "zeropp", "zero1", "ddp")
+PIPELINE = "pp 2"
+CONTESTANTS = (*PRESETS, PIPELINE)
 
 
 class Turn(NamedTuple):
@@ -35,79 +40,34 @@ class Round(NamedTuple):
     here: Turn
 
 
-class TreeRanks:
-    """The ranks of one tree; a context manager."""
-
-    def __init__(self, tree: Tree, options: Namespace, folder: str) -> None:
-        self.tree = tree
-        keys = ("ranks", "contestants", "steps", "dtype", "micro_batches")
-        text = json.dumps({key: getattr(options, key) for key in keys})
-        self.processes = [
-            tree.start(
-                *(RANK, str(rank), os.path.join(folder, "store"), text),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(options.ranks)
-        ]
-
-    def turn(self, name: str) -> Turn:
-        """A contestant's steps, all ranks together."""
-        try:
-            for process in self.processes:
-                assert process.stdin is not None
-                process.stdin.write(f"{name}\n")
-                process.stdin.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
-        answers = [self._answer(process) for process in self.processes]
-        return Turn(max(wall for wall, _ in answers), sum(cpu for _, cpu in answers))
-
-    def _answer(self, process: subprocess.Popen) -> tuple[float, float]:
-        assert process.stdout is not None
-        words = process.stdout.readline().split()
-        if not words:
-            raise self._ended()
-        return float(words[0]), float(words[1])
-
-    def _ended(self) -> RuntimeError:
-        return RuntimeError(f"{self.tree.name}: a rank has ended; what it said is above")
-
-    def __enter__(self) -> TreeRanks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self.processes:
-            assert process.stdin is not None and process.stdout is not None
-            if kind is not None:
-                process.kill()
-            else:
-                process.stdin.close()  # the end of its turns
-        for process in self.processes:
-            process.wait()
+def flags_of(name: str, options: Namespace) -> list[str]:
+    """The command line of a contestant: 512 tokens a rank and step, in 2 nodes."""
+    ranks = options.ranks
+    if name == PIPELINE:
+        own = f"zero1 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {2 * ranks}"
+    else:
+        own = f"{name} --micro-batch-size 2 --global-batch-size {2 * options.micro_batches * ranks}"
+    words = f"{MODEL} --zero-preset {own} --{options.dtype} --ranks-per-node {max(1, ranks // 2)}"
+    return words.split()
 
 
 def measure(options: Namespace) -> dict[str, list[Round]]:
-    """Rounds of every contestant. The first round warms up and is left out."""
-    out: dict[str, list[Round]] = {name: [] for name in options.contestants}
-    with (
-        two_trees(options.against) as trees,
-        tempfile.TemporaryDirectory() as one,
-        tempfile.TemporaryDirectory() as two,
-        TreeRanks(trees[0], options, one) as there,
-        TreeRanks(trees[1], options, two) as here,
-    ):
-        for number in range(options.rounds + 1):
-            for name, rounds in out.items():
-                if number % 2:  # who is first changes
-                    other, own = there.turn(name), here.turn(name)
-                else:
-                    own, other = here.turn(name), there.turn(name)
-                if number:
-                    rounds.append(Round(other, own))
+    """Rounds of every contestant, one contestant after the other. The first round warms up and is left out."""
+    out: dict[str, list[Round]] = {}
+    with two_trees(options.against) as trees:
+        for name in options.contestants:
+            with ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                both = [stack.enter_context(TreeRanks(tree)) for tree in trees]
+                for number, ranks in enumerate(both):
+                    flags = [*flags_of(name, options), "--log-dir", f"{folder}/{number}"]
+                    job = {"ranks": options.ranks, "flags": flags, "steps": options.steps}
+                    ranks.ask({**job, "log": f"{folder}/{number}"})
+                rounds = []
+                for number in range(options.rounds + 1):  # who is first changes
+                    turns = {i: Turn(*both[i].ask("turn")) for i in ((0, 1) if number % 2 else (1, 0))}
+                    rounds.append(Round(turns[0], turns[1]))
+                out[name] = rounds[1:]
     return out
 
 
@@ -121,11 +81,7 @@ def report(ref: str, times: Mapping[str, Sequence[Round]]) -> list[str]:
     for name, rounds in times.items():
         there = statistics.median(each.there.wall for each in rounds)
         here = statistics.median(each.here.wall for each in rounds)
-        clock = ratio([each.here.wall / each.there.wall for each in rounds])
-        cpu = ratio([each.here.cpu / each.there.cpu for each in rounds])
+        clock = harness.spread([each.here.wall / each.there.wall for each in rounds])
+        cpu = harness.spread([each.here.cpu / each.there.cpu for each in rounds])
         lines.append(f"{name:10}  {there:10.3f} s  {here:10.3f} s  {clock:{len(head)}}  {cpu}")
     return lines
-
-
-def ratio(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.contestants import ADAMW, CLIP, AdamW
 from benchmarks.llama import llama
 from megazero import zero
 from megazero.config import World, make_config
@@ -21,8 +21,6 @@ from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig
 from megazero.train import parallelize
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
-CLIP = 1.0
 Step = Callable[[], Any]
 
 
@@ -134,43 +132,14 @@ def decoder(
 def plain(size: Size, device: torch.device, model: nn.Module, loss: Callable[[torch.Tensor], Any]) -> Step:
     """A step of plain torch. loss: tokens -> their summed loss."""
     parameters = list(model.parameters())
-    master = MasterWeights(parameters) if parameters[0].dtype != torch.float32 else None
-    optimizer = ADAMW(master.copies if master else parameters)
+    optimizer = AdamW(parameters, master=parameters[0].dtype != torch.float32)
     tokens = batch(size, device)
 
     def step() -> None:
         (loss(tokens) / size.tokens).backward()
-        held = master.take_gradients() if master else parameters
-        torch.nn.utils.clip_grad_norm_(held, CLIP, foreach=True)
         optimizer.step()
-        if master:
-            master.write_back()
-        optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-class MasterWeights:
-    """fp32 copies of 16-bit parameters, for the optimizer."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.copies = [p.detach().float() for p in parameters]
-
-    def take_gradients(self) -> list[torch.Tensor]:
-        """fp32 gradients onto the copies; the parameters' own are dropped."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        assert len(gradients) == len(self.parameters)
-        for copy in self.copies:
-            copy.grad = torch.empty_like(copy)
-        torch._foreach_copy_([copy.grad for copy in self.copies], gradients)
-        for parameter in self.parameters:
-            parameter.grad = None
-        return self.copies
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        torch._foreach_copy_(self.parameters, self.copies)
 
 
 def policies() -> dict[str, tuple[str, zero.Policy]]:

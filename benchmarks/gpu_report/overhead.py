@@ -10,6 +10,7 @@ from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, free, step_seconds
+from benchmarks.harness import ratios, take_turns
 
 SIZES = (
     Size("host-bound", layers=24, hidden=256, ffn=688, heads=4, vocabulary=4096, sequence=128),
@@ -27,15 +28,15 @@ def run(setting: Setting, record: Record) -> None:
                 mine, _ = loops.ours(size, device, dtype=dtype)
                 model = loops.decoder(size, device, dtype=dtype)
                 theirs = loops.plain(size, device, model, lambda t, model=model: model(t, t).sum())
-                taken: dict[str, list[float]] = {"ours": [], "plain": []}
-                for turn in range(setting.pick(12, 2)):
-                    for who, step in (("ours", mine), ("plain", theirs)):
-                        seconds = step_seconds(step, device, setting.pick(5, 1))
-                        if turn > 1 or setting.rehearsal:
-                            taken[who].append(seconds)
-                ratios = [a / b for a, b in zip(*taken.values(), strict=True)]
-                row["megazero ms"] = statistics.median(taken["ours"]) * 1e3
-                row["plain ms"] = statistics.median(taken["plain"]) * 1e3
-                row["ratio"] = statistics.median(ratios)
-                row["range"] = f"{min(ratios):.3f} to {max(ratios):.3f}"
+                turns = {
+                    name: lambda step=step: step_seconds(step, device, setting.pick(5, 1))
+                    for name, step in (("ours", mine), ("plain", theirs))
+                }
+                taken = take_turns(turns, setting.pick(10, 2), warm_up=setting.pick(2, 0))
+                row["megazero ms"], row["plain ms"] = (
+                    statistics.median(each) * 1e3 for each in taken.values()
+                )
+                found = ratios(taken["ours"], taken["plain"])
+                row["ratio"] = statistics.median(found)
+                row["range"] = f"{min(found):.3f} to {max(found):.3f}"
             free(device)

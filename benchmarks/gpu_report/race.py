@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, wait
+from benchmarks.harness import ratios, spread, take_turns
 
 LEAST = 0.98  # of the racing engine's throughput
 
@@ -64,20 +65,19 @@ def throughput(race: Any, setting: Setting) -> dict[str, Any]:
         cluster.step()  # gives every unit its true values
         for true in cluster.truth.values():
             true.mul_(1 / setting.pick(128, 8))  # activations keep their size from layer to layer
-        taken: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(setting.pick(12, 2)):
-            for waits in (True, False):
-                cluster.waits = waits
-                _restore(cluster)
-                seconds = _step(cluster, race.MICRO_BATCHES, setting)
-                if turn > 1 or setting.rehearsal:
-                    taken[waits].append(seconds)
-    ratios = [without / with_ for with_, without in zip(taken[True], taken[False], strict=True)]
-    median = statistics.median(ratios)
+
+        def turn(waits: bool) -> float:
+            cluster.waits = waits
+            _restore(cluster)
+            return _step(cluster, race.MICRO_BATCHES, setting)
+
+        turns = {"waits": lambda: turn(True), "races": lambda: turn(False)}
+        taken = take_turns(turns, setting.pick(10, 2), warm_up=setting.pick(2, 0))
+    found = ratios(taken["races"], taken["waits"])
     return {
         "expected": f"at least {LEAST}",
-        "found": f"{median:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        + ("" if setting.rehearsal or median >= LEAST else ", not met"),
+        "found": spread(found)
+        + ("" if setting.rehearsal or statistics.median(found) >= LEAST else ", not met"),
     }
 
 
