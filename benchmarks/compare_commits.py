@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.commit_trees import Tree, TreeRanks, two_trees
 from megazero.checkpoint import store
-from megazero.train.metrics import read_metrics
+from megazero.log.metrics import read_metrics
 
 CURVES = ("lm_loss", "grad_norm")
 RESUMED = "resumed: "  # before the name of a case

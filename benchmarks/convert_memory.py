@@ -24,8 +24,8 @@ from benchmarks import harness
 
 def make_folder(folder: Path, gigabytes: float) -> None:
     """Write a bf16 Llama of about that size, whose weights are cheap to make and not all the same."""
-    from megazero.config.architecture import architecture_of
-    from megazero.config.model import make_model
+    from megazero.config.model.architecture import architecture_of
+    from megazero.config.model.section import make_model
     from megazero.convert.shards import Plain, index_of, plan_shards, write_json, write_shard
     from megazero.models.placements import stored_tensors
 

@@ -27,9 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from megazero.comm.tcp import LinkMeter
-from megazero.train.stragglers import Stragglers
-from megazero.train.timebill import _Span
+from megazero.log.time_bill import _Span
+from megazero.ops.stragglers import Stragglers
+from megazero.ops.tcp import LinkMeter
 from megazero.train.trainer import Trainer
 from tests.dist.runs import Processes
 

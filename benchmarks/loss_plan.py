@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.loss_run import Run, Settings
 from benchmarks.loss_statistics import Difference, difference
 from benchmarks.loss_variants import BASELINE, VARIANTS
-from megazero.data.files import replacing
+from megazero.files import replacing
 
 Record = dict[str, Any]
 

@@ -18,14 +18,14 @@ from benchmarks.llama import llama
 from benchmarks.loss_data import evaluation_samples, train_samples
 from benchmarks.loss_variants import VARIANTS, Variant
 from megazero import zero
-from megazero.config.sections import PrecisionConfig
+from megazero.config.options.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder, initializer
-from megazero.train.learning_rate import LearningRate
-from megazero.train.loss_scaling import LossScaling
 from megazero.train.parallelize import DTYPES
+from megazero.train.schedule.learning_rate import LearningRate
+from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.zero.build import Init
 
 RANKS, NODE = 4, 2  # two nodes of two

@@ -27,8 +27,8 @@ from benchmarks.harness import device
 from megazero.comm.codec import Blockwise
 from megazero.comm.traffic import Traffic
 from megazero.config import resolve_shards
-from megazero.config.sections import ZeroConfig
-from megazero.config.wire import Coding, Wire, asked_for
+from megazero.config.layout.wire import Coding, Wire, asked_for
+from megazero.config.options.sections import ZeroConfig
 from megazero.zero import Codecs, Policy
 
 INT8 = asked_for(

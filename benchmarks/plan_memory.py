@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from benchmarks import harness
 from megazero.config import ConfigError, World, make_config
-from megazero.data.files import replacing
+from megazero.files import replacing
 from megazero.plan.memory import Memory
 
 TITLE = "Memory against measurement"

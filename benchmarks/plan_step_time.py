@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from megazero.config import RunConfig, World, parse
-from megazero.plan.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
-from megazero.plan.frame import Frame
+from megazero.config.options.cluster import Cluster, Device, InterNode, IntraNode, load_cluster
+from megazero.log.time_bill import TimeBill
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.options import read_values, with_stand_ins
 from megazero.plan.report import describe, layout_flags
@@ -42,7 +43,6 @@ from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from megazero.train.ranks import make_mesh
-from megazero.train.timebill import TimeBill
 from tests.netlab.lab import Lab
 
 NODES, RANKS = 2, 2
@@ -58,7 +58,7 @@ TEXT = """    python benchmarks/plan_step_time.py --keep FOLDER {command}
 
 2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32; links shaped to the rate. On each of them first
 `megazero profile` of the first shape, then {layouts} layouts of each of two shapes, of which the second was not
-profiled, drawn at random by the seed: TP and PP first, then a frame that has them, then shards, then messages.
+profiled, drawn at random by the seed: TP and PP first, then a base that has them, then shards, then messages.
 {batch} samples a step; medians (least to most) of the quietest {rounds} rounds of up to three more. Other programs
 took {foreign} of the machine's processors (median; {most} at most), and predictions are for what they left.
 
@@ -86,20 +86,20 @@ class Case(NamedTuple):
 
 
 def draw(shape: str, seed: int, number: int, batch: int) -> list[Case]:
-    """Draw layouts: the sizes of TP and PP, a frame that has them, one of its shards, and one of their messages."""
+    """Draw layouts: the sizes of TP and PP, a base that has them, one of its shards, and one of their messages."""
     device = Device("any", 1000.0, 10.0, 1.0, fp32_tflops=0.1, reserved_gib=0.0)
     anything = Cluster("any", NODES, RANKS, device, IntraNode(1.0), InterNode(1.0))
     words = [*SHAPES[shape].split(), "--global-batch-size", str(batch)]
     values, errors = read_values([*words, "--ranks-per-node", str(RANKS)])
     assert not errors, errors
     search, generator = Search(with_stand_ins(values), anything, "zeropp"), random.Random(f"{shape} {seed}")
-    frames: defaultdict[tuple[int, int], list[Frame]] = defaultdict(list)
-    for frame in search.frames():
-        frames[frame.tp, frame.pp].append(frame)
+    bases: defaultdict[tuple[int, int], list[BaseLayout]] = defaultdict(list)
+    for base in search.bases():
+        bases[base.tp, base.pp].append(base)
     found = dict[str, Case]()
     while len(found) < number:
-        frame = generator.choice(frames[generator.choice(sorted(frames))])
-        families = [family for family, _ in search.families(frame)]
+        base = generator.choice(bases[generator.choice(sorted(bases))])
+        families = [family for family, _ in search.families(base)]
         layout, formats = generator.choice(list(search.layouts(generator.choice(families))))
         case = Case(shape, (*words, *TRAINING, *layout_flags(layout.config)), formats)
         found.setdefault(case.key, case)
@@ -124,7 +124,7 @@ def beside(cluster: Cluster, foreign: float) -> Cluster:
 def predict(case: Case, cluster: Cluster) -> tuple[Layout, Timing]:
     world = World(cluster.world_size, cluster.ranks_per_node)
     config = parse(case.flags, world)
-    layout = Layout(Frame(config, world, cluster, Collectives(cluster)), config.zero)
+    layout = Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero)
     return layout, simulate(layout)
 
 

@@ -30,7 +30,7 @@ from benchmarks.planning_papers import (
     with_stand_ins,
     zeropp_rows,
 )
-from megazero.plan.cluster import load_cluster
+from megazero.config.options.cluster import load_cluster
 from megazero.plan.command import main as plan
 from megazero.plan.memory import GIB
 from megazero.plan.report import describe, layout_flags, model_flops_utilisation

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
-from megazero.config.flops import training_flops
-from megazero.plan.cluster import Cluster, load_cluster
-from megazero.plan.frame import Frame
+from megazero.config.model.flops import training_flops
+from megazero.config.options.cluster import Cluster, load_cluster
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.options import with_stand_ins
 from megazero.plan.seconds import Collectives
@@ -84,7 +84,7 @@ def layout_on(
     config: RunConfig = make_config(
         with_stand_ins({**values, "ranks_per_node": cluster.ranks_per_node}), world
     )
-    return Layout(Frame(config, world, cluster, Collectives(cluster)), config.zero, sums, all_reduce)
+    return Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero, sums, all_reduce)
 
 
 # -- AMSP ----------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def whole_attention_mfu(layout: Layout, seconds: float) -> float:
     assert model.seq_length and batch
     half = 6 * model.query_projection_size * model.num_layers * model.seq_length**2
     flops = batch * (training_flops(model, [model.seq_length]) + half)
-    cluster = layout.frame.cluster
+    cluster = layout.base.cluster
     return flops / seconds / cluster.world_size / cluster.device.peak("bf16")
 
 

@@ -38,7 +38,7 @@ from typing import Any
 from benchmarks import harness
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import complete
-from megazero.train.metrics import read_metrics
+from megazero.log.metrics import read_metrics
 from tests.dist.runs import TINY, Processes, checkpoint_of, differences, free_port
 
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {

@@ -13,8 +13,8 @@ from pathlib import Path
 import megatron_core_patch
 from megatron_core_patch.options import PatchOptions, check
 from megazero.config.errors import ConfigError
-from megazero.config.fields import section_options
-from megazero.config.flags import options_help, read_section
+from megazero.config.options.fields import section_options
+from megazero.config.read.flags import options_help, read_section
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.config.errors import ConfigError
-from megazero.config.fields import fault, option, section_options
-from megazero.config.sections import BITS, ZeroConfig
-from megazero.config.wire import Wire, asked_for
-from megazero.config.wire_rules import LEAST_BLOCK
+from megazero.config.layout.wire import Wire, asked_for
+from megazero.config.layout.wire_rules import LEAST_BLOCK
+from megazero.config.options.fields import fault, option, section_options
+from megazero.config.options.sections import BITS, ZeroConfig
 
 BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
 

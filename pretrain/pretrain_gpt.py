@@ -5,10 +5,10 @@ import sys
 import time
 
 from megazero.config import ConfigError, World, parse
+from megazero.log.exit_status import ExitStatus
+from megazero.log.streams import guard_output
 from megazero.mesh.launch import is_first, read_launch, take_local_rank
-from megazero.train.exit_status import ExitStatus
 from megazero.train.program import run
-from megazero.train.streams import guard_output
 
 
 def main() -> int:

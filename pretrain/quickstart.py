@@ -28,10 +28,10 @@ from functools import cached_property
 from pathlib import Path
 
 from megazero.data.corpus import stdlib_sources
-from megazero.data.files import replacing
-from megazero.train.exit_status import ExitStatus, read_status
-from megazero.train.metrics import METRICS_FILE, read_metrics
-from megazero.train.plot import plot_loss
+from megazero.files import replacing
+from megazero.log.exit_status import ExitStatus, read_status
+from megazero.log.metrics import METRICS_FILE, read_metrics
+from megazero.log.plot import plot_loss
 
 PRETRAIN = Path(__file__).resolve().parent
 TOOLS = PRETRAIN.parent / "tools"

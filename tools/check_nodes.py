@@ -15,10 +15,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
-from megazero.config.sections import TrainingConfig
+from megazero.log.exit_status import ExitStatus, status_of
 from megazero.mesh.launch import Launch, read_launch
-from megazero.train.exit_status import ExitStatus, status_of
 
 WAIT = "distributed_init_timeout_minutes"
 
@@ -62,7 +62,7 @@ def check(options: argparse.Namespace, launch: Launch) -> tuple[str, ...]:
     import torch.distributed as dist
 
     from megazero.mesh.mesh import create_mesh, discover_ranks_per_node
-    from megazero.train.health import HealthCheck, Storage
+    from megazero.ops.health import HealthCheck, Storage
     from megazero.train.ranks import start_rank
 
     timeout = timedelta(seconds=options.timeout)

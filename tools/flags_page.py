@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from megazero.config.deepspeed import ALWAYS, NO_EFFECT, RENAMED, SPECIAL, UNSUPPORTED
-from megazero.config.flags import FILES, default_text, spelling
+from megazero.config.foreign.deepspeed import ALWAYS, NO_EFFECT, RENAMED, SPECIAL, UNSUPPORTED
+from megazero.config.read.flags import FILES, default_text, spelling
 from megazero.config.run import all_options, section_types
 
 HEAD = """# Flags

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.parse import make_config
+from megazero.config.read.parse import make_config
 from megazero.config.run import World
 
 HEAD = """# Which combinations run
@@ -49,7 +49,7 @@ VIRTUAL, SCHEDULE, MAPPING = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class Column:
     """A column of the page. It says how ``world`` ranks, ``node`` to a node, are laid out."""
 
     name: str
@@ -63,17 +63,17 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("DP 4, 2 nodes", 4, 2, {}),
-    Layout("TP 2 x DP 4, 2 nodes", 8, 4, {TP: 2}),
-    Layout("PP 2 x DP 2 gpipe, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "gpipe"}),
-    Layout("PP 2 x DP 2 1f1b, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "1f1b"}),
-    Layout("PP 2 x DP 2 interleaved, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "interleaved", VIRTUAL: 2}),
-    Layout("PP 2 x DP 2 zb-h1, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "zb-h1"}),
-    Layout("PP 2 x DP 2 tp-pp-dp, 2 nodes", 4, 2, {PP: 2, MAPPING: True}),
-    Layout("PP 2 x DP 4 tp-pp-dp, 2 nodes", 8, 4, {PP: 2, MAPPING: True}),
-    Layout("PP 2 x TP 2 x DP 2, 2 nodes", 8, 4, {PP: 2, TP: 2}),
-    Layout("PP 4 x DP 2 zb-h1, 4 nodes", 8, 2, {PP: 4, SCHEDULE: "zb-h1"}),
-    Layout("PP 4 x TP 2, 4 nodes", 8, 2, {PP: 4, TP: 2}),
+    Column("DP 4, 2 nodes", 4, 2, {}),
+    Column("TP 2 x DP 4, 2 nodes", 8, 4, {TP: 2}),
+    Column("PP 2 x DP 2 gpipe, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "gpipe"}),
+    Column("PP 2 x DP 2 1f1b, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "1f1b"}),
+    Column("PP 2 x DP 2 interleaved, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "interleaved", VIRTUAL: 2}),
+    Column("PP 2 x DP 2 zb-h1, 2 nodes", 4, 2, {PP: 2, SCHEDULE: "zb-h1"}),
+    Column("PP 2 x DP 2 tp-pp-dp, 2 nodes", 4, 2, {PP: 2, MAPPING: True}),
+    Column("PP 2 x DP 4 tp-pp-dp, 2 nodes", 8, 4, {PP: 2, MAPPING: True}),
+    Column("PP 2 x TP 2 x DP 2, 2 nodes", 8, 4, {PP: 2, TP: 2}),
+    Column("PP 4 x DP 2 zb-h1, 4 nodes", 8, 2, {PP: 4, SCHEDULE: "zb-h1"}),
+    Column("PP 4 x TP 2, 4 nodes", 8, 2, {PP: 4, TP: 2}),
 )
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_exact_numel": 64}
 STATE: Mapping[str, Mapping[str, Any]] = {
@@ -119,7 +119,7 @@ MODEL_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def values_of(layout: Layout, options: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(layout: Column, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cell's configuration. It has four micro-batches a step."""
     values = {**MODEL, "global_batch_size": 4 * layout.dp, **layout.options, **options}
     if values.get("rampup_batch_size"):
@@ -127,7 +127,7 @@ def values_of(layout: Layout, options: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def refusals(layout: Layout, options: Mapping[str, Any]) -> list[str]:
+def refusals(layout: Column, options: Mapping[str, Any]) -> list[str]:
     """Return why a cell is refused. The list is empty if the cell is legal."""
     try:
         make_config(values_of(layout, options), World(layout.world, layout.node))

@@ -6,8 +6,8 @@ import runpy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megazero.config.megatron.apply import derived_options, spelled
-from megazero.config.megatron.mapped import (
+from megazero.config.foreign.megatron.apply import derived_options, spelled
+from megazero.config.foreign.megatron.mapped import (
     DERIVED,
     TYPED,
     UNBUILT,
@@ -16,7 +16,7 @@ from megazero.config.megatron.mapped import (
     VALUES,
     Sets,
 )
-from megazero.config.megatron.table import ACCEPT, MAP, REFUSE, Row, rows
+from megazero.config.foreign.megatron.table import ACCEPT, MAP, REFUSE, Row, rows
 from megazero.config.run import all_options
 
 HEAD = """# Megatron's flags

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megazero.config.data_inputs import TOKENIZERS
+from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs
 

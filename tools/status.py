@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.train.status import Run, facts, read_run, restarts
-from megazero.train.terminal_chart import text_chart
+from megazero.charts import text_chart
+from megazero.files import write_text
+from megazero.log.status import RunStatus, facts, read_run, restarts
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,12 +29,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         help="folder given to --log-dir in training; the run may be under way",
     )
-    add("--html", type=Path, metavar="PAGE", help="write a page with curves, time bill and bytes there, too")
+    add(
+        "--html",
+        type=Path,
+        metavar="PAGE",
+        help="write a page with curves, time bill and bytes there, too (needs matplotlib)",
+    )
     add("--no-chart", action="store_true", help="leave the curve of the loss out")
     return parser.parse_args(arguments)
 
 
-def report(run: Run, chart: bool, width: int, braille: bool) -> list[str]:
+def report(run: RunStatus, chart: bool, width: int, braille: bool) -> list[str]:
     """Return what is printed of a run."""
     said = facts(run)
     lines = [f"{name:<12}  {words}" for name, words in said.items()]
@@ -56,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = 2
     print("\n\n".join("\n".join(report(run, not options.no_chart, width, braille)) for run in runs))
     if options.html and runs:
-        from megazero.train.status_page import write_page
+        from megazero.log.status_page import page
 
         try:
-            write_page(runs, options.html)
-        except OSError as error:
+            write_text(options.html, page(runs))
+        except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     return status

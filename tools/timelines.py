@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megazero.charts import new_figure, save
 from megazero.pp.schedules import Kind
 from megazero.pp.timeline import Timeline
 
@@ -51,17 +51,12 @@ def draw(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> Non
     Boxes carry micro-batch numbers where they are wide enough; every other stage of a rank is paler. Raises
     ValueError if there is no matplotlib or there are no timelines.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ValueError(f"drawing timelines needs matplotlib ({error}): pip install matplotlib") from error
     if not timelines:
         raise ValueError("no timelines to draw; give at least one")
     rows = [timeline.pp for timeline in timelines.values()]
-    figure = Figure(figsize=(12, 0.8 + sum(0.3 * pp + 0.55 for pp in rows)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display and without pyplot's global state
+    figure = new_figure(12, 0.8 + sum(0.3 * pp + 0.55 for pp in rows), dpi=110)
+    from matplotlib.patches import Patch
+
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     end = max(timeline.makespan for timeline in timelines.values())
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
@@ -70,9 +65,7 @@ def draw(timelines: Mapping[str, Timeline], path: str | os.PathLike[str]) -> Non
     used = {span.action.kind for timeline in timelines.values() for span in timeline.spans}
     handles = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in Kind if kind in used]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="png")
+    save(figure, path)
 
 
 def _panel(axes: Axes, name: str, timeline: Timeline, end: float) -> None:

@@ -14,7 +14,7 @@ from benchmarks.gpu_report.loops import Size
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, free
 from megazero.config import resolve_shards
-from megazero.config.parameters import parameter_count
+from megazero.config.model.parameters import parameter_count
 from megazero.zero import Engine, Policy
 from megazero.zero.records import held_bytes
 

@@ -1,9 +1,9 @@
 """How a checkpoint is saved: in parts that are each rank's own work, and collectives between them.
 
 ``saving`` is a generator. What it yields makes no collective, so any thread may do it; what it does itself between
-the yields is collective. ``save`` does each part at once. A run that saves behind its training (train/saver.py) gives
-the parts to a thread and goes on with the generator at the end of a step, when every rank has said that its part is
-done. So there is one way to save, no thread uses a process group, and no second set of groups is needed.
+the yields is collective. ``save`` does each part at once. An asynchronous save (train/state/saver.py) gives the parts
+to a thread and resumes the generator at the end of a step, when every rank has said that its part is done.
+So there is one way to save, no thread uses a process group, and no second set of groups is needed.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ It imports neither torch nor numpy.
 """
 
 from megazero.config.errors import ConfigError
-from megazero.config.parse import make_config, parse, parse_or_exit
+from megazero.config.layout.shards import LIFETIMES, PRESETS, Shards, resolve_shards
+from megazero.config.read.parse import make_config, parse, parse_or_exit
 from megazero.config.run import RunConfig, ScheduleLengths, World
-from megazero.config.shards import LIFETIMES, PRESETS, Shards, resolve_shards
 
 __all__ = [
     "LIFETIMES",

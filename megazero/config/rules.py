@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from megazero.config import model_rules, pipeline_rules, wire_rules
-from megazero.config.architecture import architecture_of
-from megazero.config.data_inputs import (
+from megazero.config.errors import ConfigError
+from megazero.config.layout import pipeline_rules, wire_rules
+from megazero.config.layout.shards import AUTO
+from megazero.config.model import rules as model_rules
+from megazero.config.model.architecture import architecture_of
+from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.options.data_inputs import (
     SPLITS,
     TOKENIZERS,
     parse_blend,
@@ -18,12 +22,9 @@ from megazero.config.data_inputs import (
     parse_split,
     parse_weighted_splits,
 )
-from megazero.config.errors import ConfigError
-from megazero.config.fields import show
-from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.options.fields import show
+from megazero.config.options.skipping import legal_ranges
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.shards import AUTO
-from megazero.config.skipping import legal_ranges
 
 Rule = Callable[[RunConfig], Iterator[str]]
 
@@ -47,7 +48,8 @@ def _ramp(config: RunConfig) -> Iterator[str]:
 def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
     """Report global batches that are not whole micro-batches on every data-parallel rank.
 
-    Of a ramp-up only the batch in use must be whole (train/batch_size.py). It is known here where nothing is loaded.
+    Of a ramp-up only the batch in use must be whole (train/schedule/run_length.py). It is known here if nothing is
+    loaded.
     """
     micro, batch, ramp = (
         config.batch.micro_batch_size,
@@ -195,7 +197,7 @@ def _exportable(config: RunConfig) -> Iterator[str]:
 
 def _planned(config: RunConfig) -> Iterator[str]:
     if config.planning.cluster is not None:
-        from megazero.plan.cluster import load_cluster  # only where a run names one
+        from megazero.config.options.cluster import load_cluster  # only where a run names one
 
         try:
             load_cluster(config.planning.cluster)

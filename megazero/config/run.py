@@ -11,19 +11,21 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.fields import Option, convert, section_options, show
-from megazero.config.model import ModelConfig, as_trained, complete
-from megazero.config.nearest import did_you_mean
-from megazero.config.observing import LoggingConfig, PlanningConfig, ProfilingConfig
-from megazero.config.optimizers import OptimizerConfig
-from megazero.config.pipeline import (
+from megazero.config.layout.pipeline import (
     partition_method,
     pipeline_summary,
     schedule_name,
     stage_costs,
     virtual_stages,
 )
-from megazero.config.sections import (
+from megazero.config.layout.shards import AUTO, DEFAULT_PRESET, Shards, resolve_shards
+from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
+from megazero.config.model.section import ModelConfig, as_trained, complete
+from megazero.config.nearest import did_you_mean
+from megazero.config.options.fields import Option, convert, section_options, show
+from megazero.config.options.observing import LoggingConfig, PlanningConfig, ProfilingConfig
+from megazero.config.options.optimizers import OptimizerConfig
+from megazero.config.options.sections import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
@@ -32,10 +34,8 @@ from megazero.config.sections import (
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.config.shards import AUTO, DEFAULT_PRESET, Shards, resolve_shards
-from megazero.config.skipping import SkippingConfig
+from megazero.config.options.skipping import SkippingConfig
 from megazero.config.summary import AUTO_SUMMARY, model_summary, zero_summary
-from megazero.config.wire import Wire, quantizes_changes, resolve_wire
 from megazero.families import FAMILIES
 from megazero.mesh.grid import data_ranks_per_node
 from megazero.pp.partition import StageSpec, partition, partition_table

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megazero.config.model import ModelConfig
-from megazero.config.parameters import parameter_count
-from megazero.config.sections import ZeroConfig
-from megazero.config.shards import Shards
-from megazero.config.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
+from megazero.config.layout.shards import Shards
+from megazero.config.layout.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
+from megazero.config.model.parameters import parameter_count
+from megazero.config.model.section import ModelConfig
+from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, make_grid
 
 WHERE = {INTRA: "inside nodes", INTER: "across nodes"}

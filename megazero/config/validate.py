@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megazero.config.fields import fault, without_effect
-from megazero.config.model_rules import conditions
-from megazero.config.optimizers import optimizer_conditions
-from megazero.config.pipeline_rules import OF_PIPELINES
-from megazero.config.published import is_published
+from megazero.config.layout.pipeline_rules import OF_PIPELINES
+from megazero.config.layout.shards import AUTO, resolve_shards
+from megazero.config.layout.wire import quantizes_gradients, quantizes_weights
+from megazero.config.model.published import is_published
+from megazero.config.model.rules import conditions
+from megazero.config.options.fields import fault, without_effect
+from megazero.config.options.optimizers import optimizer_conditions
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
-from megazero.config.shards import AUTO, resolve_shards
-from megazero.config.wire import quantizes_gradients, quantizes_weights
 from megazero.families import FAMILIES
 
 

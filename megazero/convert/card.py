@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megazero.checkpoint.manifest import FileEntry
-from megazero.config.fields import Option, show
+from megazero.config.options.fields import Option, show
 from megazero.config.run import all_options
 from megazero.convert.source import Source
 from megazero.families import FAMILIES

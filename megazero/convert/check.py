@@ -15,7 +15,7 @@ import torch
 
 from megazero.checkpoint.reading import pieces
 from megazero.checkpoint.records import SliceRecord
-from megazero.config.files import read_json
+from megazero.config.read.files import read_json
 from megazero.convert import tokenizer as tokenizers
 from megazero.convert.importing import Published
 from megazero.convert.source import Source

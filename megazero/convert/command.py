@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megazero.convert.options import read_options
 
 if TYPE_CHECKING:
-    from megazero.convert.export import Progress
+    from megazero.convert.export import ExportProgress
     from megazero.convert.importing import Published
     from megazero.convert.source import Source
 
@@ -97,7 +97,9 @@ def _source(options: argparse.Namespace, weights: str, dtype: str | None) -> Sou
     return Source(find_checkpoint(options.checkpoint), weights, DTYPES[dtype] if dtype else None)
 
 
-def _compared(source: Source, published: Published, options: argparse.Namespace, progress: Progress) -> bool:
+def _compared(
+    source: Source, published: Published, options: argparse.Namespace, progress: ExportProgress
+) -> bool:
     """Print the outcome of every check. Returns whether all of them hold."""
     from megazero.convert.check import compare
 
@@ -110,13 +112,13 @@ def _compared(source: Source, published: Published, options: argparse.Namespace,
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[ExportProgress]:
     """Show on stderr what is done and, of what is written, how much."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    from megazero.convert.export import Progress
+    from megazero.convert.export import ExportProgress
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -128,7 +130,7 @@ def _progress() -> Iterator[Progress]:
                 console.print(what, highlight=False)
             bars.reset(task, description=what, total=total or None)
 
-        yield Progress(say, lambda count: bars.advance(task, count))
+        yield ExportProgress(say, lambda count: bars.advance(task, count))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from megazero.checkpoint.directory import fsync_directory
 from megazero.checkpoint.errors import agree, agree_local
 from megazero.checkpoint.manifest import FileEntry, checksum
 from megazero.checkpoint.reading import check_files
-from megazero.config.architecture import architecture_of
-from megazero.config.files import read_json
-from megazero.config.published import CONFIG_FILE
+from megazero.config.model.architecture import architecture_of
+from megazero.config.model.published import CONFIG_FILE
+from megazero.config.read.files import read_json
 from megazero.convert import tokenizer as tokenizers
 from megazero.convert.card import card
 from megazero.convert.folder import INDEX_FILE
@@ -38,14 +38,14 @@ from megazero.convert.shards import (
 )
 from megazero.convert.source import Source
 from megazero.convert.tokenizer import RunTokenizer
-from megazero.data.files import replacing
+from megazero.files import replacing
 
 CONVERSION_FILE, CARD_FILE = "conversion.json", "README.md"
 SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Progress:
+class ExportProgress:
     """Is told what is being done, in words, and the bytes that are written of it."""
 
     say: Callable[[str, int], None] = lambda what, total: None
@@ -66,7 +66,7 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Path | None = None,
     group: dist.ProcessGroup | None = None,
-    progress: Progress = Progress(),
+    progress: ExportProgress = ExportProgress(),
 ) -> Path:
     """Write FOLDER.partial, whole, and return it; ``finish`` gives it its name. Collective over ``group``.
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megazero.config.files import read_json
-from megazero.config.published import CONFIG_FILE
+from megazero.config.model.published import CONFIG_FILE
+from megazero.config.read.files import read_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # safetensors' names of the dtypes that weights may have. Buffers of other dtypes are passed over by name.

@@ -18,10 +18,10 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import box_view
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
-from megazero.config.architecture import from_hf_config
-from megazero.config.model import ModelConfig
+from megazero.config.model.architecture import from_hf_config
+from megazero.config.model.section import ModelConfig
+from megazero.config.options.sections import DataConfig, PrecisionConfig
 from megazero.config.secrets import redact
-from megazero.config.sections import DataConfig, PrecisionConfig
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer_files import (
     find_tokenizer,

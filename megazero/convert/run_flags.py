@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from megazero.config.architecture import from_hf_config
-from megazero.config.files import read_json
-from megazero.config.model import ModelConfig
-from megazero.config.published import CONFIG_FILE
+from megazero.config.model.architecture import from_hf_config
+from megazero.config.model.published import CONFIG_FILE
+from megazero.config.model.section import ModelConfig
+from megazero.config.read.files import read_json
 from megazero.convert.card import flag_lines
 from megazero.data.tokenizer_files import find_tokenizer
 

@@ -15,7 +15,7 @@ import torch
 
 from megazero.checkpoint.manifest import FileEntry, checksum
 from megazero.convert.folder import DTYPES, SINGLE_FILE
-from megazero.data.files import replacing
+from megazero.files import replacing
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PARTIAL = ".partial"

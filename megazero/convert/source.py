@@ -13,7 +13,7 @@ from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.reading import StoredKind, pieces, read_state
 from megazero.config import RunConfig
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.convert.shards import Plain
 from megazero.models.placements import stored_tensors
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig
-from megazero.config.data_inputs import TOKENIZERS
+from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
 from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, load_tokenizer
 from megazero.data.tokenizer_files import (

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megazero.config.data_inputs import SPLITS, Blend, parse_data_path, parse_split
+from megazero.config.options.data_inputs import SPLITS, Blend, parse_data_path, parse_split
 from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize
 from megazero.data.gpt import GPTDataset, Sample, SampleSpec
 from megazero.data.indexed import IndexedDataset

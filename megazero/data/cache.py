@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.files import exclusive, replacing
+from megazero.files import exclusive, replacing
 
 Arrays = dict[str, NDArray[Any]]
 FORMAT = 1  # part of every description: raise it when the meaning of a cached array changes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megazero.data.files import temporary_beside
+from megazero.files import temporary_beside
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.files import exclusive, replacing
 from megazero.data.indexed import IndexedWriter, token_dtype
 from megazero.data.text import Text, is_json, json_lines, line_number, parse_line, read_text
 from megazero.data.tokenizer import Tokenizer, load_tokenizer, write_meta
+from megazero.files import exclusive, replacing
 
 CHUNK_BYTES = 4 << 20
 Encoded = tuple[list[int], list[int]]  # tokens of a document, lengths of its sequences

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megazero.config.data_inputs import TOKENIZERS
 from megazero.config.nearest import did_you_mean
-from megazero.data.files import replacing
+from megazero.config.options.data_inputs import TOKENIZERS
+from megazero.files import replacing
 
 EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # the first that names a token decides
 KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import RunConfig
-from megazero.config.sections import DataConfig
+from megazero.config.options.sections import DataConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
 # The files that a tokenizer is made from, by its type and the option that names them.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megazero.data.files import replacing
 from megazero.data.text import is_json, json_lines, line_number, parse_line, read_text
+from megazero.files import replacing
 
 SAMPLE_BYTES = 10 << 20
 LONGEST_LINE = 1 << 16

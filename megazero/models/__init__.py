@@ -1,7 +1,7 @@
 """There is one decoder. A model section says what it is made of, and the section's defaults come from a family."""
 
-from megazero.config.architecture import architecture_of, from_hf_config
-from megazero.config.model import ModelConfig, make_model
+from megazero.config.model.architecture import architecture_of, from_hf_config
+from megazero.config.model.section import ModelConfig, make_model
 from megazero.models.decoder import Decoder
 from megazero.models.initialization import initializer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.models.positions import Documents, Positions
 from megazero.tp import TensorParallel
 

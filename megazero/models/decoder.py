@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.checkpoint.placement import Placement
-from megazero.config.model import ModelConfig
-from megazero.config.model_rules import check_model
-from megazero.config.parameters import head_copies, of_own_heads
-from megazero.config.sections import RECOMPUTE
+from megazero.config.model.parameters import head_copies, of_own_heads
+from megazero.config.model.rules import check_model
+from megazero.config.model.section import ModelConfig
+from megazero.config.options.sections import RECOMPUTE
 from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import initializer
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key

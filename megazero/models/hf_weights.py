@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.placement import Placement
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.models.decoder import Decoder
 from megazero.models.placements import stored_tensors
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.placement import Placement
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 
 if TYPE_CHECKING:
     from megazero.models.decoder import Decoder

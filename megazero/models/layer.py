@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.config.model import LAYER_NORMS, ModelConfig
+from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.models.attention_kernels import fused
 from megazero.models.dropout import Key, keyed_dropout, keyed_randomness
 from megazero.models.norm import RMSNorm, split_rms_norm

@@ -1,14 +1,14 @@
 """This module says where the decoder's parameters lie in the Hugging Face tensors of its family.
 
-What the parameters are is in megazero.config.parameters. What a family calls them, and how it stores them, is in the
-family's record (megazero/families).
+megazero.config.model.parameters lists the parameters. The family's record (megazero/families) says what the family
+calls them and how it stores them.
 """
 
 from __future__ import annotations
 
 from megazero.checkpoint.placement import Placement, Segment
-from megazero.config.model import ModelConfig
-from megazero.config.parameters import ParameterRole, head_copies, parameter_roles
+from megazero.config.model.parameters import ParameterRole, head_copies, parameter_roles
+from megazero.config.model.section import ModelConfig
 from megazero.families import TensorNames, fused_row
 from megazero.tp import TensorParallel, VocabShard
 

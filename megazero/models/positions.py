@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.tp import TensorParallel
 
 

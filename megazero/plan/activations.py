@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, module_parameters
 from megazero.pp.partition import StageSpec
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.config import ConfigError, World, make_config
-from megazero.plan.chart import draw
-from megazero.plan.frame import Frame
+from megazero.files import write_text
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
-from megazero.plan.options import Request, help_text, read_request, with_stand_ins
-from megazero.plan.placement import host_files, lines, place
-from megazero.plan.report import details, explain, headline, layout_flags, table, write_json, write_text
+from megazero.plan.node_order import host_files, lines, place
+from megazero.plan.options import PlanRequest, help_text, read_request, with_stand_ins
+from megazero.plan.report import details, draw, explain, headline, layout_flags, table, write_json
 from megazero.plan.search import CHOICES, Found, Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.shortage import advice
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def _plan(request: Request) -> int:
+def _plan(request: PlanRequest) -> int:
     values, cluster, options = with_stand_ins(request.values), request.cluster, request.options
     cluster.device.peak(make_config({"micro_batch_size": 1, **values}).precision.params_dtype)
     search = Search(values, cluster, request.loss_policy)
@@ -61,13 +61,14 @@ def _plan(request: Request) -> int:
     write_json(folder / "plan.json", cluster, request.loss_policy, request.values, best)
     print(f"\n{folder / 'plan.json'}: all of it")
     try:
-        print(f"{draw(best, folder / 'plan.png', headline(first.layout.config, cluster))}: the chart")
+        draw(best, folder / "plan.png", headline(first.layout.config, cluster))
+        print(f"{folder / 'plan.png'}: the chart")
     except ValueError as error:
         print(error)
     return 0
 
 
-def _placed(request: Request, topology: Topology, layout: Layout, folder: Path) -> list[str]:
+def _placed(request: PlanRequest, topology: Topology, layout: Layout, folder: Path) -> list[str]:
     """Write the order of nodes for a layout, and return what is to say of it."""
     found = place(layout, topology, request.hosts)
     for name, text in host_files(found, request.cluster.ranks_per_node).items():
@@ -75,7 +76,7 @@ def _placed(request: Request, topology: Topology, layout: Layout, folder: Path) 
     return lines(found, layout, str(folder))
 
 
-def _explained(request: Request, best: Found) -> list[str]:
+def _explained(request: PlanRequest, best: Found) -> list[str]:
     """Return what is to say of the layout that the flags after --explain mean."""
     assert request.explain is not None
     cluster = request.cluster
@@ -83,7 +84,7 @@ def _explained(request: Request, best: Found) -> list[str]:
     kept = {name: value for name, value in with_stand_ins(request.values).items() if name not in CHOICES}
     try:
         config = make_config({"micro_batch_size": 1, **kept, **request.explain}, world)
-        layout = Layout(Frame(config, world, cluster, Collectives(cluster)), config.zero)
+        layout = Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero)
     except ValueError as error:
         return ["the layout is not legal:", *(f"  {line}" for line in getattr(error, "errors", [str(error)]))]
     return explain(layout, simulate(layout) if layout.fits else None, best)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megazero.config import RunConfig
-from megazero.config.wire import Coding
+from megazero.config.layout.wire import Coding
 from megazero.mesh.grid import INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import StageSpec
@@ -119,7 +119,7 @@ def _coding(unit: UnitShape, formats: Formats, link: str) -> Coding | None:
 
 
 @dataclass(frozen=True)
-class Hop:
+class HopBytes:
     """One collective over ``axis``, in which a rank sends ``sent`` bytes.
 
     operation: GATHER or EXCHANGE. every: a reduction takes the hop with every micro-batch, not with the last alone.
@@ -133,7 +133,7 @@ class Hop:
 
 def weight_hops(
     unit: UnitShape, axes: Sequence[AxisSpec], formats: Formats
-) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+) -> tuple[tuple[HopBytes, ...], tuple[HopBytes, ...]]:
     """Return the hops of a refresh and of a gather, each in the order in which they are taken (outermost first)."""
     p, _, os, _ = _levels(axes)
     coding, width = (formats.weights if unit.quantised else None), formats.width
@@ -147,10 +147,12 @@ def weight_hops(
     return refresh, _gather_hops(axes, p, 0, inner, own)
 
 
-def _gather_hops(axes: Sequence[AxisSpec], deepest: int, outer: int, inner: int, own: int) -> tuple[Hop, ...]:
+def _gather_hops(
+    axes: Sequence[AxisSpec], deepest: int, outer: int, inner: int, own: int
+) -> tuple[HopBytes, ...]:
     """Return the hops from level ``deepest`` to ``outer``. A slice of level ``inner`` has ``own`` bytes."""
     return tuple(
-        Hop(
+        HopBytes(
             GATHER,
             axes[level - 1],
             (axes[level - 1].size - 1) * prod(a.size for a in axes[level:inner]) * own,
@@ -165,7 +167,7 @@ def gradient_hops(
     formats: Formats,
     micro_batches: int,
     whole_gradients: bool = False,
-) -> tuple[Hop, ...]:
+) -> tuple[HopBytes, ...]:
     """Return the hops of the last micro-batch's reduction in their order. The others take those of ``every``."""
     _, g, os, every = _levels(axes, whole_gradients)
     descent, back = [], []
@@ -176,10 +178,10 @@ def gradient_hops(
         parts = prod(a.size for a in axes[:level])
         width = formats.width if raw else formats.sums
         row = message(coding, unit.coded // parts, unit.exact // parts, width, formats.sums)
-        descent.append(Hop(EXCHANGE, axis, (axis.size - 1) * row, level <= g))
+        descent.append(HopBytes(EXCHANGE, axis, (axis.size - 1) * row, level <= g))
         if level > os:  # replicas: the owner's share goes back
             share = message(coding, unit.coded // parts, unit.exact // parts, formats.sums, formats.sums)
-            back.append(Hop(GATHER, axis, (axis.size - 1) * share))
+            back.append(HopBytes(GATHER, axis, (axis.size - 1) * share))
     return (*descent, *reversed(back))
 
 

@@ -2,7 +2,7 @@
 
 Matrices run at a share of the device's peak, but not faster than their weights are read, and all else takes the time
 of the bytes it moves. Where modules were measured, these times are stretched as the measured ones of that size were.
-Multiply-adds are those of config/flops.py; here they are counted as the kernels do them.
+Multiply-adds are those of config/model/flops.py; here they are counted as the kernels do them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config import RunConfig
+from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.mesh.grid import INTRA
-from megazero.plan.cluster import Cluster, MeasuredLayer
 from megazero.plan.communication import Activation, repeated, tensor_parallel
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS, Module

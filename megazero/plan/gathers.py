@@ -31,14 +31,14 @@ class Copies:
     whole_gradients: bool = False
 
 
-class Turn(NamedTuple):
+class ModuleUse(NamedTuple):
     """A use of a module: the units that it needs, and those whose gathers begin then, its own before those ahead."""
 
     units: Sequence[int]
     begun: Sequence[int]
 
 
-class Held(NamedTuple):
+class GatheredUnits(NamedTuple):
     """What is gathered. in_use: or kept between uses. ahead: gathered or on the way for a later module."""
 
     in_use: Units = frozenset()
@@ -49,10 +49,10 @@ def gathers(copies: Copies, program: Sequence[Segment], sizes: Sequence[int]) ->
     """Return how often each unit, of ``sizes`` bytes, is gathered over P in a step: less often than it is used where
     it is still there.
     """
-    return Counter(unit for turn in gather_turns(copies, program, sizes) for unit in turn.begun)
+    return Counter(unit for use in module_uses(copies, program, sizes) for unit in use.begun)
 
 
-def gather_turns(copies: Copies, program: Sequence[Segment], sizes: Sequence[float]) -> Iterator[Turn]:
+def module_uses(copies: Copies, program: Sequence[Segment], sizes: Sequence[float]) -> Iterator[ModuleUse]:
     """Yield the step's begin, which needs nothing and looks ahead, and then every use of a module.
 
     After a use a unit stays if what comes next needs it: the next module, or one within the bytes that may be held
@@ -62,9 +62,9 @@ def gather_turns(copies: Copies, program: Sequence[Segment], sizes: Sequence[flo
     uses = tuple(tuple(map(tuple, modules)) for modules in copies.uses)
     rule = _rule(uses, copies.keep_gathered, copies.prefetch_bytes, tuple(sizes))
     last = {part: i for i, (kind, part) in enumerate(program) if kind != "W"}
-    begun = tuple(rule.coming(rule.visits(program[: rule.reach(program, 0)])[: rule.window], Held()))
-    yield Turn((), begun)
-    held = Held(ahead=frozenset(begun))
+    begun = tuple(rule.coming(rule.visits(program[: rule.reach(program, 0)])[: rule.window], GatheredUnits()))
+    yield ModuleUse((), begun)
+    held = GatheredUnits(ahead=frozenset(begun))
     known = rule.known
     for i, segment in enumerate(program):
         following = tuple(program[i + 1 : rule.reach(program, i + 1)])
@@ -72,8 +72,8 @@ def gather_turns(copies: Copies, program: Sequence[Segment], sizes: Sequence[flo
         key = segment, following, returning, held
         if key not in known:
             known[key] = rule.run(segment, following, returning, held)
-        turns, held = known[key]
-        yield from turns
+        uses, held = known[key]
+        yield from uses
 
 
 @lru_cache(maxsize=64)
@@ -92,7 +92,7 @@ class _Rule:
 
     def __init__(self, copies: Copies, sizes: Sequence[float]) -> None:
         self.copies, self.sizes = copies, sizes
-        self.known: dict[object, tuple[Sequence[Turn], Held]] = {}  # what happened in a segment
+        self.known: dict[object, tuple[Sequence[ModuleUse], GatheredUnits]] = {}  # what happened in a segment
         self.window = 2 * len(sizes)  # uses that are looked at
         self.part_of: dict[int, int] = {}  # the first part that uses the unit
         for part, modules in enumerate(copies.uses):
@@ -118,22 +118,22 @@ class _Rule:
         return start
 
     def run(
-        self, segment: Segment, following: Sequence[Segment], returning: Units, held: Held
-    ) -> tuple[Sequence[Turn], Held]:
-        """Return the turns of a segment, and what is held after it. returning: the parts that come again."""
-        own, turns = self.visits([segment]), []
+        self, segment: Segment, following: Sequence[Segment], returning: Units, held: GatheredUnits
+    ) -> tuple[Sequence[ModuleUse], GatheredUnits]:
+        """Return the uses of a segment, and what is held after it. returning: the parts that come again."""
+        own, uses = self.visits([segment]), []
         every = own + self.visits(following)
         again = self._again(segment[0], own)
         for at, units in enumerate(own):
             missing = [u for u in units if u not in held.in_use and u not in held.ahead]
-            held = Held(held.in_use.union(units), held.ahead.difference(units))
+            held = GatheredUnits(held.in_use.union(units), held.ahead.difference(units))
             coming = self.coming(every[at + 1 : at + 1 + self.window], held)
             more = [u for u in coming if u not in held.in_use and u not in held.ahead]
-            turns.append(Turn(units, (*missing, *more)))
+            uses.append(ModuleUse(units, (*missing, *more)))
             stay = {u for u in held.in_use if u in again[at] or self._kept(u, returning)}
             ahead = held.ahead.union(more, (u for u in held.in_use if u not in stay and u in coming))
-            held = Held(frozenset(stay), ahead)
-        return turns, held
+            held = GatheredUnits(frozenset(stay), ahead)
+        return uses, held
 
     def _kept(self, unit: int, returning: Units) -> bool:
         return self.copies.keep_gathered and self.part_of[unit] in returning
@@ -152,7 +152,7 @@ class _Rule:
             later = later.union(units) if kind != "F" else later
         return out[::-1]
 
-    def coming(self, later: Iterable[Sequence[int]], held: Held) -> dict[int, None]:
+    def coming(self, later: Iterable[Sequence[int]], held: GatheredUnits) -> dict[int, None]:
         """Return the units that are to be here for later modules: all of the next one, and more within the bytes.
 
         The next module is the first that needs more than what is in use. What is ahead already counts first.

@@ -1,4 +1,4 @@
-"""This module adds a choice of shards and wire formats to a frame: the memory, the bytes and the work of a layout."""
+"""A layout: a base layout with shards and wire formats. It knows its memory, its bytes and its chains of hops."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megazero.config import RunConfig
-from megazero.config.sections import ZeroConfig
-from megazero.config.shards import Shards
-from megazero.config.wire import Wire
+from megazero.config.layout.shards import Shards
+from megazero.config.layout.wire import Wire
+from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.coding import Coder
 from megazero.plan.communication import Bytes, Formats
-from megazero.plan.frame import Frame
 from megazero.plan.gathers import Copies
 from megazero.plan.memory import Memory, States, rank_memory
 from megazero.plan.units import Module, RankUnits, rank_units
@@ -26,20 +26,20 @@ from megazero.pp.schedules import make_schedule
 LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
 
 
-class Leg(NamedTuple):
-    """A part of a chain: a hop over ``link``, or work. busy: seconds of a processor that a hop takes on a rank."""
+class TimedHop(NamedTuple):
+    """A step of a chain: a hop over ``link``, or local work. busy: processor seconds that a hop takes on a rank."""
 
     link: str
     seconds: float
     busy: float = 0.0
 
 
-Chain = tuple[Leg, ...]
+Chain = tuple[TimedHop, ...]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one unit costs the lanes: a refresh, a gather, a reduction.
+class UnitChains:
+    """What one unit costs the lanes: chains of its refresh, its gather and its reductions.
 
     stage: seconds in which the rank itself takes a micro-batch's gradients; add: the same where a sum is there.
     """
@@ -54,29 +54,29 @@ class Work:
 
 
 class Layout:
-    """A frame with a choice of shards and wire formats."""
+    """A base layout with a choice of shards and wire formats."""
 
     def __init__(
-        self, frame: Frame, zero: ZeroConfig, sums: int | None = None, all_reduce: bool = False
+        self, base: BaseLayout, zero: ZeroConfig, sums: int | None = None, all_reduce: bool = False
     ) -> None:
         """Make the layout; the last two arguments describe other systems than this engine.
 
         sums: the bytes of a sum of gradients, if not at least 4. all_reduce: sums beyond G go back to all, not only
         to who updates them.
-        Raises ValueError if the choice is not legal on the frame's world.
+        Raises ValueError if the choice is not legal on the base's world.
         """
-        self.frame, self.all_reduce = frame, all_reduce
-        self.config: RunConfig = replace(frame.config, zero=zero)
-        self.shards: Shards = self.config.shards(frame.world)
-        self.wire: Wire = self.config.wire(frame.world)
-        self.grid = frame.grid(self.shards.factors)
-        width, wire = frame.compute.width, self.wire
+        self.base, self.all_reduce = base, all_reduce
+        self.config: RunConfig = replace(base.config, zero=zero)
+        self.shards: Shards = self.config.shards(base.world)
+        self.wire: Wire = self.config.wire(base.world)
+        self.grid = base.grid(self.shards.factors)
+        width, wire = base.compute.width, self.wire
         by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
         self.formats = Formats(width, sums or max(width, 4), wire.weights, by_link, wire.delta)
         self._units_of: dict[int, RankUnits] = {}
-        # All that the work of a unit depends on beside its shape and the cluster: frames share what they make.
-        self._work_key = (
-            (frame.world.world_size, frame.tp, frame.pp, self.config.parallel.use_tp_pp_dp_mapping),
+        # All that a unit's chains depend on beside its shape and the cluster: base layouts share them.
+        self._chains_key = (
+            (base.world.world_size, base.tp, base.pp, self.config.parallel.use_tp_pp_dp_mapping),
             (
                 self.shards.factors,
                 self.shards.whole_gradients,
@@ -84,7 +84,7 @@ class Layout:
                 self.formats.width,
                 self.formats.sums,
                 all_reduce,
-                frame.micro_batches == 1,
+                base.micro_batches == 1,
             ),
         )
         self.states = States(
@@ -93,43 +93,43 @@ class Layout:
             self.formats,
             wire.feedback,
             zero.zero_prefetch_bytes,
-            frame.cluster.on_host,
+            base.cluster.on_host,
         )
 
     def _units(self, stages: Sequence[StageSpec]) -> RankUnits:
-        config, frame = self.config, self.frame
+        config, base = self.config, self.base
         return rank_units(
             config.model,
             stages,
-            frame.tp,
+            base.tp,
             config.parallel.sequence_parallel,
             self.wire,
             config.zero.zero_chunk_numel,
-            frame.d,
+            base.d,
             self.shards.os,
         )
 
     def units(self, rank: int) -> RankUnits:
         """Return the units of a pipeline rank."""
         if rank not in self._units_of:
-            self._units_of[rank] = self._units(self.frame.of_rank[rank])
+            self._units_of[rank] = self._units(self.base.of_rank[rank])
         return self._units_of[rank]
 
     def memory_of(self, rank: int) -> Memory:
         """Return the memory of a rank of a pipeline stage at the peak of a step."""
-        frame, optimizer = self.frame, self.config.optimizer.optimizer
-        moments = frame.activation_memory[rank]
-        return rank_memory(self.units(rank), self.states, optimizer, frame.micro_batches, moments)
+        base, optimizer = self.base, self.config.optimizer.optimizer
+        moments = base.activation_memory[rank]
+        return rank_memory(self.units(rank), self.states, optimizer, base.micro_batches, moments)
 
     @cached_property
     def memory(self) -> Memory:
         """Return the memory of the rank that needs the most."""
-        return max(map(self.memory_of, self.frame.distinct_ranks), key=lambda m: m.total)
+        return max(map(self.memory_of, self.base.distinct_ranks), key=lambda m: m.total)
 
     @property
     def room(self) -> float:
         """Return the bytes that a rank has for tensors."""
-        return self.frame.cluster.device.room
+        return self.base.cluster.device.room
 
     @property
     def fits(self) -> bool:
@@ -137,9 +137,9 @@ class Layout:
 
     def program(self, rank: int, micro_batches: int) -> list[tuple[str, int]]:
         """Return the segments of a rank's step of so many micro-batches, as the engine is given them."""
-        frame = self.frame
-        schedule = make_schedule(frame.schedule_name, frame.pp, frame.virtual, micro_batches)
-        return [(str(a.kind.value), a.stage // frame.pp) for a in schedule[rank]]
+        base = self.base
+        schedule = make_schedule(base.schedule_name, base.pp, base.virtual, micro_batches)
+        return [(str(a.kind.value), a.stage // base.pp) for a in schedule[rank]]
 
     def copies(self, rank: int) -> Copies:
         uses = [[list(module.units) for module in part] for part in self.units(rank).parts]
@@ -152,39 +152,39 @@ class Layout:
     def modules(self, rank: int, part: int) -> tuple[Module, ...]:
         return self.units(rank).parts[part]
 
-    def work_of(self, unit: communication.UnitShape) -> Work:
+    def chains_of(self, unit: communication.UnitShape) -> UnitChains:
         """Return what a unit costs the lanes."""
-        key = (unit, self._work_key)
-        known: dict[object, Work] = self.frame.collectives.known
+        key = (unit, self._chains_key)
+        known: dict[object, UnitChains] = self.base.collectives.known
         if key not in known:
-            known[key] = self._make_work(unit)
+            known[key] = self._make_chains(unit)
         return known[key]
 
-    def _make_work(self, unit: communication.UnitShape) -> Work:
+    def _make_chains(self, unit: communication.UnitShape) -> UnitChains:
         axes, (p, _, os) = self.grid.data_axes, self.shards.factors
-        coder = Coder(self.frame.compute, self.formats, p, os)
+        coder = Coder(self.base.compute, self.formats, p, os)
         refresh, gather = communication.weight_hops(unit, axes, self.formats)
         summed = [replace(a, role="replica") if self.all_reduce and a.role == "os" else a for a in axes]
         reduction = communication.gradient_hops(
-            unit, summed, self.formats, self.frame.micro_batches, self.shards.whole_gradients
+            unit, summed, self.formats, self.base.micro_batches, self.shards.whole_gradients
         )
-        last: list[Leg] = []
-        every: list[Leg] = []
+        last: list[TimedHop] = []
+        every: list[TimedHop] = []
         left = unit.elements
         for number, hop in enumerate(reduction):
-            legs = [self._leg(hop)]
+            hops = [self._timed_hop(hop)]
             if hop.operation == communication.EXCHANGE:  # messages are encoded, decoded and summed
-                raw = number == 0 and (self.states.g > 1 or self.frame.micro_batches == 1)
+                raw = number == 0 and (self.states.g > 1 or self.base.micro_batches == 1)
                 before, after = coder.exchange(unit, hop.axis, left, raw)
-                legs = [*_local(before), *legs, *_local(after)]
+                hops = [*_local(before), *hops, *_local(after)]
                 left //= hop.axis.size
-            last += legs
-            every += legs if hop.every else []
+            last += hops
+            every += hops if hop.every else []
         before, after = coder.refresh(unit, bool(gather)) if refresh else (0.0, 0.0)
         decode = coder.gather(unit) if gather else 0.0
-        return Work(
-            refresh=(*_local(before), *map(self._leg, refresh), *_local(after)),
-            gather=(*map(self._leg, gather), *_local(decode)),
+        return UnitChains(
+            refresh=(*_local(before), *map(self._timed_hop, refresh), *_local(after)),
+            gather=(*map(self._timed_hop, gather), *_local(decode)),
             every=tuple(every),
             last=tuple(last),
             ahead_bytes=self.states.ahead_bytes(unit),
@@ -192,26 +192,26 @@ class Layout:
             add=coder.staged(unit, added=True),
         )
 
-    def _leg(self, hop: communication.Hop) -> Leg:
-        cost = self.frame.collectives.of_axis(hop.operation, hop.axis, hop.sent)
-        return Leg(hop.axis.link, cost.seconds, cost.busy)
+    def _timed_hop(self, hop: communication.HopBytes) -> TimedHop:
+        cost = self.base.collectives.of_axis(hop.operation, hop.axis, hop.sent)
+        return TimedHop(hop.axis.link, cost.seconds, cost.busy)
 
     @cached_property
     def bytes_by_stage(self) -> list[Bytes]:
         """Return the bytes that one rank of each stage sends in a step, by (kind of hop, link)."""
         out = []
-        for rank in range(self.frame.pp):
+        for rank in range(self.base.pp):
             units = self.units(rank).shapes
             line = self.grid.axis("pp").ranks(self.grid.rank_of(rank, 0, 0))
             ends = self.grid.link(line[0], line[-1]) if any(u.tied for u in units) else None
-            total: Bytes = Counter(self.frame.other_bytes[rank])
+            total: Bytes = Counter(self.base.other_bytes[rank])
             total += communication.model_state(
                 units,
                 self.grid,
                 self.formats,
                 self.copies(rank),
-                self.program(rank, self.frame.micro_batches),
-                self.frame.micro_batches,
+                self.program(rank, self.base.micro_batches),
+                self.base.micro_batches,
                 ends,
             )
             out.append(total)
@@ -221,8 +221,8 @@ class Layout:
     def bytes_across_nodes(self) -> float:
         """Return the bytes that a node's link carries in a step: the mean over stages, times the ranks of a node."""
         sent = [sum(n for (_, link), n in total.items() if link == INTER) for total in self.bytes_by_stage]
-        return sum(sent) / len(sent) * self.frame.cluster.ranks_per_node
+        return sum(sent) / len(sent) * self.base.cluster.ranks_per_node
 
 
-def _local(seconds: float) -> tuple[Leg, ...]:
-    return (Leg(LOCAL, seconds),) if seconds else ()
+def _local(seconds: float) -> tuple[TimedHop, ...]:
+    return (TimedHop(LOCAL, seconds),) if seconds else ()

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 
-from megazero.config.model import ModelConfig
-from megazero.config.parameters import parameter_count
-from megazero.config.shards import Shards
-from megazero.config.wire import Wire
+from megazero.config.layout.shards import Shards
+from megazero.config.layout.wire import Wire
+from megazero.config.model.parameters import parameter_count
+from megazero.config.model.section import ModelConfig
 from megazero.mesh.grid import INTER, Grid
 from megazero.plan.communication import EXCHANGE, Formats, UnitShape, gradient_hops, message
 from megazero.plan.units import EMBEDDING, LAYER, WIDTHS, RankUnits

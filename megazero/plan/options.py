@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError, make_config
-from megazero.config.deepspeed import read_deepspeed
-from megazero.config.fields import fault, option, section_options
-from megazero.config.files import read_yaml
-from megazero.config.flags import options_help, read_flags, read_section
-from megazero.config.layers import merge
-from megazero.config.resolve import complete_megatron, unfused_gelu
+from megazero.config.foreign.deepspeed import read_deepspeed
+from megazero.config.options.cluster import Cluster, known_clusters, load_cluster
+from megazero.config.options.fields import fault, option, section_options
+from megazero.config.read.files import read_yaml
+from megazero.config.read.flags import options_help, read_flags, read_section
+from megazero.config.read.resolve import complete_megatron, unfused_gelu
+from megazero.config.read.sources import merge
 from megazero.config.run import all_options
-from megazero.plan.cluster import Cluster, known_clusters, load_cluster
 from megazero.plan.topology import Topology, check_nodes, expand, read_topology
 
 USAGE = f"""usage: megazero plan TRAINING FLAGS --cluster FILE [flags below] [--explain LAYOUT FLAGS]
@@ -49,7 +49,7 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What the command line asks for.
 
     values: the training's options by name. explain: those of a layout, or None. hosts: the nodes that are to be
@@ -84,7 +84,7 @@ def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return values, errors
 
 
-def read_request(argv: Sequence[str]) -> Request:
+def read_request(argv: Sequence[str]) -> PlanRequest:
     """Read the command line after ``plan``. Raises ConfigError with every fault at once."""
     words, layout = list(argv), None
     if EXPLAIN in words:
@@ -122,7 +122,7 @@ def read_request(argv: Sequence[str]) -> Request:
     errors += _model_errors(values)
     if errors or cluster is None:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Request(values, cluster, policy, options, explain, topology, hosts)
+    return PlanRequest(values, cluster, policy, options, explain, topology, hosts)
 
 
 def _topology(

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Formats:
+class FormatChoice:
     """A choice of formats. values: options of the ZeRO section. loss: what docs/loss.md measured of it.
 
     weights, gradients: whether it quantises the one or the other. delta: it needs parameter shards that stay, P < OS.
@@ -35,14 +35,14 @@ _INT4 = {"zero_quantized_gradients": True}
 _INT2 = {**_INT4, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"}
 _INSIDE = {**_INT4, "zero_gradient_bits_intra_node": 8}
 
-EXACT = Formats("exact", "0")
+EXACT = FormatChoice("exact", "0")
 ZEROPP = (
     EXACT,
-    Formats("weights INT8", "-0.10 (-0.14 to -0.07)", _INT8, weights=True),
-    Formats("weights INT4 of differences", "0.000, of one master", _DELTA, weights=True, delta=True),
-    Formats("gradients INT4", "-0.08 (-0.41 to +0.25)", _INT4, gradients=True),
-    Formats("weights INT8, gradients INT4", "-0.12 (-0.34 to +0.10)", {**_INT8, **_INT4}, True, True),
-    Formats(
+    FormatChoice("weights INT8", "-0.10 (-0.14 to -0.07)", _INT8, weights=True),
+    FormatChoice("weights INT4 of differences", "0.000, of one master", _DELTA, weights=True, delta=True),
+    FormatChoice("gradients INT4", "-0.08 (-0.41 to +0.25)", _INT4, gradients=True),
+    FormatChoice("weights INT8, gradients INT4", "-0.12 (-0.34 to +0.10)", {**_INT8, **_INT4}, True, True),
+    FormatChoice(
         "weights INT4 of differences, gradients INT4",
         "-0.09 (-0.24 to +0.07)",
         {**_DELTA, **_INT4},
@@ -53,9 +53,9 @@ ZEROPP = (
 )
 AGGRESSIVE = (
     *ZEROPP,
-    Formats("gradients INT8 inside nodes, INT4 across", "not measured", _INSIDE, gradients=True),
-    Formats("gradients INT2 with feedback", "+0.25 (no bounds)", _INT2, gradients=True, once=True),
-    Formats(
+    FormatChoice("gradients INT8 inside nodes, INT4 across", "not measured", _INSIDE, gradients=True),
+    FormatChoice("gradients INT2 with feedback", "+0.25 (no bounds)", _INT2, gradients=True, once=True),
+    FormatChoice(
         "weights INT4 of differences, gradients INT2 with feedback",
         "not measured together",
         {**_DELTA, **_INT2},
@@ -65,6 +65,6 @@ AGGRESSIVE = (
         once=True,
     ),
 )
-LOSS_POLICIES: Mapping[str, tuple[Formats, ...]] = MappingProxyType(
+LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
     {"exact": (EXACT,), "zeropp": ZEROPP, "aggressive": AGGRESSIVE}
 )

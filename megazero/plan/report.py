@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megazero.charts import new_figure, save, stacked_bars
 from megazero.config import RunConfig
-from megazero.config.fields import show
-from megazero.config.flops import training_flops
-from megazero.config.parameters import parameter_count
+from megazero.config.model.flops import training_flops
+from megazero.config.model.parameters import parameter_count
+from megazero.config.options.cluster import Cluster
+from megazero.config.options.fields import show
 from megazero.config.run import all_options
-from megazero.plan.cluster import Cluster
+from megazero.files import write_text
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory
 from megazero.plan.search import PARALLEL, STAGES, ZERO, Found
@@ -62,10 +63,10 @@ def layout_flags(config: RunConfig) -> list[str]:
 
 def model_flops_utilisation(layout: Layout, seconds: float) -> float:
     """Return MFU: the model's operations, recompute left out, by what the devices could have done in the time."""
-    config, cluster = layout.config, layout.frame.cluster
+    config, cluster = layout.config, layout.base.cluster
     batch, length = config.batch.global_batch_size, config.model.seq_length
     assert batch and length
-    flops = batch * training_flops(config.model, [length], layout.frame.tp)
+    flops = batch * training_flops(config.model, [length], layout.base.tp)
     return flops / seconds / cluster.world_size / cluster.device.peak(config.precision.params_dtype)
 
 
@@ -77,11 +78,11 @@ def tokens_per_second(layout: Layout, seconds: float) -> float:
 
 def describe(layout: Layout) -> str:
     """Return a layout in a few words."""
-    frame, shards = layout.frame, layout.shards
-    words = [f"TP {frame.tp}", f"PP {frame.pp}", f"DP {frame.d}"]
-    if frame.pp > 1:
-        several = f" x {frame.virtual}" if frame.virtual > 1 else ""
-        words.append(f"{frame.schedule_name}{several}")
+    base, shards = layout.base, layout.shards
+    words = [f"TP {base.tp}", f"PP {base.pp}", f"DP {base.d}"]
+    if base.pp > 1:
+        several = f" x {base.virtual}" if base.virtual > 1 else ""
+        words.append(f"{base.schedule_name}{several}")
         words += ["tp-pp-dp"] * layout.config.parallel.use_tp_pp_dp_mapping
     words.append(f"P,G,OS {','.join(map(str, shards.factors))}")
     words += ["gathered"] * shards.keep_gathered
@@ -153,14 +154,6 @@ def write_json(
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file, which is replaced as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-
-
 def headline(config: RunConfig, cluster: Cluster) -> str:
     """Return the question in one line."""
     return (
@@ -198,3 +191,20 @@ def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[s
                 f"  {WORDS[name]:<25} {more:+9.3f} s ({timing.bill[name]:.3f} to {best.timing.bill[name]:.3f})"
             )
     return lines
+
+
+def draw(best: Sequence[Found], output: Path, title: str) -> None:
+    """Draw a bar per layout, of its seconds and of its memory by item. Raises ValueError without matplotlib."""
+    figure = new_figure(13, 1.5 + 0.45 * len(best), title=title)
+    times, sizes = figure.subplots(1, 2, sharey=True)
+    names = [f"{i}: {describe(found.layout)}" for i, found in enumerate(best, 1)]
+    stacked_bars(times, names, {WORDS[item]: [found.timing.bill[item] for found in best] for item in BILL})
+    memory = [found.layout.memory.items() for found in best]
+    stacked_bars(sizes, names, {item: [items[item] / GIB for items in memory] for item in memory[0]})
+    for axes, label in ((times, "seconds of a step"), (sizes, "GiB of the fullest rank")):
+        axes.set_xlabel(label)
+        axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=4)
+        axes.tick_params(labelsize=7)
+    sizes.axvline(best[0].layout.room / GIB, color="black", linestyle="--", linewidth=1)
+    times.invert_yaxis()
+    save(figure, output)

@@ -1,6 +1,6 @@
 """This module finds the fastest layouts that fit: it asks every legal one, less those that a bound rules out.
 
-What is legal the configuration's own rules say: every frame is a configuration that validates, every layout one whose
+What is legal the configuration's own rules say: every base is a configuration that validates, every layout one whose
 shards and wire resolve. Each has a bound: a time that it cannot be below. The one with the least bound is looked at
 next, until ten results lie below all that is left.
 
@@ -17,13 +17,13 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
-from megazero.config.sections import ZeroConfig
+from megazero.config.options.cluster import Cluster
+from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
-from megazero.plan.cluster import Cluster
-from megazero.plan.frame import Frame
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Chain, Layout
 from megazero.plan.memory import MOMENTS
-from megazero.plan.policies import LOSS_POLICIES, Formats
+from megazero.plan.policies import LOSS_POLICIES, FormatChoice
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
@@ -64,18 +64,18 @@ class Found:
         return float(f"{self.timing.seconds:.4g}"), self.layout.memory.total
 
 
-class Family(NamedTuple):
-    """The layouts of a frame that have one choice of shards. None: as they are given."""
+class ShardChoice(NamedTuple):
+    """A base layout and shard factors, whose wire formats are still open. shard None: the factors as given."""
 
-    frame: Frame
+    base: BaseLayout
     shard: tuple[int, int, int] | None
 
 
 @dataclass
-class Counts:
-    """How many frames and layouts were legal, how many of them fitted, and how many were put on the clock."""
+class SearchCounts:
+    """How many base layouts and layouts were legal, how many of them fitted, and how many were put on the clock."""
 
-    frames: int = 0
+    bases: int = 0
     layouts: int = 0
     fitting: int = 0
     simulated: int = 0
@@ -91,24 +91,24 @@ class Search:
         self.values, self.cluster, self.policy = dict(values), cluster, LOSS_POLICIES[loss_policy]
         self.world = World(cluster.world_size, cluster.ranks_per_node)
         self.collectives = Collectives(cluster)
-        self.counts = Counts()
+        self.counts = SearchCounts()
         self.errors: dict[str, int] = {}  # what the rules refused, and how often
         self._partitions: dict[tuple[int, int, str], tuple[StageSpec, ...]] = {}
 
-    # -- frames ----------------------------------------------------------------------------------
+    # -- bases ----------------------------------------------------------------------------------
 
-    def frames(self) -> Iterator[Frame]:
-        """Yield every legal frame."""
+    def bases(self) -> Iterator[BaseLayout]:
+        """Yield every legal base."""
         for choice in self._choices():
             try:
                 config = make_config({**self.values, **choice}, self.world)
-                frame = Frame(config, self.world, self.cluster, self.collectives, self._stages_of(config))
+                base = BaseLayout(config, self.world, self.cluster, self.collectives, self._stages_of(config))
             except ConfigError as error:
                 for line in error.errors:
                     self.errors[line] = self.errors.get(line, 0) + 1
                 continue
-            self.counts.frames += 1
-            yield frame
+            self.counts.bases += 1
+            yield base
 
     def _stages_of(self, config: RunConfig) -> tuple[StageSpec, ...]:
         parallel = config.parallel
@@ -126,7 +126,7 @@ class Search:
         return [self.values[name]] if name in self.values else list(choices)
 
     def _choices(self) -> Iterator[dict[str, Any]]:
-        """Yield the options of every frame that sizes allow."""
+        """Yield the options of every base that sizes allow."""
         tensor, pipeline, mapping, sequence = PARALLEL
         for tp in self._free(tensor, _divisors(self.cluster.ranks_per_node)):
             for pp in self._free(pipeline, self._pipeline_sizes(tp)):
@@ -174,26 +174,26 @@ class Search:
 
     # -- layouts ---------------------------------------------------------------------------------
 
-    def families(self, frame: Frame) -> Iterator[tuple[Family, float]]:
-        """Yield the shards of a frame whose model state could fit, each with a time that no formats go below.
+    def shard_choices(self, base: BaseLayout) -> Iterator[tuple[ShardChoice, float]]:
+        """Yield the shards of a base whose model state could fit, each with a time that no formats go below.
 
         Fewer bits are never slower on the link between nodes, so the formats with the fewest give that time.
         """
         given = self.shards_given
-        for shard in [None] if given else self._shards(frame):
-            family = Family(frame, shard)
+        for shard in [None] if given else self._shards(base):
+            choice = ShardChoice(base, shard)
             if shard is None:
-                yield family, 0.0
+                yield choice, 0.0
                 continue
             once = shard[0] > 1 and self.values.get(LIFETIME) is None  # gathered layouts belong to it, too
-            for layout, _ in self.layouts(family, fewest_bits=True):
-                yield family, least_seconds(layout, (INTER,), once)
+            for layout, _ in self.layouts(choice, fewest_bits=True):
+                yield choice, least_seconds(layout, (INTER,), once)
 
-    def layouts(self, family: Family, fewest_bits: bool = False) -> Iterator[tuple[Layout, str]]:
-        """Yield every legal layout of a family, with the name of its formats; or only one, of the fewest bits."""
-        for zero, name in self._zero_choices(family, fewest_bits):
+    def layouts(self, choice: ShardChoice, fewest_bits: bool = False) -> Iterator[tuple[Layout, str]]:
+        """Yield every legal layout of a choice, with the name of its formats; or only one, of the fewest bits."""
+        for zero, name in self._zero_choices(choice, fewest_bits):
             try:
-                layout = Layout(family.frame, zero)
+                layout = Layout(choice.base, zero)
             except ValueError as error:
                 self.errors[str(error)] = self.errors.get(str(error), 0) + 1
                 continue
@@ -212,34 +212,34 @@ class Search:
         quantised = any("quantized" in name for name in self.values)
         return not quantised and self.values.get("zero_preset") != "zeropp"
 
-    def _zero_choices(self, family: Family, fewest_bits: bool) -> Iterator[tuple[ZeroConfig, str]]:
-        frame, shard = family
+    def _zero_choices(self, choice: ShardChoice, fewest_bits: bool) -> Iterator[tuple[ZeroConfig, str]]:
+        base, shard = choice
         plain = {
             n: v for n, v in self.values.items() if n.startswith("zero_") and n not in ZERO and v is not None
         }
-        base = (
-            {name: getattr(frame.config.zero, name) for name in ZERO}
+        kept = (
+            {name: getattr(base.config.zero, name) for name in ZERO}
             if shard is None
             else {"zero_shard": shard}
         )
-        factors = shard or frame.config.shards(frame.world).factors
-        formats = self.policy if self._formats_free else (Formats("as given", ""),)
+        factors = shard or base.config.shards(base.world).factors
+        formats = self.policy if self._formats_free else (FormatChoice("as given", ""),)
         lives = [plain[LIFETIME]] if LIFETIME in plain else [None]
         if LIFETIME not in plain and factors[0] > 1 and not fewest_bits:
             lives.append("gathered")
         for chosen in reversed(formats) if fewest_bits else formats:
-            if _has_effect(chosen, factors, frame):
+            if _has_effect(chosen, factors, base):
                 for life in lives:
-                    yield ZeroConfig(**{**plain, **base, **chosen.values, LIFETIME: life}), chosen.name
+                    yield ZeroConfig(**{**plain, **kept, **chosen.values, LIFETIME: life}), chosen.name
 
-    def _shards(self, frame: Frame) -> Iterator[tuple[int, int, int]]:
+    def _shards(self, base: BaseLayout) -> Iterator[tuple[int, int, int]]:
         """Yield the (P, G, OS) whose model state could fit; the rules of the configuration judge them."""
-        model_bytes = frame.least_parameters
-        width = WIDTHS[frame.config.precision.params_dtype]
+        model_bytes = base.least_parameters
+        width = WIDTHS[base.config.precision.params_dtype]
         sums = max(width, 4)
-        moments = 1 + MOMENTS[frame.config.optimizer.optimizer]
-        room = self.cluster.device.room - frame.least_activations
-        legal = [k for k in _divisors(frame.d) if frame.h % k == 0 or k % frame.h == 0]
+        moments = 1 + MOMENTS[base.config.optimizer.optimizer]
+        room = self.cluster.device.room - base.least_activations
+        legal = [k for k in _divisors(base.d) if base.h % k == 0 or k % base.h == 0]
         for os in legal:
             for g in (k for k in legal if os % k == 0):
                 for p in (k for k in legal if g % k == 0):
@@ -249,23 +249,25 @@ class Search:
 
     # -- search ----------------------------------------------------------------------------------
 
-    def best(self, number: int = BEST, frames: Iterable[Frame] | None = None) -> list[Found]:
+    def best(self, number: int = BEST, bases: Iterable[BaseLayout] | None = None) -> list[Found]:
         """Return the fastest layouts that fit, the best first. There may be fewer than ``number``.
 
-        frames: those to choose from, if not every legal one.
+        bases: those to choose from, if not every legal one.
 
-        Frames, families, layouts and results stand in one queue by the least time that they can come to, and the
-        first is taken: a frame turns into its families, a family into its layouts, a layout into a result. So nothing
-        is computed whose bound is above the last result's time.
+        Base layouts, shard choices, layouts and results stand in one queue by the least time that they can come to,
+        and the first is taken: a base turns into its shard choices, a choice into its layouts, a layout into a
+        result. So nothing is computed whose bound is above the last result's time.
         """
         order = count()
-        queue: list[tuple[float, float, int, Frame | Family | Layout | Found, str]] = []
+        queue: list[tuple[float, float, int, BaseLayout | ShardChoice | Layout | Found, str]] = []
 
-        def put(bound: float, tie: float, item: Frame | Family | Layout | Found, name: str = "") -> None:
+        def put(
+            bound: float, tie: float, item: BaseLayout | ShardChoice | Layout | Found, name: str = ""
+        ) -> None:
             heappush(queue, (bound, tie, next(order), item, name))
 
-        for frame in self.frames() if frames is None else frames:
-            put(frame.least_seconds, 0.0, frame)
+        for base in self.bases() if bases is None else bases:
+            put(base.least_seconds, 0.0, base)
         refined: set[int] = set()
         best: list[Found] = []
         while queue and len(best) < number:
@@ -276,7 +278,7 @@ class Search:
                 self.counts.simulated += 1
                 found = Found(item, simulate(item), name)
                 put(found.timing.seconds, item.memory.total, found)
-            elif isinstance(item, Family):
+            elif isinstance(item, ShardChoice):
                 for layout, formats in self.layouts(item):
                     if layout.fits:
                         self.counts.fitting += 1
@@ -287,8 +289,8 @@ class Search:
                 refined.add(id(item))
                 put(item.compute_only[0], 0.0, item)
             else:
-                for family, least in self.families(item):
-                    put(max(bound, least), 0.0, family)
+                for choice, least in self.shard_choices(item):
+                    put(max(bound, least), 0.0, choice)
         return sorted(best, key=lambda f: f.key)
 
 
@@ -299,20 +301,20 @@ def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER), once:
     micro-batch's gradients of the first stage are summed. Neither has more than that forward or backward to hide
     behind. And a link carries one thing at a time. once: for layouts, too, that gather a unit once in a step.
     """
-    frame = layout.frame
-    makespan, first_rank = frame.compute_only
-    if frame.cluster.cores is not None:  # a hop is faster than measured where others are idle
+    base = layout.base
+    makespan, first_rank = base.compute_only
+    if base.cluster.cores is not None:  # a hop is faster than measured where others are idle
         return makespan
-    work = [(layout.work_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
+    work = [(layout.chains_of(unit), times) for unit, times in layout.units(0).counts_of(0)]
     refresh = max(sum(n * _on(one.refresh, link) for one, n in work) for link in links)
     reduce = max(sum(n * _on(one.last, link) for one, n in work) for link in links)
-    forward, backward = frame.first_stage_seconds
+    forward, backward = base.first_stage_seconds
     behind = first_rank + max(0.0, refresh - forward) + max(0.0, reduce - backward)
     return max(makespan, behind, *(_link_seconds(layout, link, once) for link in links))
 
 
 def _on(chain: Chain, link: str) -> float:
-    return sum(leg.seconds for leg in chain if leg.link == link)
+    return sum(hop.seconds for hop in chain if hop.link == link)
 
 
 def _link_seconds(layout: Layout, link: str, once: bool) -> float:
@@ -321,10 +323,10 @@ def _link_seconds(layout: Layout, link: str, once: bool) -> float:
     Weights are gathered once in a step, and again for each further forward and backward, less what may stay from one
     to the next: the modules in use and around it, and the bytes that may be held ahead.
     """
-    frame, units, total, gather, dearest = layout.frame, layout.units(0), 0.0, 0.0, 0.0
-    again = frame.micro_batches
+    base, units, total, gather, dearest = layout.base, layout.units(0), 0.0, 0.0, 0.0
+    again = base.micro_batches
     for unit, number in units.counts:
-        one = layout.work_of(unit)
+        one = layout.chains_of(unit)
         total += number * (_on(one.refresh, link) + (again - 1) * _on(one.every, link) + _on(one.last, link))
         if one.gather:
             gather += number * _on(one.gather, link)
@@ -333,15 +335,15 @@ def _link_seconds(layout: Layout, link: str, once: bool) -> float:
         return total + gather
     module = max(units.modules.values()) * layout.formats.width
     stays = dearest * (layout.states.prefetch_bytes + MODULES_HELD * module)
-    further = 2 * again * gather - gather - (2 * again * frame.virtual - 1) * stays
+    further = 2 * again * gather - gather - (2 * again * base.virtual - 1) * stays
     return total + gather + max(0.0, further)
 
 
-def _has_effect(formats: Formats, shard: tuple[int, int, int], frame: Frame) -> bool:
+def _has_effect(formats: FormatChoice, shard: tuple[int, int, int], base: BaseLayout) -> bool:
     """Tell whether the formats change what crosses nodes, so that they are not another name for others."""
     p, g, os = shard
-    weights = os > frame.h and (not formats.delta or p < os)
-    gradients = frame.d > frame.h and (not formats.once or g <= frame.h)
+    weights = os > base.h and (not formats.delta or p < os)
+    gradients = base.d > base.h and (not formats.once or g <= base.h)
     return (weights or not formats.weights) and (gradients or not formats.gradients)
 
 

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
-from megazero.plan.cluster import Cluster
 
 Mesh = tuple[str, int, int]  # operation, ranks of a group, nodes that it lies on
 Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megazero.config.fields import show
+from megazero.config.options.cluster import Cluster
+from megazero.config.options.fields import show
 from megazero.config.run import all_options
-from megazero.plan.cluster import Cluster
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
 from megazero.plan.report import describe
-from megazero.plan.search import CHOICES, Family, Search
+from megazero.plan.search import CHOICES, Search, ShardChoice
 
 MOST_NODES = 64  # times those that there are
 
@@ -45,9 +45,9 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
     }
     search = Search({**most, **values}, cluster, "exact")
     best: Layout | None = None
-    for frame in search.frames():
-        shard = (frame.d, frame.d, frame.d)
-        for layout, _ in search.layouts(Family(frame, None if search.shards_given else shard)):
+    for base in search.bases():
+        shard = (base.d, base.d, base.d)
+        for layout, _ in search.layouts(ShardChoice(base, None if search.shards_given else shard)):
             if best is None or layout.memory.total < best.memory.total:
                 best = layout
     return best

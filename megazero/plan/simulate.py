@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megazero.mesh.grid import INTER
-from megazero.plan.course import Course, Spent
 from megazero.plan.layout import LOCAL, Chain, Layout
-from megazero.plan.shared import Machine
+from megazero.plan.rank_step import RankStep, Spent
+from megazero.plan.shared_processors import Machine
 from megazero.pp.schedules import Action, Kind
 
 STREAMS = 2  # of a lane: chains that are under way at once
@@ -70,7 +70,7 @@ class _Lane:
         return at
 
 
-class _Rank(Course):
+class _Rank(RankStep):
     """The clock of one pipeline rank. All ranks of a stage do the same at the same time."""
 
     def __init__(self, layout: Layout, rank: int, execution: Execution, micro_batches: int) -> None:
@@ -88,8 +88,8 @@ class _Rank(Course):
         self._take_turn()  # as begin_step does: refreshes move while a stage waits for its first forward
 
     def _refresh_all(self) -> None:
-        for work in self.work:
-            self.now = self.gathers.run(work.refresh, self.now, self.links)
+        for chains in self.chains:
+            self.now = self.gathers.run(chains.refresh, self.now, self.links)
         self.bill["gather"] += self.now
 
     def wait_until(self, time: float, item: str) -> None:
@@ -99,7 +99,7 @@ class _Rank(Course):
 
     def run(self, action: Action) -> None:
         """Run one action, module by module where something moves for its units."""
-        part = action.stage // self.frame.pp
+        part = action.stage // self.base.pp
         modules, visits, reduces = self.open(action)
         if not visits and not reduces:
             self._spend(self._whole(part, action.kind))
@@ -128,17 +128,17 @@ class _Rank(Course):
 
     def _take_turn(self) -> None:
         """Start what the engine starts at this use of a module, and wait for what the use needs."""
-        turn = next(self.turns)
-        for unit in turn.begun:
-            work = self.work[unit]
-            refresh = () if unit in self.here or self.execution.early_refresh else work.refresh
-            chain = refresh + work.gather
+        use = next(self.uses)
+        for unit in use.begun:
+            chains = self.chains[unit]
+            refresh = () if unit in self.here or self.execution.early_refresh else chains.refresh
+            chain = refresh + chains.gather
             self.here[unit] = self.gathers.run(chain, self.now, self.links) if chain else 0.0
-        self.wait_until(max((self.here[unit] for unit in turn.units), default=0.0), "gather")
+        self.wait_until(max((self.here[unit] for unit in use.units), default=0.0), "gather")
 
     def _reduce(self, units: tuple[int, ...], part: int) -> None:
         for unit in reversed(units):
-            chain = self.work[unit].every if self.left[part] else self.work[unit].last
+            chain = self.chains[unit].every if self.left[part] else self.chains[unit].last
             if not chain:
                 continue
             self.pending.append(self.reductions.run(chain, self.now, self.links))
@@ -152,24 +152,23 @@ class _Rank(Course):
 
 def simulate(layout: Layout, execution: Execution = ENGINE) -> Timing:
     """Return the time of one step in the middle of a run."""
-    frame = layout.frame
-    runs = [_run(layout, execution, micro_batches) for micro_batches in frame.sampled]
-    seconds = frame.extrapolated([run.seconds for run in runs])
-    return Timing(seconds, {name: frame.extrapolated([run.bill[name] for run in runs]) for name in BILL})
+    base = layout.base
+    runs = [_run(layout, execution, micro_batches) for micro_batches in base.sampled]
+    seconds = base.extrapolated([run.seconds for run in runs])
+    return Timing(seconds, {name: base.extrapolated([run.bill[name] for run in runs]) for name in BILL})
 
 
 def _run(layout: Layout, execution: Execution, micro_batches: int) -> Timing:
-    frame = layout.frame
-    if frame.cluster.cores is not None:
+    base = layout.base
+    if base.cluster.cores is not None:
         return _run_shared(layout, micro_batches)
-    ranks = [_Rank(layout, rank, execution, micro_batches) for rank in range(frame.pp)]
+    ranks = [_Rank(layout, rank, execution, micro_batches) for rank in range(base.pp)]
     done: dict[Action, float] = {}
-    message = frame.message_seconds
-    for rank, action, event, needed in frame.steps_of(micro_batches)[1]:
+    message = base.message_seconds
+    for rank, action, event, needed in base.steps_of(micro_batches)[1]:
         clock = ranks[rank]
         ready = [
-            done[other] + (message[frame.message_link(other, rank)] if away else 0.0)
-            for other, away in needed
+            done[other] + (message[base.message_link(other, rank)] if away else 0.0) for other, away in needed
         ]
         if ready:
             clock.wait_until(max(ready), "pipeline")
@@ -201,16 +200,16 @@ def _mean(bills: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _update_seconds(layout: Layout) -> float:
     """Return the seconds of the norm's exchange, the update and, across a pipeline, the sum of tied embeddings."""
-    frame, collectives = layout.frame, layout.frame.collectives
-    largest = max(layout.units(rank).elements for rank in frame.distinct_ranks)
-    across = frame.world.world_size > layout.grid.ranks_per_node
-    nodes = frame.world.world_size // layout.grid.ranks_per_node
+    base, collectives = layout.base, layout.base.collectives
+    largest = max(layout.units(rank).elements for rank in base.distinct_ranks)
+    across = base.world.world_size > layout.grid.ranks_per_node
+    nodes = base.world.world_size // layout.grid.ranks_per_node
     scalars = (
         SCALAR_ROUNDS
         * collectives.latency("inter_node" if across else "intra_node")
         * max(nodes, 1).bit_length()
     )
-    return frame.compute.update(largest / layout.shards.os) + scalars + sum(_tied(layout))
+    return base.compute.update(largest / layout.shards.os) + scalars + sum(_tied(layout))
 
 
 def _tied(layout: Layout) -> Iterator[float]:
@@ -218,4 +217,4 @@ def _tied(layout: Layout) -> Iterator[float]:
     for unit in layout.units(0).shapes:
         if unit.tied:
             sent = unit.elements / layout.shards.os * layout.formats.sums
-            yield layout.frame.collectives.seconds("message", 2, nodes, sent)
+            yield layout.base.collectives.seconds("message", 2, nodes, sent)

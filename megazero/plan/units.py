@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
-from megazero.config.model import ModelConfig
-from megazero.config.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
-from megazero.config.wire import Wire
+from megazero.config.layout.wire import Wire
+from megazero.config.model.parameters import ParameterRole, head_copies, of_own_heads, parameter_roles
+from megazero.config.model.section import ModelConfig
 from megazero.plan.communication import UnitShape
 from megazero.pp.partition import StageSpec
 

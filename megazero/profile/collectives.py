@@ -14,7 +14,7 @@ from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.pp.links import Links
 from megazero.pp.schedules import Message
-from megazero.profile.points import Wire
+from megazero.profile.points import CollectivePoint
 from megazero.profile.timing import Clock
 from megazero.tp import TensorParallel, start_all_reduce
 
@@ -23,7 +23,7 @@ SLOW_S = 0.5  # a message that takes longer ends its series: from there on time 
 
 
 def measure_wire(
-    wire: Wire, sizes: list[int], per_node: int, dtype: torch.dtype, clock: Clock
+    wire: CollectivePoint, sizes: list[int], per_node: int, dtype: torch.dtype, clock: Clock
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of the cluster file for each size. dtype: in which a sum is taken. Collective."""
     mesh = _mesh(wire, per_node, clock.device)
@@ -41,7 +41,7 @@ def measure_wire(
             return
 
 
-def _mesh(wire: Wire, per_node: int, device: torch.device) -> Mesh:
+def _mesh(wire: CollectivePoint, per_node: int, device: torch.device) -> Mesh:
     """Make the mesh that has an axis of this kind."""
     operation, ranks, nodes = wire
     if operation == "sum":
@@ -54,7 +54,9 @@ def _mesh(wire: Wire, per_node: int, device: torch.device) -> Mesh:
     return create_mesh(shards=(shard, shard, shard), ranks_per_node=per_node, device=device)
 
 
-def _operation(wire: Wire, mesh: Mesh, size: int, dtype: torch.dtype) -> tuple[int, Operation, int]:
+def _operation(
+    wire: CollectivePoint, mesh: Mesh, size: int, dtype: torch.dtype
+) -> tuple[int, Operation, int]:
     """Return the bytes that a rank sends, the operation, and how many collectives it is."""
     traffic, device = Traffic(), mesh.device
     if wire.operation == "message":

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config import RunConfig, World, make_config
+from megazero.config.options.cluster import Cluster
 from megazero.mesh.mesh import create_mesh
 from megazero.models import Decoder
-from megazero.plan.cluster import Cluster
+from megazero.ops.health import gather
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER
@@ -25,7 +26,6 @@ from megazero.pp.partition import StageSpec
 from megazero.profile.points import Modules
 from megazero.profile.timing import Clock
 from megazero.tp import TensorParallel
-from megazero.train.health import gather
 from megazero.train.parallelize import DTYPES
 
 # Layers that are measured one after the other, with their activations kept: one layer again and again would find its

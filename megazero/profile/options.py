@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import ConfigError, make_config
-from megazero.config.fields import option, section_options
-from megazero.config.flags import options_help, read_section
+from megazero.config.options.fields import option, section_options
+from megazero.config.read.flags import options_help, read_section
 from megazero.config.run import all_options
 from megazero.plan.options import read_values, with_stand_ins
 
@@ -61,7 +61,7 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """What the command line asks for. values: the training's options by name. notes: what the user should know."""
 
     values: dict[str, Any]
@@ -74,7 +74,7 @@ def help_text() -> str:
     return "\n".join([USAGE, *options_help(section_options("profile", ProfileConfig))])
 
 
-def read_request(argv: Sequence[str]) -> Request:
+def read_request(argv: Sequence[str]) -> ProfileRequest:
     """Read the command line after ``profile``. Raises ConfigError with every fault at once."""
     options, rest, errors = read_section(ProfileConfig, argv)
     given, faults = read_values(rest)
@@ -92,4 +92,4 @@ def read_request(argv: Sequence[str]) -> Request:
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
     note = f"without effect: {', '.join(own)}. The profile chooses them itself: it measures several"
-    return Request(values, options, (note,) if own else ())
+    return ProfileRequest(values, options, (note,) if own else ())

@@ -10,7 +10,7 @@ STEP = 4  # from one size to the next
 CODED_BITS = (8, 4, 2)
 
 
-class Wire(NamedTuple):
+class CollectivePoint(NamedTuple):
     """A collective over ``ranks`` that lie on ``nodes`` nodes, as the planner asks for it."""
 
     operation: str
@@ -31,16 +31,18 @@ class Modules(NamedTuple):
         return f"modules tp {self.tp} micro-batch {self.micro_batch}"
 
 
-def wires(nodes: int, per_node: int) -> Iterator[Wire]:
+def wires(nodes: int, per_node: int) -> Iterator[CollectivePoint]:
     """Yield the collectives that a step can have: over axes inside a node, and over one rank of each node."""
     inside = [size for size in divisors(per_node) if size > 1]
     across = [size for size in divisors(nodes) if size > 1]
     for operation in ("gather", "exchange"):
-        yield from (Wire(operation, size, 1) for size in inside)
-        yield from (Wire(operation, size, size) for size in across)
-    yield from (Wire("sum", size, 1) for size in inside)
+        yield from (CollectivePoint(operation, size, 1) for size in inside)
+        yield from (CollectivePoint(operation, size, size) for size in across)
+    yield from (CollectivePoint("sum", size, 1) for size in inside)
     yield from (
-        Wire("message", 2, where) for where, there in ((1, per_node % 2 == 0), (2, nodes > 1)) if there
+        CollectivePoint("message", 2, where)
+        for where, there in ((1, per_node % 2 == 0), (2, nodes > 1))
+        if there
     )
 
 

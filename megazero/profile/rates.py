@@ -15,10 +15,10 @@ from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec, Identity
 from megazero.config import RunConfig
+from megazero.ops.health import gather
 from megazero.plan.compute import UPDATE_BYTES
 from megazero.profile.points import CODED_BITS
 from megazero.profile.timing import Clock
-from megazero.train.health import gather
 from megazero.train.parallelize import DTYPES, optimizer_factory
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of what is coded and updated

@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import ConfigError, RunConfig, make_config
+from megazero.config.options.cluster import Cluster, parse_cluster
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import discover_ranks_per_node
-from megazero.plan.cluster import Cluster, parse_cluster
-from megazero.profile.chart import draw
 from megazero.profile.collectives import measure_wire
 from megazero.profile.model import DoesNotFit, measure_modules
-from megazero.profile.options import Request
+from megazero.profile.options import ProfileRequest
 from megazero.profile.points import modules, sizes, wires
 from megazero.profile.rates import find_host, measure_codecs, measure_device
-from megazero.profile.record import Progress, Rows, cluster_text, links, write_cluster
+from megazero.profile.record import Measurements, Rows, cluster_text, draw, links, write_cluster
 from megazero.profile.timing import Clock
 from megazero.train.parallelize import DTYPES
 from megazero.train.ranks import start_rank
@@ -37,14 +36,14 @@ class Joined(NamedTuple):
     notes: tuple[str, ...]
 
 
-def join(request: Request, launch: Launch) -> Joined:
+def join(request: ProfileRequest, launch: Launch) -> Joined:
     """Choose the device and join the other ranks. Collective. Raises ValueError, perhaps on one rank alone."""
     config = make_config({**request.values, "micro_batch_size": 1, "global_batch_size": None})
     device, notes = start_rank(config.training, launch, TIMEOUT)
     return Joined(config, device, (*request.notes, *notes))
 
 
-def profile(request: Request, launch: Launch, joined: Joined) -> None:
+def profile(request: ProfileRequest, launch: Launch, joined: Joined) -> None:
     """Measure and write the cluster file. Collective. Raises ConfigError, ValueError, the same on every rank."""
     config, device, notes = joined
     try:
@@ -66,7 +65,7 @@ class Profile:
     """One profile. ``point`` measures what is not known yet; all ranks have the same rows."""
 
     def __init__(
-        self, request: Request, config: RunConfig, launch: Launch, per_node: int, device: torch.device
+        self, request: ProfileRequest, config: RunConfig, launch: Launch, per_node: int, device: torch.device
     ) -> None:
         self.request, self.config, self.first = request, config, launch.rank == 0
         self.world, self.per_node = launch.world_size, per_node
@@ -83,13 +82,13 @@ class Profile:
         }
         self.progress = self._progress(of)
 
-    def _progress(self, of: dict[str, Any]) -> Progress:
+    def _progress(self, of: dict[str, Any]) -> Measurements:
         """Read what was measured before: the first rank's file counts. Raises ConfigError on every rank."""
         told: list[Any] = [None]
-        progress = Progress(None, of)
+        progress = Measurements(None, of)
         if self.first:
             try:
-                progress = Progress(self.request.options.progress, of, self.request.options.profile_fresh)
+                progress = Measurements(self.request.options.progress, of, self.request.options.profile_fresh)
                 told = [progress.done]
             except ConfigError as error:
                 told = [list(error.errors)]
@@ -167,6 +166,7 @@ class Profile:
         cluster = write_cluster(output, self.sections())
         print(f"{output}: {len(cluster.collectives)} collectives, {len(cluster.layers)} modules", flush=True)
         try:
-            print(f"{draw(cluster, output.with_suffix('.png'))}: the chart", flush=True)
+            draw(cluster, output.with_suffix(".png"))
+            print(f"{output.with_suffix('.png')}: the chart", flush=True)
         except ValueError as error:
             print(error, flush=True)

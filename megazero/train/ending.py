@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megazero.config import RunConfig
+from megazero.log.exit_status import ExitStatus
+from megazero.log.history import record_end
+from megazero.log.words import duration
 from megazero.mesh.launch import Launch
-from megazero.train.exit_status import ExitStatus
-from megazero.train.history import record_end
-from megazero.train.words import duration
 
 if TYPE_CHECKING:
     from megazero.train.trainer import Trainer

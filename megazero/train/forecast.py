@@ -1,7 +1,7 @@
 """What the planner predicts of a run: it chooses for --zero-preset auto, and refuses what would not fit.
 
 The memory needs no cluster file: it follows from the configuration, and what there is of it is asked of the devices.
-Step times need one (plan/cluster.py).
+Step times need one (config/options/cluster.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import RunConfig, World
+from megazero.config.layout.shards import AUTO
+from megazero.config.options.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
 from megazero.config.run import all_options
-from megazero.config.shards import AUTO
 from megazero.mesh.mesh import Mesh
-from megazero.plan.cluster import Cluster, Cores, Device, InterNode, IntraNode, cluster_of_run
-from megazero.plan.frame import Frame
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB, Memory, saved_width
 from megazero.plan.report import describe, layout_flags, memory_items, table
@@ -109,14 +109,14 @@ def foresee(
                 cluster = replace(cluster, cores=Cores(ranks, ranks))
         else:
             cluster = _unknown_cluster(config, world, room, device)
-        frame = Frame(config, world, cluster, Collectives(cluster))
+        base = BaseLayout(config, world, cluster, Collectives(cluster))
     except ValueError:
         if name is not None:
             raise
         return config, None, notes
     if config.zero.zero_preset == AUTO:
-        config, notes = choose(config, frame)
-    layout = Layout(frame, config.zero)
+        config, notes = choose(config, base)
+    layout = Layout(base, config.zero)
     copied, on_host = copied_bytes(layout), device.type == "cpu"
     if config.planning.memory_check and room is not None:
         refuse_too_large(layout, room, copied if on_host else 0.0)
@@ -126,26 +126,26 @@ def foresee(
 
 def copied_bytes(layout: Layout) -> float:
     """Return the bytes of host memory that --async-save's copy takes on the rank that has the most to save."""
-    config, frame = layout.config, layout.frame
+    config, base = layout.config, layout.base
     if not config.checkpoint.async_save:
         return 0.0
-    elements = max(layout.units(rank).elements for rank in frame.distinct_ranks) / layout.shards.os
+    elements = max(layout.units(rank).elements for rank in base.distinct_ranks) / layout.shards.os
     return elements * saved_width(config.precision.params_dtype, config.optimizer.optimizer, layout.wire)
 
 
-def choose(config: RunConfig, frame: Frame) -> tuple[RunConfig, list[str]]:
+def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the planner's choice for --zero-preset auto, and why. Collective.
 
     All but the ZeRO section stays. The first rank chooses: the others' files may differ.
     """
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        search = Search(said_values(config), frame.cluster, config.planning.loss_policy)
-        best = search.best(frames=[frame])
+        search = Search(said_values(config), base.cluster, config.planning.loss_policy)
+        best = search.best(bases=[base])
         if best:
             found = [(best[0].layout.config.zero, table(best))]
         else:
-            smallest, room = smallest_layout(said_values(config), frame.cluster), frame.cluster.device.room
+            smallest, room = smallest_layout(said_values(config), base.cluster), base.cluster.device.room
             found = [
                 _too_large(smallest, room) if smallest else "--zero-preset auto: no sharding is legal here"
             ]
@@ -156,7 +156,7 @@ def choose(config: RunConfig, frame: Frame) -> tuple[RunConfig, list[str]]:
     zero, lines = found[0]
     config = replace(config, zero=zero)
     flags = " ".join(layout_flags(config))
-    return config, [f"--zero-preset auto chose the first of these by {frame.cluster.name}: {flags}", *lines]
+    return config, [f"--zero-preset auto chose the first of these by {base.cluster.name}: {flags}", *lines]
 
 
 def said_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def refuse_too_large(layout: Layout, room: float, copied: float = 0.0) -> None:
 
 
 def _too_large(layout: Layout, room: float, copied: float = 0.0) -> str:
-    fitting = next(_fitting(layout.config, layout.frame.cluster, room - copied), None)
+    fitting = next(_fitting(layout.config, layout.base.cluster, room - copied), None)
     cure = (
         "no layout fits on these ranks: take more nodes"
         if fitting is None

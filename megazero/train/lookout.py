@@ -9,12 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from megazero.config import RunConfig
+from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
-from megazero.train.beats import Where
+from megazero.ops.beats import Where
+from megazero.ops.watch import Limit, Watch, connect
 from megazero.train.ending import Ending
-from megazero.train.exit_status import ExitStatus
 from megazero.train.trainer import Trainer
-from megazero.train.watch import Limit, Watch, connect
 
 
 class Lookout:

@@ -16,21 +16,21 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
-from megazero.config.observing import LoggingConfig
+from megazero.config.options.observing import LoggingConfig
 from megazero.config.secrets import redact
-from megazero.data.files import replacing
+from megazero.files import replacing
+from megazero.log.console import TrainConsole
+from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
+from megazero.log.lines import NO_ROOM, LineFile
+from megazero.log.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
+from megazero.log.metrics import MetricsWriter
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention_kernels import math_note
-from megazero.train.console import TrainConsole
-from megazero.train.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
-from megazero.train.lines import NO_ROOM, LineFile
-from megazero.train.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
-from megazero.train.metrics import MetricsWriter
-from megazero.train.origin import Progress
 from megazero.train.parallelize import DTYPES
-from megazero.train.skipping import LeftOut
+from megazero.train.state.origin import Progress
+from megazero.train.state.skipping import LeftOut
 from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"

@@ -27,8 +27,8 @@ from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
 from megazero.comm.waits import Waits
 from megazero.config import RunConfig, World
-from megazero.config.optimizers import OPTIMIZERS
-from megazero.config.wire import Coding, Wire
+from megazero.config.layout.wire import Coding, Wire
+from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.models.positions import Documents
@@ -37,7 +37,7 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
-from megazero.train.learning_rate import DECOUPLED
+from megazero.train.schedule.learning_rate import DECOUPLED
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -87,7 +87,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         chunk_numel=config.zero.zero_chunk_numel,
         block=wire.block,
         exact_numel=wire.exact_numel,
-        loss_scaled=config.precision.params_dtype == "fp16",  # train/loss_scaling.py
+        loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
         codecs=make_codecs(wire),
         seed=config.training.seed,
         weight_error_bound=config.zero.zero_weight_error_bound,

@@ -7,11 +7,11 @@ import sys
 from contextlib import nullcontext
 
 from megazero.config import RunConfig
+from megazero.log.exit_status import ExitStatus
+from megazero.log.history import record_end
+from megazero.log.streams import log_each_rank
 from megazero.mesh.launch import Launch
-from megazero.train.exit_status import ExitStatus
-from megazero.train.history import record_end
-from megazero.train.stopping import NotStarted, StopSignals
-from megazero.train.streams import log_each_rank
+from megazero.ops.stopping import NotStarted, StopSignals
 
 
 def run(config: RunConfig, launch: Launch) -> int:

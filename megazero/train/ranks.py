@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import ConfigError, RunConfig, World
-from megazero.config.elastic import fit
-from megazero.config.fields import show
+from megazero.config.layout.elastic import fit
+from megazero.config.options.fields import show
+from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
-from megazero.config.sections import TrainingConfig
 from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
-from megazero.train.guards import RankFailure
+from megazero.ops.guards import RankFailure
 
 # Options that may differ between ranks: what only the first one uses, and where files lie on a node.
 OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}

@@ -17,31 +17,31 @@ from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
+from megazero.log.exit_status import record_status, status_of
+from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
-from megazero.train.batch_size import run_length
-from megazero.train.checkpointing import Checkpointing
-from megazero.train.datasets import make_datasets, tokenizer_info, with_vocabulary
-from megazero.train.exit_status import record_status, status_of
+from megazero.ops.guards import NonFiniteLoss, RankFailure, readable_failures
+from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
+from megazero.ops.stopping import ExitConditions, NotStarted, StopSignals
+from megazero.ops.stragglers import Stragglers
+from megazero.ops.watch import judging_s
+from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.forecast import Forecast, foresee
-from megazero.train.guards import NonFiniteLoss, RankFailure, readable_failures
-from megazero.train.health import Unhealthy, healthy_mesh, record_bad_nodes
-from megazero.train.learning_rate import LearningRate
 from megazero.train.lookout import Lookout
-from megazero.train.loss_scaling import LossScaling
-from megazero.train.origin import find_origin
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
 from megazero.train.ranks import find_world, make_mesh, start_rank
-from megazero.train.rollback import LossSpike
-from megazero.train.spikes import SpikeMonitor
-from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
-from megazero.train.stragglers import Stragglers
-from megazero.train.timebill import TimeBill
+from megazero.train.schedule.learning_rate import LearningRate
+from megazero.train.schedule.loss_scaling import LossScaling
+from megazero.train.schedule.run_length import run_length
+from megazero.train.schedule.spikes import SpikeMonitor
+from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.origin import find_origin
+from megazero.train.state.rollback import LossSpike
 from megazero.train.trainer import Trainer
-from megazero.train.watch import judging_s
 from megazero.zero import Engine
 
 

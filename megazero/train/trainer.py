@@ -14,33 +14,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megazero.config.flops import training_flops
-from megazero.config.skipping import iteration_ranges
+from megazero.config.model.flops import training_flops
+from megazero.config.options.skipping import iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
+from megazero.log.exit_status import ExitStatus
+from megazero.log.history import Start
+from megazero.log.metrics import IterationMetrics
+from megazero.log.time_bill import TimeBill
 from megazero.models import Decoder
+from megazero.ops.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
+from megazero.ops.stopping import ExitConditions
+from megazero.ops.stragglers import KINDS, Stragglers
 from megazero.pp.executor import Pipeline
-from megazero.train.batch_size import RunLength
-from megazero.train.checkpointing import Checkpointing
-from megazero.train.datasets import RunData
-from megazero.train.evaluation import mean_loss
-from megazero.train.exit_status import ExitStatus
-from megazero.train.feeding import Batch, Feeding
+from megazero.train.data.datasets import RunData
+from megazero.train.data.evaluation import mean_loss
+from megazero.train.data.feeding import Batch, Feeding
 from megazero.train.forecast import Forecast
-from megazero.train.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
-from megazero.train.history import Start
-from megazero.train.learning_rate import DECOUPLED, LearningRate
-from megazero.train.metrics import IterationMetrics
-from megazero.train.origin import Progress
 from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
-from megazero.train.rollback import go_back
-from megazero.train.saver import Saver
-from megazero.train.skipping import just_before, leave_out, next_to_leave_out, without_effect
-from megazero.train.stopping import ExitConditions
-from megazero.train.stragglers import KINDS, Stragglers
-from megazero.train.timebill import TimeBill
+from megazero.train.schedule.learning_rate import DECOUPLED, LearningRate
+from megazero.train.schedule.run_length import RunLength
+from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.origin import Progress
+from megazero.train.state.rollback import go_back
+from megazero.train.state.saver import Saver
+from megazero.train.state.skipping import just_before, leave_out, next_to_leave_out, without_effect
 from megazero.zero import Engine, StepInfo
 
 STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megazero.config.wire import Wire
+from megazero.config.layout.wire import Wire
 from megazero.verify.expected_bytes import ExpectedBytes, mismatches
 from megazero.verify.full_tensors import Assembler, FullTensors, Piece
 from megazero.verify.recorder import RoundingRecord, UnitSlice, rounded_name

@@ -12,7 +12,7 @@ from functools import lru_cache
 from torch import nn
 
 from megazero.config import RunConfig, World
-from megazero.config.batch_sizes import BatchSizeRampup
+from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.models import Decoder
 from megazero.plan import communication

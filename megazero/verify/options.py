@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config import ConfigError, RunConfig, World, parse
-from megazero.config.fields import option, section_options
-from megazero.config.flags import options_help, read_section
+from megazero.config.layout.shards import AUTO
+from megazero.config.options.fields import option, section_options
+from megazero.config.read.flags import options_help, read_section
 from megazero.config.run import all_options
-from megazero.config.shards import AUTO
 
 USAGE = """usage: megazero verify TRAINING FLAGS [--config FILE] [flags below]
 
@@ -34,7 +34,7 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
-class Request:
+class VerifyRequest:
     """What the command line asks for.
 
     config: the configuration as training would have it on ``world``. options: those of the verification.
@@ -51,7 +51,7 @@ def help_text() -> str:
     return "\n".join([USAGE, *options_help(options)])
 
 
-def read_request(argv: Sequence[str]) -> Request:
+def read_request(argv: Sequence[str]) -> VerifyRequest:
     """Read the command line after ``verify``. Raises ConfigError with every fault at once, as training does."""
     options, rest, errors = read_section(VerifyConfig, argv)
     try:
@@ -68,4 +68,4 @@ def read_request(argv: Sequence[str]) -> Request:
         )
     if errors:
         raise ConfigError(errors)
-    return Request(config, World(size, config.ranks_per_node(World(size, size))), options)
+    return VerifyRequest(config, World(size, config.ranks_per_node(World(size, size))), options)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megazero.config import RunConfig
-from megazero.config.batch_sizes import BatchSizeRampup
+from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.models import Decoder
 from megazero.train.parallelize import MicroBatch, optimizer_factory
 from megazero.verify.training_run import documents_of, tokens_of

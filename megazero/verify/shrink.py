@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
-from megazero.config.optimizers import OPTIMIZERS
+from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
 from megazero.verify.shrink_world import SubLayout, sub_layout
 

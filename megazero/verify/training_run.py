@@ -11,14 +11,11 @@ import torch
 from megazero import zero
 from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig, World
-from megazero.config.batch_sizes import BatchSizeRampup
+from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
-from megazero.train.checkpointing import Checkpointing
-from megazero.train.loss_scaling import LossScaling
-from megazero.train.origin import Progress, find_origin
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -29,6 +26,9 @@ from megazero.train.parallelize import (
     shard_decoder,
 )
 from megazero.train.ranks import make_mesh
+from megazero.train.schedule.loss_scaling import LossScaling
+from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.origin import Progress, find_origin
 from megazero.verify.recorder import Recorder, RoundingRecord, StepRecord, UnitSlice, slices
 
 # Of an engine, its pipeline and their configuration: what the steps of a run happen in.

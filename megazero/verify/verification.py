@@ -19,7 +19,7 @@ from megazero.verify.checks import Evidence
 from megazero.verify.diagnosis import diagnose
 from megazero.verify.expected_bytes import ExpectedBytes
 from megazero.verify.full_tensors import Assembler
-from megazero.verify.options import Request
+from megazero.verify.options import VerifyRequest
 from megazero.verify.shrink import OF_DOCUMENTS, Shrunk, shrink
 from megazero.verify.training_run import (
     Around,
@@ -33,7 +33,7 @@ from megazero.verify.training_run import (
 TIMEOUT_S = 900.0  # of all runs on the configured layout; a rank that hangs would otherwise hold everything
 
 
-def verify(request: Request, ranks: LocalRanks, around: Around = nothing_around) -> Certificate:
+def verify(request: VerifyRequest, ranks: LocalRanks, around: Around = nothing_around) -> Certificate:
     """Do the whole verification on as many ``ranks`` as the shrunk world has.
 
     around: the same as TrainingRun's, for all runs on the layout. Raises ValueError for a configuration that cannot
@@ -74,7 +74,7 @@ def _version() -> str:
         return "not installed"
 
 
-def _asked(request: Request) -> list[str]:
+def _asked(request: VerifyRequest) -> list[str]:
     return [line for line in request.config.describe(request.world) if not line.startswith("note")]
 
 

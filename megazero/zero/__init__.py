@@ -53,7 +53,7 @@ def shard(
     tied: parameters that the other end of the pipeline holds, too. It maps the name here to a name common to
         both. The ends sum their gradients once per step; this needs ``create_mesh(ends=True)``.
     timed: a factory of context managers. It is called with 'optimizer' and, for waits, with 'exposed_' and
-        the hop's name: 'exposed_refresh_inter', 'exposed_gather_intra', ... (``train/timebill.py`` lists
+        the hop's name: 'exposed_refresh_inter', 'exposed_gather_intra', ... (``log/time_bill.py`` lists
         them).
     traffic: counters of the bytes that this rank sends. By default the engine has its own.
 

@@ -24,7 +24,8 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
-from megazero.train import feeding, program, setup
+from megazero.train import program, setup
+from megazero.train.data import feeding
 from tests.dist.pool import RankError, run_ranks
 
 Values = Mapping[str, Any]

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megazero.checkpoint import image, storage, store
-from megazero.train.exit_status import ExitStatus, status_of
-from megazero.train.guards import NonFiniteLoss
+from megazero.log.exit_status import ExitStatus, status_of
+from megazero.ops.guards import NonFiniteLoss
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megazero.checkpoint import store
 from megazero.config import World, make_config
+from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
+from megazero.ops.stopping import NotStarted
 from megazero.train import setup
-from megazero.train.exit_status import ExitStatus
-from megazero.train.stopping import NotStarted
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Seen, train, train_each
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megazero.config import World, make_config
+from megazero.log.metrics import read_metrics
 from megazero.train import forecast, setup
-from megazero.train.metrics import read_metrics
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Values, refusal, samples, train_each
 

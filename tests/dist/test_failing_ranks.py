@@ -17,9 +17,9 @@ import pytest
 
 from megazero.checkpoint import store
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
+from megazero.log.exit_status import ExitStatus, read_status
 from megazero.train import ranks as start
 from megazero.train import setup
-from megazero.train.exit_status import ExitStatus, read_status
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Processes, digest, free_port, train_all, write_data
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megazero.config import World
-from megazero.config.architecture import from_hf_config
+from megazero.config.model.architecture import from_hf_config
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
 from megazero.train import parallelize

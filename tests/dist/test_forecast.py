@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from megazero.config.flags import read_flags
+from megazero.config.read.flags import read_flags
 from tests.dist.runs import train_each
 from tests.unit.test_plan import write_cluster
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import World, make_config
+from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.train import setup
-from megazero.train.metrics import read_metrics
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, checkpoint_of, differences, train_all
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from megazero.log.exit_status import ExitStatus
 from megazero.models import Decoder
 from megazero.pp.links import Links
-from megazero.train import feeding
-from megazero.train.exit_status import ExitStatus
+from megazero.train.data import feeding
 from tests.dist.runs import Processes
 from tests.dist.test_failing_ranks import LONG, errors, iterations
 

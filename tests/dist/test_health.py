@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megazero.config import World, make_config
 from megazero.mesh.mesh import create_mesh
+from megazero.ops import health_links, health_probes
+from megazero.ops.health import HealthCheck, Storage, Unhealthy
 from megazero.plan.memory import checkpoint_bytes
-from megazero.train import health_links, health_probes
-from megazero.train.health import HealthCheck, Storage, Unhealthy
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, checkpoint_of, train, train_all
 

@@ -16,7 +16,7 @@ from megazero.models import Decoder
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from megazero.train.ranks import make_mesh
 from tests.dist.pool import run_ranks
-from tools.layouts_page import LAYOUTS, MODEL_OPTIONS, STATE, Layout, markdown, refusals, values_of
+from tools.layouts_page import LAYOUTS, MODEL_OPTIONS, STATE, Column, markdown, refusals, values_of
 
 # Steps of 2 and of 4 micro-batches: the order of gathers and reductions follows their number.
 COUNTS = (4, 2, 4)
@@ -34,13 +34,13 @@ class Seen:
     tp: int
 
 
-def legal() -> list[tuple[str, Layout]]:
+def legal() -> list[tuple[str, Column]]:
     return [
         (row, layout) for row, options in ROWS.items() for layout in LAYOUTS if not refusals(layout, options)
     ]
 
 
-def configuration(row: str, layout: Layout) -> RunConfig:
+def configuration(row: str, layout: Column) -> RunConfig:
     return make_config(values_of(layout, ROWS[row]), World(layout.world, layout.node))
 
 
@@ -52,7 +52,7 @@ def sample_rows(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor,
     return ids[:, :-1], ids[:, 1:]
 
 
-def on_rank(cells: Sequence[tuple[str, Layout]]) -> list[Seen]:
+def on_rank(cells: Sequence[tuple[str, Column]]) -> list[Seen]:
     layout = cells[0][1]
     mesh = make_mesh(configuration(*cells[0]), World(layout.world, layout.node), torch.device("cpu"))
     out = []
@@ -85,7 +85,7 @@ def one_rank(family: str, groups: int, tied: bool, dp: int) -> tuple[list[float]
     """Losses and norms of plain torch on the same samples."""
     options = {"model_family": family, "untie_embeddings_and_output_weights": not tied, "zero_preset": "ddp"}
     options |= {"num_query_groups": groups}
-    config = make_config(values_of(Layout("one rank", 1, 1, {}), options), World(1, 1))
+    config = make_config(values_of(Column("one rank", 1, 1, {}), options), World(1, 1))
     decoder = Decoder(config.model, dtype=torch.float32)
     decoder.initialize(config.training.seed)
     o, plain, named = config.optimizer, decoder.no_weight_decay(), dict(decoder.named_parameters())
@@ -105,7 +105,7 @@ def one_rank(family: str, groups: int, tied: bool, dp: int) -> tuple[list[float]
     return losses, norms
 
 
-def faults(row: str, layout: Layout, ranks: Sequence[Seen]) -> Iterator[str]:
+def faults(row: str, layout: Column, ranks: Sequence[Seen]) -> Iterator[str]:
     config = configuration(row, layout)
     tied = not config.model.untie_embeddings_and_output_weights
     losses, norms = one_rank(config.model.model_family, config.model.num_query_groups, tied, layout.dp)
@@ -139,7 +139,7 @@ LONG = {
     [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.name in LONG else []) for x in LAYOUTS],
 )
 def test_every_legal_cell_trains_as_one_rank(layout):
-    meshes: dict[tuple, list[tuple[str, Layout]]] = {}
+    meshes: dict[tuple, list[tuple[str, Column]]] = {}
     for row, where in legal():
         if where is layout:
             config = configuration(row, layout)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megazero.config import RunConfig, World, make_config
+from megazero.log.exit_status import ExitStatus
 from megazero.models import Decoder
 from megazero.train import setup
-from megazero.train.exit_status import ExitStatus
 from tests.dist.runs import Processes, digest
 from tests.dist.test_failing_ranks import LONG, errors, iterations
 

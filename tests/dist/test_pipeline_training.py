@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megazero.config import World, make_config
-from megazero.train.metrics import read_metrics
-from megazero.train.timebill import ITEMS
+from megazero.log.metrics import read_metrics
+from megazero.log.time_bill import ITEMS
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, Seen, checkpoint_of, differences, samples, train_all, train_each
 

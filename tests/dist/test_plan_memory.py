@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from benchmarks.plan_memory import state_bytes
 from megazero.config import World, make_config
+from megazero.config.options.cluster import Cores
 from megazero.mesh.launch import Launch
-from megazero.plan.cluster import Cores
-from megazero.plan.frame import Frame
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.train import setup
@@ -56,7 +56,7 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
             run.run()
         on = cluster(2, 2)
         on = replace(on, cores=Cores(2, 2), device=replace(on.device, fp32_tflops=1.0))
-        said = Layout(Frame(run.config, World(4, 2), on, Collectives(on)), run.config.zero)
+        said = Layout(BaseLayout(run.config, World(4, 2), on, Collectives(on)), run.config.zero)
         memory = said.memory_of(run.mesh.pp.index)
         out.append((states[-1], run.engine.arena.peak, memory.model_states, memory.staging + memory.margin))
     return out

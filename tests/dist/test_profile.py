@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megazero.config import ConfigError, World, make_config
+from megazero.config.options.cluster import load_cluster
 from megazero.mesh.launch import Launch
-from megazero.plan.cluster import load_cluster
-from megazero.plan.frame import Frame
+from megazero.plan.base_layout import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks import random_kills as kills
-from megazero.train.metrics import METRICS_FILE
+from megazero.log.metrics import METRICS_FILE
 
 
 def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.data import build_datasets
+from megazero.log.metrics import read_metrics
 from megazero.train.generate import Sampling, load_text_model, sample_tokens
-from megazero.train.metrics import read_metrics
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, checkpoint_of, differences, train_all, train_each
 

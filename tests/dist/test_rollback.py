@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from megazero.checkpoint import store
-from megazero.train import feeding, trainer
-from megazero.train.guards import NonFiniteLoss
-from megazero.train.metrics import SUPERSEDED_FILE, read_metrics
-from megazero.train.rollback import LossSpike
+from megazero.log.metrics import SUPERSEDED_FILE, read_metrics
+from megazero.ops.guards import NonFiniteLoss
+from megazero.train import trainer
+from megazero.train.data import feeding
+from megazero.train.state.rollback import LossSpike
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Seen, Values, checkpoint_of, differences, train
 

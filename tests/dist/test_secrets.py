@@ -13,7 +13,7 @@ import pytest
 
 from megazero.config.run import all_options
 from megazero.config.secrets import names_secret, redact, take_secrets
-from megazero.train.exit_status import ExitStatus
+from megazero.log.exit_status import ExitStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (

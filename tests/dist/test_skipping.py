@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megazero.train import feeding
-from megazero.train.metrics import read_metrics
+from megazero.log.metrics import read_metrics
+from megazero.train.data import feeding
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Seen, Values, checkpoint_of, differences, train, train_all
 

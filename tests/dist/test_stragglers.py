@@ -14,12 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from megazero.log.console import TrainConsole
+from megazero.log.metrics import read_metrics
+from megazero.log.time_bill import TimeBill
 from megazero.models.decoder import Decoder
-from megazero.train import feeding, setup, trainer
-from megazero.train.console import TrainConsole
-from megazero.train.metrics import read_metrics
-from megazero.train.stragglers import STEADY
-from megazero.train.timebill import TimeBill
+from megazero.ops.stragglers import STEADY
+from megazero.train import setup, trainer
+from megazero.train.data import feeding
 from tests.dist.pool import run_ranks
 from tests.dist.runs import train
 

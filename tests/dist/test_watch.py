@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
 from megazero.mesh.rendezvous import meet
-from megazero.train.exit_status import ExitStatus
-from megazero.train.watch import INTERVAL, Limit, Watch, connect
+from megazero.ops.watch import INTERVAL, Limit, Watch, connect
 from tests.dist.runs import free_port
 
 WORLD, LIMIT, HANGS_AT = 3, 2.0, 5

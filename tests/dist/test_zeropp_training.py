@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megazero.config import World, make_config
+from megazero.log.metrics import read_metrics
+from megazero.log.time_bill import ITEMS
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
 from megazero.train import setup
-from megazero.train.metrics import read_metrics
-from megazero.train.timebill import ITEMS
 from tests.dist.pool import run_ranks
 from tests.dist.runs import TINY, checkpoint_of, differences, refusals, train_all
 

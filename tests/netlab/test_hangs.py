@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.train.exit_status import ExitStatus
+from megazero.log.exit_status import ExitStatus
 from tests.dist.test_failing_ranks import errors, iterations
 
 ROOT = Path(__file__).resolve().parents[2]

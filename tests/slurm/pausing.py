@@ -18,8 +18,8 @@ from typing import Any
 
 from megazero.checkpoint import directory
 from megazero.mesh.launch import read_launch
+from megazero.ops.stopping import StopSignals
 from megazero.train import setup
-from megazero.train.stopping import StopSignals
 from megazero.train.trainer import Trainer
 
 # The iteration after or in which each of them waits; jobs.py has a run that saves and evaluates there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.train.beats import Beat, missing_ranks, starved
+from megazero.ops.beats import Beat, missing_ranks, starved
 
 
 def beat(rank: int, awaits: tuple[int, str, float] | None = None, **values: object) -> Beat:

@@ -6,7 +6,7 @@ import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
 from megazero.config import ConfigError, RunConfig, World, parse
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.config.run import all_options
 
 REST = "--seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 4 --mock-data"

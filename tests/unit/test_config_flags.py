@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, RunConfig, make_config, parse
-from megazero.config.layers import all_switches
-from megazero.config.megatron.table import rows
+from megazero.config.foreign.megatron.table import rows
+from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
 from tests.unit.command_lines import BASE, WORLD, deepspeed, errors, run, write
 from tools.flags_page import markdown

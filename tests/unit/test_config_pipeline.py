@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.config.flops import training_flops
-from megazero.config.pipeline import stage_costs
+from megazero.config.layout.pipeline import stage_costs
+from megazero.config.model.flops import training_flops
 
 BASE = {
     "model_family": "llama",

@@ -4,8 +4,8 @@ import pytest
 from megazero.kernels import format as kernel_format
 
 from megazero.config import ConfigError, World, make_config
-from megazero.config.wire import DEFAULT_BLOCK, Coding
-from megazero.config.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
+from megazero.config.layout.wire import DEFAULT_BLOCK, Coding
+from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 
 BASE = {
     "model_family": "llama",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, make_config, parse
-from megazero.config.data_inputs import parse_weighted_split
-from megazero.train.metrics import read_metrics
-from megazero.train.plot import plot_loss
+from megazero.config.options.data_inputs import parse_weighted_split
+from megazero.log.metrics import read_metrics
+from megazero.log.plot import plot_loss
 from megazero.train.trainer import Trainer
 from tests.dist.runs import write_data
 from tests.unit.test_train_seams import SMALL, run

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.data_inputs import parse_blend, parse_data_path, parse_weighted_split
+from megazero.config.options.data_inputs import parse_blend, parse_data_path, parse_weighted_split
 from megazero.data import build_datasets
 from megazero.data import gpt as gpt_module
 from megazero.data.blend import blend_order, normalize

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.data.sampler import Batches
-from megazero.train.feeding import Feeding
+from megazero.train.data.feeding import Feeding
 
 
 class Counting:

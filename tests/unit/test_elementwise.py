@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.config.optimizers import OPTIMIZERS, OptimizerConfig
+from megazero.config.options.optimizers import OPTIMIZERS, OptimizerConfig
 from megazero.zero.elementwise import refuse_unless_elementwise
 from megazero.zero.optimizer import default_adamw
 

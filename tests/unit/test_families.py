@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from megazero.config import RunConfig
-from megazero.config.architecture import architecture_of, from_hf_config
 from megazero.config.errors import ConfigError
-from megazero.config.model import make_model
-from megazero.config.model_rules import check_model
+from megazero.config.model.architecture import architecture_of, from_hf_config
+from megazero.config.model.rules import check_model
+from megazero.config.model.section import make_model
 from megazero.families import FAMILIES
 from megazero.train.outputs import export_note
 from megazero.verify.shrink import shrink

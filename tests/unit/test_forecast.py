@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.config.parameters import parameter_count
+from megazero.config.model.parameters import parameter_count
+from megazero.config.options.cluster import Cluster, cluster_of_run
 from megazero.mesh.mesh import create_mesh
-from megazero.plan.cluster import Cluster, cluster_of_run
-from megazero.plan.frame import Frame
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.memory import GIB
 from megazero.plan.seconds import Collectives
@@ -31,9 +31,9 @@ def chosen(on: Cluster, policy: str, **values: object) -> tuple[Layout, list[str
     world = World(on.world_size, on.ranks_per_node)
     asked = {**MODEL, **values, "ranks_per_node": on.ranks_per_node, "zero_preset": "auto", "cluster": "h100"}
     config = make_config({**asked, "loss_policy": policy}, world)
-    frame = Frame(config, world, on, Collectives(on))
-    config, notes = forecast.choose(config, frame)
-    return Layout(frame, config.zero), notes
+    base = BaseLayout(config, world, on, Collectives(on))
+    config, notes = forecast.choose(config, base)
+    return Layout(base, config.zero), notes
 
 
 @pytest.mark.parametrize("policy", ["exact", "zeropp"])
@@ -55,7 +55,7 @@ def test_auto_keeps_what_was_given() -> None:
     given = {"zero_quantized_weights": True, "zero_chunk_numel": 5000, "tensor_model_parallel_size": 2}
     best, _ = chosen(cluster(), "zeropp", **given)
     assert best.wire.weights is not None and best.wire.gradients_inter is None
-    assert best.config.zero.zero_chunk_numel == 5000 and best.frame.tp == 2
+    assert best.config.zero.zero_chunk_numel == 5000 and best.base.tp == 2
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does() -> None:
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does() -> None:
     run = [*WORDS, *ALONE[:4], "--lr", "1", "--train-iters", "1", "--mock-data", "--ranks-per-node", "4"]
     advised = parse([*run, *flags], World(8, 4))
     on = cluster()
-    nearest = Layout(Frame(advised, World(8, 4), on, Collectives(on)), advised.zero)
+    nearest = Layout(BaseLayout(advised, World(8, 4), on, Collectives(on)), advised.zero)
     assert nearest.memory.total <= plain.memory.total / 2
     assert nearest.config.batch == plain.config.batch, "more was given up than was needed"
     with pytest.raises(ValueError, match="take more nodes"):

@@ -18,8 +18,8 @@ from megazero.data.corpus import stdlib_sources
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs
 from megazero.data.tokenizer import GPT2BPETokenizer, load_tokenizer
+from megazero.log.metrics import read_metrics
 from megazero.train.generate import generate, load_text_model
-from megazero.train.metrics import read_metrics
 from tests.unit.test_train_seams import run
 
 ROOT = Path(__file__).resolve().parents[2]

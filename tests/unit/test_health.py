@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.train import health, health_probes
-from megazero.train.exit_status import ExitStatus
-from megazero.train.health import (
+from megazero.log.exit_status import ExitStatus
+from megazero.ops import health, health_probes
+from megazero.ops.health import (
     BAD_NODES_FILE,
     GIB,
     Fault,
@@ -26,8 +26,8 @@ from megazero.train.health import (
     record_bad_nodes,
     room_faults,
 )
-from megazero.train.health_links import NODES, _in_turns, in_words, slow_links
-from megazero.train.health_probes import Facts, memory_errors, missing_bytes, multiplies, remembers
+from megazero.ops.health_links import NODES, _in_turns, in_words, slow_links
+from megazero.ops.health_probes import Facts, memory_errors, missing_bytes, multiplies, remembers
 
 FACTS = Facts("n0", "cuda", (), (70 * GIB, 80 * GIB), (400 * GIB, 500 * GIB), 1000.0)
 MANY = [replace(FACTS, node=f"n{i // 2}") for i in range(8)]  # 4 nodes of 2 ranks

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from megazero.config import World, make_config
+from megazero.log.exit_status import ExitStatus, read_status, record_status
+from megazero.log.history import RUN_FILE, Start, identify, read_events
+from megazero.log.metrics import read_metrics
+from megazero.log.words import duration
 from megazero.mesh.launch import Launch, is_first, read_launch
 from megazero.train import program
 from megazero.train.ending import Ending
-from megazero.train.exit_status import ExitStatus, read_status, record_status
-from megazero.train.history import RUN_FILE, Start, identify, read_events
-from megazero.train.metrics import read_metrics
 from megazero.train.trainer import Trainer
-from megazero.train.words import duration
 from tests.unit.test_train_seams import SMALL, run
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_what_each_rank_prints_is_kept_at_the_file_descriptors(tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom megazero.train.streams import log_each_rank\nlog_each_rank(sys.argv[1], 3)\n"
+        "import os, sys\nfrom megazero.log.streams import log_each_rank\nlog_each_rank(sys.argv[1], 3)\n"
         "print('from Python')\nos.write(1, b'from C\\n')\nos.write(2, b'an error\\n')\nsys.stdout.flush()\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -215,7 +215,7 @@ def test_what_each_rank_prints_is_kept_at_the_file_descriptors(tmp_path: Path) -
 def test_a_rank_goes_on_when_what_copies_its_output_dies(tmp_path: Path) -> None:
     """Its output is then where it was before, from the next word on, and that is said."""
     code = (
-        "import sys\nfrom megazero.train import streams\nstreams.guard_output()\n"
+        "import sys\nfrom megazero.log import streams\nstreams.guard_output()\n"
         "streams.log_each_rank(sys.argv[1], 3)\nstreams._copies[0].kill()\nstreams._copies[0].wait()\n"
         "for word in ('one', 'two'):\n    print(word, flush=True)\nprint('done', file=sys.stderr, flush=True)\n"
     )

@@ -17,7 +17,7 @@ import torch
 from megazero.checkpoint import directory, image, saving, store
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, Segment
-from megazero.train.exit_status import ExitStatus, status_of
+from megazero.log.exit_status import ExitStatus, status_of
 
 
 def records(scale: float = 1.0) -> list[store.SliceRecord]:

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from megazero.config import World, make_config
-from megazero.config.sections import PrecisionConfig
+from megazero.config.options.sections import PrecisionConfig
+from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
+from megazero.ops.guards import NonFiniteLoss
 from megazero.train import setup
-from megazero.train.guards import NonFiniteLoss
-from megazero.train.loss_scaling import LossScaling
-from megazero.train.metrics import read_metrics
+from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.trainer import Trainer
 from tests.dist.runs import TINY
 

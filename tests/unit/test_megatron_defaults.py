@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megazero.config import parse
-from megazero.config.fields import show
+from megazero.config.options.fields import show
 from megazero.config.run import all_options
 from tools.megatron_differences import DIFFERENCES
 

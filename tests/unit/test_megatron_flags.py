@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megazero.config import parse
-from megazero.config.megatron.mapped import TYPED
-from megazero.config.megatron.table import ACCEPT, MAP, REFUSE, rows
+from megazero.config.foreign.megatron.mapped import TYPED
+from megazero.config.foreign.megatron.table import ACCEPT, MAP, REFUSE, rows
 from tests.unit.command_lines import BASE, errors, run, write
 from tools.megatron_page import markdown
 
@@ -198,7 +198,7 @@ def test_tokens_are_samples_of_the_sequence_length():
 
 
 def test_tokens_end_a_ramp_up_where_megatron_deepspeed_ends_it():
-    from megazero.config.batch_sizes import BatchSizeRampup
+    from megazero.config.layout.batch_sizes import BatchSizeRampup
 
     for tokens in (1, 160, 320, 1900, 3200, 3232, 6400, 9599, 12800):
         line = (

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from megazero.config import RunConfig, World, parse
-from megazero.config.parameters import parameter_count
-from megazero.train.batch_size import run_length
-from megazero.train.datasets import tokenizer_info, with_vocabulary
-from megazero.train.learning_rate import LearningRate
-from megazero.train.origin import Progress
+from megazero.config.model.parameters import parameter_count
+from megazero.train.data.datasets import tokenizer_info, with_vocabulary
+from megazero.train.schedule.learning_rate import LearningRate
+from megazero.train.schedule.run_length import run_length
+from megazero.train.state.origin import Progress
 
 GPT2, BLOOM = "--vocab-size 50257", "--vocab-size 250680 --pad-vocab-size-to 250880"
 LLAMA = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
-from megazero.plan.cluster import (
+from megazero.config.options.cluster import (
     Cluster,
     Device,
     InterNode,
@@ -20,8 +20,8 @@ from megazero.plan.cluster import (
     load_cluster,
     parse_cluster,
 )
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.command import main
-from megazero.plan.frame import Frame
 from megazero.plan.layout import Layout
 from megazero.plan.report import layout_flags
 from megazero.plan.search import Search, least_seconds
@@ -81,7 +81,7 @@ def cluster(nodes: int = 2, ranks: int = 4, gbits: float = 1.0, gib: float = 16.
 def layout(values: dict[str, object], on: Cluster) -> Layout:
     world = World(on.world_size, on.ranks_per_node)
     config = make_config({**MODEL, **values, "ranks_per_node": on.ranks_per_node}, world)
-    return Layout(Frame(config, world, on, Collectives(on)), config.zero)
+    return Layout(BaseLayout(config, world, on, Collectives(on)), config.zero)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def layout(values: dict[str, object], on: Cluster) -> Layout:
 )
 def test_bytes_are_those_that_verify_expects(values: dict[str, object], nodes: int) -> None:
     plan = layout(values, cluster(nodes))
-    expected = ExpectedBytes(plan.config, plan.frame.world, False, plan.wire.block)
+    expected = ExpectedBytes(plan.config, plan.base.world, False, plan.wire.block)
     for stage, total in enumerate(plan.bytes_by_stage):
         rank = plan.grid.rank_of(stage, 0, 0)
         want = expected.bytes_of(rank, 1, False)
@@ -112,7 +112,7 @@ def test_bytes_of_other_layers(family: str, sequence_parallel: bool) -> None:
     """A data-parallel rank sums what it holds of the gradients that tensor-parallel ranks share; here the mean."""
     values = {"model_family": family, "tensor_model_parallel_size": 2, "recompute_granularity": "full"}
     plan = layout({**values, "sequence_parallel": sequence_parallel}, cluster())
-    expected = ExpectedBytes(plan.config, plan.frame.world, False, plan.wire.block)
+    expected = ExpectedBytes(plan.config, plan.base.world, False, plan.wire.block)
     (total,) = plan.bytes_by_stage
     each = [expected.bytes_of(plan.grid.rank_of(0, dp, 0), 1, False) for dp in range(4)]
     for (kind, link), sent in total.items():
@@ -162,7 +162,7 @@ def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
         for s in ("1f1b", "gpipe")
     )
     assert last.memory.activations > first.memory.activations
-    by_rank = [moments[LAYER]["activations"] for moments in first.frame.activation_memory]
+    by_rank = [moments[LAYER]["activations"] for moments in first.base.activation_memory]
     assert by_rank[0] > by_rank[3]
 
 
@@ -172,8 +172,8 @@ def test_without_links_a_step_is_its_compute() -> None:
     plan = layout({"zero_preset": "zero3"}, fast)
     timing = simulate(plan)
     update = timing.bill["update"]
-    assert timing.seconds - update == pytest.approx(plan.frame.compute_only[0], rel=1e-3)
-    assert timing.bill["compute"] == pytest.approx(plan.frame.compute_only[0], rel=1e-6)
+    assert timing.seconds - update == pytest.approx(plan.base.compute_only[0], rel=1e-3)
+    assert timing.bill["compute"] == pytest.approx(plan.base.compute_only[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_long_steps_follow_from_their_period(
     values: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = layout(values, cluster())
-    assert len(plan.frame.sampled) == 2
+    assert len(plan.base.sampled) == 2
     short = simulate(plan).seconds
-    monkeypatch.setattr("megazero.plan.frame.SAMPLED", 10**6)
+    monkeypatch.setattr("megazero.plan.base_layout.SAMPLED", 10**6)
     assert simulate(layout(values, cluster())).seconds == pytest.approx(short, rel=0.01)
 
 
@@ -220,9 +220,9 @@ def test_search_finds_what_asking_everything_finds(ahead: int) -> None:
     search = Search(values, on, "zeropp")
     best = search.best(5)
     everything = []
-    for frame in Search(values, on, "zeropp").frames():
-        for family, least in search.families(frame):
-            for plan, _ in search.layouts(family):
+    for base in Search(values, on, "zeropp").bases():
+        for choice, least in search.shard_choices(base):
+            for plan, _ in search.layouts(choice):
                 seconds = simulate(plan).seconds
                 assert max(least, least_seconds(plan)) <= seconds * (1 + 1e-9)
                 everything += [seconds] * plan.fits
@@ -242,7 +242,7 @@ def test_what_is_given_stays_and_flags_are_legal() -> None:
         assert config.parallel.pipeline_model_parallel_size == 2
         assert config.shards(World(8, 4)) == found.layout.shards
         assert config.wire(World(8, 4)) == found.layout.wire
-        assert config.pipeline_schedule == found.layout.frame.schedule_name
+        assert config.pipeline_schedule == found.layout.base.schedule_name
 
 
 @pytest.mark.parametrize("given", [{"zero_stage": 3}, {"zero_preset": "zeropp"}, {"zero_preset": "zero3"}])

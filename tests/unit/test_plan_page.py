@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.plan_memory import draw, predict, words_of
 from benchmarks.planning import amsp_table, bloom_table, memory_table, zeropp_table
 from benchmarks.planning_papers import amsp_rows, bloom_layout, table_4, zeropp_rows
-from megazero.plan.cluster import parse_cluster
+from megazero.config.options.cluster import parse_cluster
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 

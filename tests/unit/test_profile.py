@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, World, make_config
-from megazero.plan.cluster import load_cluster, parse_cluster
+from megazero.config.options.cluster import load_cluster, parse_cluster
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives
-from megazero.profile.chart import series
 from megazero.profile.command import main
 from megazero.profile.options import read_request
-from megazero.profile.points import Wire, divisors, modules, sizes, wires
-from megazero.profile.record import Progress, cluster_text, links, write_cluster
+from megazero.profile.points import CollectivePoint, divisors, modules, sizes, wires
+from megazero.profile.record import Progress, cluster_text, links, series, write_cluster
 
 MODEL = {
     "model_family": "llama",
@@ -61,9 +60,9 @@ def test_every_collective_of_a_step_is_asked_for() -> None:
     """Axes inside a node have 2 or 4 ranks, across nodes 3 or 6; tensor parallelism sums inside."""
     found = set(wires(6, 4))
     assert {w for w in found if w.operation == "gather"} == {
-        Wire("gather", 2, 1),
-        Wire("gather", 4, 1),
-        *(Wire("gather", k, k) for k in (2, 3, 6)),
+        CollectivePoint("gather", 2, 1),
+        CollectivePoint("gather", 4, 1),
+        *(CollectivePoint("gather", k, k) for k in (2, 3, 6)),
     }
     assert {w.ranks for w in found if w.operation == "sum"} == {2, 4}
     assert {w.nodes for w in found if w.operation == "message"} == {1, 2}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import ConfigError, make_config
-from megazero.config.batch_sizes import BatchSizeRampup
-from megazero.config.skipping import iteration_ranges, range_around
-from megazero.train.batch_size import RunLength
-from megazero.train.origin import Progress
-from megazero.train.skipping import LeftOut, just_before, leave_out, next_to_leave_out, without_effect
+from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.options.skipping import iteration_ranges, range_around
+from megazero.train.schedule.run_length import RunLength
+from megazero.train.state.origin import Progress
+from megazero.train.state.skipping import LeftOut, just_before, leave_out, next_to_leave_out, without_effect
 from tests.dist.runs import TINY
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.train.exit_status import ExitStatus
+from megazero.log.exit_status import ExitStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "pretrain" / "slurm").glob("*.sbatch"))

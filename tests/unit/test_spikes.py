@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, make_config
-from megazero.config.skipping import SkippingConfig
-from megazero.train import rollback
-from megazero.train.guards import LocalStep, NonFiniteGuard
-from megazero.train.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
-from megazero.train.origin import Origin, Progress
+from megazero.config.options.skipping import SkippingConfig
+from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
+from megazero.ops.guards import LocalStep, NonFiniteGuard
 from megazero.train.outputs import open_outputs
-from megazero.train.skipping import LeftOut
-from megazero.train.spikes import SpikeMonitor
+from megazero.train.schedule.spikes import SpikeMonitor
+from megazero.train.state import rollback
+from megazero.train.state.origin import Origin, Progress
+from megazero.train.state.skipping import LeftOut
 from tests.dist.runs import TINY
 from tests.unit.test_train_metrics import _line
 

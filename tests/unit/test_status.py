@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from megazero.train import status
-from megazero.train.status import facts, read_run, restarts, state
-from megazero.train.status_page import POINTS, page
-from megazero.train.terminal_chart import text_chart
+from megazero.charts import text_chart
+from megazero.log import status
+from megazero.log.status import facts, read_run, restarts, state
+from megazero.log.status_page import POINTS, page
 from tests.unit.test_train_metrics import _line
 
 ROOT = Path(__file__).parents[2]
@@ -149,20 +149,18 @@ def test_the_page_is_whole_escaped_and_needs_no_network(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, iterations=10 * POINTS)) for name in ("a", "b&c")]
     text, seen = page(runs), Page()
     seen.feed(text)
-    assert seen.fetched == [] and not re.search(r"url\(|@import|https?:|<script", text)
+    assert all(link.startswith("src=data:image/png;base64,") for link in seen.fetched) and not re.search(
+        r"url\(|@import|https?:|<script", text
+    )
     assert seen.tags.count("h2") == 2 and "received SIGUSR1 <b>" in seen.text and "b&c" in seen.text
     for part in (
         "loss, nats per token",
         "time bill",
-        "gather inter node bytes",
         "gradient norm",
         "that a rank works",
     ):
         assert seen.text.count(part) == 2, part
-    points = re.findall(r'<polyline points="([^"]*)"', text)
-    assert points and all(len(line.split()) <= 2 * POINTS for line in points)
-    numbers = [float(n) for line in points for n in re.split("[ ,]", line)]
-    assert all(0 <= number <= 640 for number in numbers)
+    assert len(seen.fetched) > 8
 
 
 def test_a_chart_of_text_has_the_curve_between_its_ends() -> None:

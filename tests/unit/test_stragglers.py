@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm import tcp, waits
-from megazero.comm.tcp import LinkMeter, Sent, busy_share, connections
+from megazero.comm import waits
 from megazero.comm.waits import Waits
-from megazero.train.stragglers import STEADY, WINDOW, Stragglers
-from megazero.train.timebill import ITEMS, TimeBill
+from megazero.log.time_bill import ITEMS, TimeBill
+from megazero.ops import tcp
+from megazero.ops.stragglers import STEADY, WINDOW, Stragglers
+from megazero.ops.tcp import LinkMeter, Sent, busy_share, connections
 
 HOSTS = ["n0", "n0", "n1", "n1"]
 BILL = dict.fromkeys(ITEMS, 0.0) | {"compute": 1.0, "exposed_reduce_inter": 0.8, "data": 0.2}

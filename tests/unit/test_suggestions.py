@@ -2,7 +2,7 @@
 
 import pytest
 
-from megazero.config.suggest import cost, nearest, suggestion
+from megazero.config.foreign.suggest import cost, nearest, suggestion
 from tests.unit.wrong_flags import mistakes, wrong_flags
 
 

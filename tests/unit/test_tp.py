@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.config.model import ModelConfig
+from megazero.config.model.section import ModelConfig
 from megazero.tp import (
     IGNORED_LABEL,
     ColumnParallelLinear,

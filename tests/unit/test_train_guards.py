@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.train.exit_status import ExitStatus
-from megazero.train.guards import (
+from megazero.log.exit_status import ExitStatus
+from megazero.ops.guards import (
     LocalStep,
     NonFiniteGuard,
     NonFiniteLoss,
@@ -20,7 +20,7 @@ from megazero.train.guards import (
     collective_symptom,
     readable_failures,
 )
-from megazero.train.stopping import ExitConditions, NotStarted, StopSignals
+from megazero.ops.stopping import ExitConditions, NotStarted, StopSignals
 
 
 def alone(conditions: ExitConditions, iteration: int) -> str | None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from megazero.data.files import replacing
-from megazero.train import copying, lines
-from megazero.train.lines import LineFile
-from megazero.train.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
-from megazero.train.streams import SafeStream
+from megazero.files import replacing
+from megazero.log import copying, lines
+from megazero.log.lines import LineFile
+from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
+from megazero.log.streams import SafeStream
 from megazero.train.trainer import Trainer
 from tests.unit.test_history import chain
 from tests.unit.test_train_metrics import _line

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.train.metrics import (
+from megazero.log.metrics import (
     SUPERSEDED_FILE,
     IterationMetrics,
     MetricsWriter,
@@ -24,7 +24,7 @@ from megazero.train.metrics import (
     perplexity,
     read_metrics,
 )
-from megazero.train.timebill import ITEMS, TimeBill
+from megazero.log.time_bill import ITEMS, TimeBill
 
 
 def _line(iteration: int, **changes) -> IterationMetrics:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megazero.train.console import TrainConsole, human_bytes, human_count, interval_line
-from megazero.train.history import new_run_id
-from megazero.train.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
-from megazero.train.metrics import MetricsWriter, read_metrics
+from megazero.log.console import TrainConsole, human_bytes, human_count, interval_line
+from megazero.log.history import new_run_id
+from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
+from megazero.log.metrics import MetricsWriter, read_metrics
+from megazero.log.plot import plot_loss
 from megazero.train.outputs import Outputs
-from megazero.train.plot import plot_loss
-from megazero.train.skipping import LeftOut
+from megazero.train.state.skipping import LeftOut
 from tests.unit.test_train_metrics import _line
 
 
@@ -93,9 +93,9 @@ def test_numbers_for_people() -> None:
 
 def test_console_and_metrics_leave_torch_out() -> None:
     code = (
-        "import sys, megazero.train.console, megazero.train.metrics, megazero.train.timebill, "
-        "megazero.train.learning_rate, megazero.train.batch_size, megazero.train.guards, megazero.train.loggers, "
-        "megazero.train.plot\n"
+        "import sys, megazero.log.console, megazero.log.metrics, megazero.log.time_bill, "
+        "megazero.train.schedule.learning_rate, megazero.train.schedule.run_length, megazero.ops.guards, "
+        "megazero.log.loggers, megazero.log.plot\n"
         "assert not {'torch', 'numpy', 'matplotlib', 'wandb'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.config.batch_sizes import BatchSizeRampup
-from megazero.config.optimizers import DECAY_STYLES, WSD_STYLES
-from megazero.train.learning_rate import LearningRate
+from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.options.optimizers import DECAY_STYLES, WSD_STYLES
+from megazero.train.schedule.learning_rate import LearningRate
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,17 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
-from megazero.config.flops import training_flops
-from megazero.config.optimizers import DECAY_STYLES, WSD_STYLES
+from megazero.config.model.flops import training_flops
+from megazero.config.options.optimizers import DECAY_STYLES, WSD_STYLES
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
 from megazero.data.tokenizer import NullTokenizer
+from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
+from megazero.ops.guards import NonFiniteLoss
 from megazero.train import setup
-from megazero.train.feeding import Feeding
-from megazero.train.guards import NonFiniteLoss
-from megazero.train.metrics import read_metrics
+from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.trainer import Trainer
 from tests.dist.runs import TINY

@@ -12,7 +12,7 @@ import pytest
 
 from megazero.cli import COMMANDS, main
 from megazero.config import ConfigError
-from megazero.config.wire import Coding
+from megazero.config.layout.wire import Coding
 from megazero.mesh.grid import data_cuts, make_grid
 from megazero.plan import communication
 from megazero.plan.communication import Activation, Formats, UnitShape

@@ -11,11 +11,11 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.config.elsewhere import deepspeed_names, torchtitan_names
-from megazero.config.layers import all_switches
-from megazero.config.megatron.table import rows
+from megazero.config.foreign.elsewhere import deepspeed_names, torchtitan_names
+from megazero.config.foreign.megatron.table import rows
+from megazero.config.foreign.suggest import suggestion
+from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
-from megazero.config.suggest import suggestion
 
 OLD_PREFIXES = ("model", "train", "ds", "zero", "no", "use", "megatron")
 

@@ -1,0 +1,83 @@
+"""Megatron's lengths in tokens, and the width that BLOOM's fork gives to a gated MLP, as options of megazero.
+
+With --train-tokens, Megatron-DeepSpeed ends after the first iteration that reaches them, or earlier where
+--train-samples or --train-iters ends. Tokens of a schedule replace its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megazero.config.foreign.megatron.apply import spelled
+from megazero.config.foreign.megatron.mapped import DERIVED, UNFUSED_GELU
+from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.run import all_options
+
+
+def complete_derived(values: dict[str, Any], notes: list[str]) -> list[str]:
+    """Replace the derived values by options. ``values`` has what was said, by name. Returns error lines."""
+    derived = {name: values.pop(name, None) for name in DERIVED if name != UNFUSED_GELU}
+    if derived.pop("glu_activation") and not values.get("ffn_hidden_size") and values.get("hidden_size"):
+        values["ffn_hidden_size"] = 4 * values["hidden_size"]
+        notes.append(f"--glu-activation swiglu: --ffn-hidden-size {values['ffn_hidden_size']}, 4 x hidden")
+    tokens: dict[str, int] = {name: count for name, count in derived.items() if count is not None}
+    if not tokens:
+        return []
+    faults = list(_faults(values, tokens))
+    if not faults:
+        before = dict(values)
+        _in_samples(values, tokens)
+        told = ", ".join(f"--{name.replace('_', '-')} {count}" for name, count in tokens.items())
+        changed = [name for name in values if values[name] is not None and values[name] != before.get(name)]
+        means = ", ".join(spelled(all_options()[name], values[name]) for name in changed)
+        notes.append(f"{told} at --seq-length {values['seq_length']}: {means}")
+    return faults
+
+
+def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
+    for name, count in tokens.items():
+        if count < 1:
+            yield f"--{name.replace('_', '-')} {count} must be at least 1"
+    if not values.get("seq_length") or values["seq_length"] < 1:
+        yield f"--{next(iter(tokens)).replace('_', '-')} needs --seq-length"
+    if "train_tokens" in tokens and not values.get("global_batch_size"):
+        yield "--train-tokens needs --global-batch-size: the run ends with the batch that reaches them"
+    if "lr_warmup_tokens" in tokens and "lr_decay_tokens" not in tokens:
+        yield "--lr-warmup-tokens needs --lr-decay-tokens; or use --lr-warmup-samples"
+    if values.get("train_iters") and (values.get("rampup_batch_size") or not values.get("global_batch_size")):
+        yield (
+            "lengths in tokens with --train-iters need one --global-batch-size, without --rampup-batch-size; use "
+            "--train-samples"
+        )
+
+
+def _sizes(values: dict[str, Any], batch: int) -> BatchSizeRampup:
+    """Return the batches up to ``batch``. A ramp-up that is not legal, which is reported elsewhere, is none."""
+    ramp: tuple[int, ...] = tuple(values.get("rampup_batch_size") or ())
+    legal = len(ramp) == 3 and min(ramp) > 0 and ramp[0] <= batch and (batch - ramp[0]) % ramp[1] == 0
+    start, increment, samples = ramp if legal else (batch, 0, 0)
+    return BatchSizeRampup(start, increment, samples, batch, 1, 1)
+
+
+def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
+    """Set the lengths in samples, of whole samples: rounded up for the length of the run, else down."""
+    length, batch = values["seq_length"], values.get("global_batch_size") or 1
+    if values.get("train_iters"):
+        for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay"):
+            count = values.pop(f"{name}_iters", None)
+            if count is not None and not values.get(f"{name}_samples"):
+                values[f"{name}_samples"] = count * batch
+    if "train_tokens" in tokens:
+        wanted = -(-tokens["train_tokens"] // length)
+        given = values.get("train_samples")
+        if given and not values.get("lr_decay_samples"):
+            values["lr_decay_samples"] = given
+        # The run ends with the last whole batch within --train-samples: the one that reaches the tokens.
+        end = _sizes(values, batch).reaching(wanted)
+        values["train_samples"] = min(given, end) if given else end
+    if "lr_decay_tokens" in tokens:
+        values["lr_decay_samples"] = max(1, tokens["lr_decay_tokens"] // length)
+    if "lr_warmup_tokens" in tokens:
+        values["lr_warmup_samples"] = tokens["lr_warmup_tokens"] // length
+        values.pop("lr_warmup_fraction", None)

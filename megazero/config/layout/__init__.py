@@ -1,0 +1,1 @@
+"""Shard factors, wire formats, pipelines, batch sizes, and the rules between them. No torch."""

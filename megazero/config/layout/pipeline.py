@@ -1,0 +1,71 @@
+"""This module describes the pipeline of a run: stages per rank, their layers, and the order in which they compute."""
+
+from __future__ import annotations
+
+from megazero.config.model.section import ModelConfig
+from megazero.config.options.sections import ParallelConfig
+from megazero.pp.partition import Costs
+from megazero.pp.schedules import peak_activations
+from megazero.pp.timeline import ideal_bubble
+
+
+def virtual_stages(parallel: ParallelConfig, num_layers: int) -> int:
+    """Return how many stages each pipeline rank holds, 1 if nothing is asked for.
+
+    An illegal choice is taken as 1 or rounded.
+    """
+    pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if pp < 2:
+        return 1
+    if layers and layers > 0:
+        return max(1, num_layers // (pp * layers))
+    return max(1, parallel.num_virtual_stages_per_pipeline_rank or 1)
+
+
+def schedule_name(parallel: ParallelConfig, virtual: int) -> str:
+    return parallel.pipeline_schedule or ("interleaved" if virtual > 1 else "1f1b")
+
+
+def partition_method(parallel: ParallelConfig, stages: int) -> str | tuple[int, ...]:
+    """Return, for pp.partition, a method's name or the layers per stage. Other text is taken as a method's name."""
+    layers, said = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_partition
+    if said is None:
+        return (layers,) * stages if layers else "balanced"
+    pieces = said.replace(",", " ").split()
+    if pieces and all(piece.isascii() and piece.isdigit() for piece in pieces):
+        return tuple(map(int, pieces))
+    return said
+
+
+def stage_costs(model: ModelConfig, recompute: str) -> Costs:
+    """Return the multiply-adds of one token, which are a third of its forward and backward without recompute.
+
+    - A layer costs its matrices, and q * sequence for attention (the causal half), where q is the width of the
+      query linear.
+    - The head costs h V. The accounting is that of config/model/flops.py.
+    - A recompute is one more forward, so it makes the cost 4/3: that of layers ('full') or of attention
+      ('selective').
+    - The embedding costs h. A lookup moves h numbers per token and multiplies none, which is less than what a
+      layer's norms move.
+    """
+    assert model.vocab_size, "the vocabulary is not known yet"
+    h, attention = model.hidden_size, model.query_projection_size * model.seq_length
+    again = 4 / 3
+    layer = model.layer_matrix_numel + attention * (again if recompute == "selective" else 1)
+    if recompute == "full":
+        layer *= again
+    return Costs(embedding=h, layer=layer, head=h * model.vocab_size)
+
+
+def pipeline_summary(name: str, pp: int, virtual: int, micro_batches: int) -> str:
+    """Describe schedule, ideal bubble and peak activations in one line.
+
+    Each half of a backward counts as much as a forward.
+    """
+    bubble = ideal_bubble(name, pp, virtual, micro_batches)
+    peaks = ",".join(map(str, peak_activations(name, pp, virtual, micro_batches)))
+    stages = "1 stage" if virtual == 1 else f"{virtual} stages"
+    return (
+        f"pipeline: {stages} per rank, schedule {name}: idle {bubble:.1%} with equal stages, activations of up to "
+        f"{peaks} forwards on ranks 0 to {pp - 1}"
+    )

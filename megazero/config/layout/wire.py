@@ -1,0 +1,135 @@
+"""This module says what the hops send: the quantised formats of a run on its world.
+
+They follow ZeRO++ (Wang et al. 2023, sections 3.1 and 3.3). Weights are encoded once per step, by their owner, and
+travel as they were encoded. So they have one format for every hop, which is in use where some hop crosses nodes.
+Gradients have a format for the hops inside a node and one for those across nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.layout.shards import Shards, gradients_cross, weights_cross
+from megazero.config.options.sections import ZeroConfig
+
+DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}  # of kernels/format.py, which needs torch; a test keeps the two equal
+WEIGHT_BITS, DELTA_BITS, GRADIENT_BITS = 8, 4, 4
+ROUNDING = "nearest"
+EXACT_NUMEL = 16384
+LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is quantised
+
+
+@dataclass(frozen=True)
+class Coding:
+    """This is a quantised format, in which ``block`` elements share a scale.
+
+    ``clip`` is the number of scales that are tried per block; with 0, absmax decides.
+    """
+
+    bits: int
+    block: int
+    clip: int = 0
+    stochastic: bool = False
+
+
+@dataclass(frozen=True)
+class Wire:
+    """This has the formats by hop. None means that the hop is exact.
+
+    With ``delta``, ``weights`` codes the change since the last refresh. With ``feedback``, what rounding across
+    nodes lost is added to the next step's gradient. Parameters with at most ``exact_numel`` elements are never
+    quantised.
+    """
+
+    weights: Coding | None
+    gradients_intra: Coding | None
+    gradients_inter: Coding | None
+    delta: bool
+    feedback: bool
+    exact_numel: int
+
+    @property
+    def codings(self) -> list[Coding]:
+        return [c for c in (self.weights, self.gradients_intra, self.gradients_inter) if c]
+
+    @property
+    def block(self) -> int:
+        """Return how many elements the layout aligns parameters and slices to: whole blocks of every format."""
+        return max([LEAST_BLOCK, *(coding.block for coding in self.codings)])
+
+
+def quantizes_weights(zero: ZeroConfig) -> bool:
+    """Tell whether quantised weights are asked for, whether or not some hop exists to send them."""
+    asked = zero.zero_quantized_weights
+    return zero.zero_preset == "zeropp" or bool(zero.zero_quantized_weights_delta) if asked is None else asked
+
+
+def quantizes_changes(zero: ZeroConfig) -> bool:
+    """Tell whether the refresh is to send differences (delta refresh).
+
+    It is zeropp's default by measurement, see docs/loss.md.
+    """
+    asked, lifetime = zero.zero_quantized_weights_delta, zero.zero_params_lifetime
+    if asked is not None:
+        return asked
+    return (
+        zero.zero_preset == "zeropp"
+        and quantizes_weights(zero)
+        and lifetime in (None, "resident", "gathered")
+    )
+
+
+def quantizes_gradients(zero: ZeroConfig) -> bool:
+    asked = zero.zero_quantized_gradients
+    return zero.zero_preset == "zeropp" if asked is None else asked
+
+
+def rounding(zero: ZeroConfig) -> str:
+    """Return how gradients are rounded: 'nearest', 'stochastic' or 'feedback'."""
+    return zero.zero_gradient_rounding or ROUNDING
+
+
+def asked_for(zero: ZeroConfig) -> Wire:
+    """Return the formats that are asked for, as if every hop existed."""
+    weights = intra = inter = None
+    if quantizes_weights(zero):
+        bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
+        weights = _coding(zero, bits, zero.zero_weight_clip_search)
+    if quantizes_gradients(zero):
+        clip, stochastic = zero.zero_gradient_clip_search, rounding(zero) == "stochastic"
+        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS, clip, stochastic)
+        if zero.zero_gradient_bits_intra_node:
+            intra = _coding(zero, zero.zero_gradient_bits_intra_node, clip, stochastic)
+    feedback = inter is not None and rounding(zero) == "feedback"
+    exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
+    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact)
+
+
+def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
+    """Return the formats in use on d data-parallel ranks, h to a node: those asked for whose hops exist.
+
+    Raises ValueError for error feedback where gradients cross nodes with every micro-batch.
+    """
+    asked = asked_for(zero)
+    refresh, reduction = weights_cross(shards.os, h), gradients_cross(d, h)
+    if asked.feedback and reduction and shards.g > h and not shards.whole_gradients:
+        p = min(shards.p, h)
+        raise ValueError(
+            "--zero-gradient-rounding feedback needs gradients that cross nodes once per step, but with G = "
+            f"{shards.g} they cross with every micro-batch ({h} data-parallel ranks share a node); nearest: "
+            f"--zero-shard {p},{h},{shards.os}{' (preset zeropp)' if (p, shards.os) == (h, d) else ''}, or "
+            "--zero-gradients-lifetime step, or --zero-gradient-rounding stochastic"
+        )
+    wire = Wire(
+        weights=asked.weights if refresh else None,
+        gradients_intra=asked.gradients_intra if h > 1 else None,
+        gradients_inter=asked.gradients_inter if reduction else None,
+        delta=asked.delta and refresh,
+        feedback=asked.feedback and reduction,
+        exact_numel=asked.exact_numel,
+    )
+    return wire if wire.codings else Wire(None, None, None, False, False, 0)
+
+
+def _coding(zero: ZeroConfig, bits: int, clip: int, stochastic: bool = False) -> Coding:
+    return Coding(bits, zero.zero_block_size or DEFAULT_BLOCK[bits], clip, stochastic)

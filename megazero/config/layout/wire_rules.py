@@ -1,0 +1,61 @@
+"""These are rules between the options of quantised messages. They hold whatever the size of the world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megazero.config.layout.wire import quantizes_gradients, rounding
+from megazero.config.nearest import nearest_power_of_two
+from megazero.config.run import RunConfig
+
+LEAST_BLOCK, LARGEST_BLOCK = 8, 2048  # of kernels/format.py
+ALWAYS_P_IS_OS = ("ddp", "zero3", "mics", "hsdp")
+
+
+def block_size(config: RunConfig) -> Iterator[str]:
+    block = config.zero.zero_block_size
+    assert block is not None
+    if block < 1 or block & (block - 1) or not LEAST_BLOCK <= block <= LARGEST_BLOCK:
+        yield (
+            f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {LARGEST_BLOCK}; nearest: "
+            f"{nearest_power_of_two(block, LEAST_BLOCK, LARGEST_BLOCK)}"
+        )
+
+
+def delta_refresh(config: RunConfig) -> Iterator[str]:
+    """Report what contradicts an explicit --zero-quantized-weights-delta. zeropp's default gives way instead."""
+    zero = config.zero
+    if not zero.zero_quantized_weights_delta:
+        return
+    flag, shard = "--zero-quantized-weights-delta", zero.zero_shard
+    if zero.zero_quantized_weights is False:
+        yield f"{flag} sends quantised weights, which --no-zero-quantized-weights switches off; leave one out"
+    if zero.zero_preset in ALWAYS_P_IS_OS or (shard and shard[0] == shard[-1]):
+        what = f"preset {zero.zero_preset}" if zero.zero_preset else f"P = OS = {shard[0] if shard else ''}"
+        yield (
+            f"{flag} needs a refresh from optimizer shards to larger parameter shards (P < OS), which {what} does "
+            "not have; nearest: --zero-preset zeropp"
+        )
+    if zero.zero_params_lifetime in ("use", "step"):
+        yield (
+            f"{flag} needs the parameter shards of the last step, but --zero-params-lifetime "
+            f"{zero.zero_params_lifetime} drops them; nearest: resident"
+        )
+
+
+def clip_search(config: RunConfig) -> Iterator[str]:
+    zero = config.zero
+    if zero.zero_gradient_clip_search and quantizes_gradients(zero) and rounding(zero) == "stochastic":
+        yield (
+            f"--zero-gradient-clip-search {zero.zero_gradient_clip_search} clips, which brings back the bias that "
+            "--zero-gradient-rounding stochastic removes; leave one out"
+        )
+
+
+def until(config: RunConfig) -> Iterator[str]:
+    fraction, lengths = config.zero.zero_quantized_gradients_until, config.lr_lengths
+    if fraction is not None and lengths.total and config.quantized_gradients_end == 0:
+        yield (
+            f"--zero-quantized-gradients-until {fraction:g} of {lengths.total} {lengths.unit} is less than one of "
+            f"them; nearest: {1 / lengths.total:g}, or --no-zero-quantized-gradients"
+        )

@@ -1,0 +1,1 @@
+"""What the model is: its section and rules, parameters, FLOPs, and published folders. No torch."""

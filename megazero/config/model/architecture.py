@@ -1,0 +1,94 @@
+"""Which architecture in Hugging Face has a model's mixture of choices: config.json of a model, and the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megazero.config.model.rules import conditions
+from megazero.config.model.section import ModelConfig, complete
+from megazero.config.options.fields import Option, section_options, show
+from megazero.families import FAMILIES, Family
+
+# They are not part of the function that a model computes.
+_NOT_COMPARED = (
+    "model_family",
+    "seq_length",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "pad_vocab_size_to",
+)
+
+
+def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **options: Any) -> ModelConfig:
+    """Return the model section that a Hugging Face config.json describes.
+
+    ``accept`` has the fields that are set aside although the decoder does not know them.
+    ``options`` are given by name and replace what is read. Dropout is 0 unless it is given here.
+    Raises ValueError, which names a model type, or every field that the decoder does not have.
+    """
+    known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
+    kind = config.get("model_type")
+    if kind not in known:
+        raise ValueError(f"model_type = {kind!r} is none of {', '.join(known)}")
+    return _read(known[kind], config, accept, options)
+
+
+def _read(
+    family: Family, config: Mapping[str, Any], accept: Collection[str], options: Mapping[str, Any]
+) -> ModelConfig:
+    read = family.hugging_face.options(config, accept)
+    without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return ModelConfig(**complete({"model_family": family.name, **without, **read, **options}))
+
+
+def architecture_of(options: ModelConfig) -> Family:
+    """Return the family whose architecture in Hugging Face computes what the model of ``options`` does.
+
+    A checkpoint of the model has the names of that architecture. ``options.vocab_size`` may be unknown.
+    Raises ValueError that names the choices which the nearest architecture does not have, or the family whose names
+    the checkpoint would need.
+    """
+    own = FAMILIES[options.model_family]
+    others = [family for family in FAMILIES.values() if family is not own]
+    candidates = [family for family in (own, *others) if options.tensor_names in family.names]
+    faults = {family.name: list(_inexpressible(options, family)) for family in candidates}
+    for family in candidates:
+        if not faults[family.name]:
+            return family
+    for family in FAMILIES.values():
+        named = any(names.can_express(options) for names in family.names)
+        if named and not any(_inexpressible(options, family)):
+            raise ValueError(
+                f"--model-family {own.name} stores this mixture under other names than Hugging Face, which "
+                f"has it as {family.hugging_face.model_type}; --model-family {family.name} stores it under those"
+            )
+    nearest = min(faults, key=lambda name: len(faults[name]))
+    raise ValueError(
+        f"no architecture in Hugging Face has this mixture of choices; the nearest is {nearest}, without "
+        f"{', '.join(faults[nearest])}"
+    )
+
+
+def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
+    """Write config.json of the family, read it again, and yield what was lost on the way, as flags."""
+    config = family.hugging_face.config(options)
+    config["vocab_size"] = options.vocab_size or 1
+    try:
+        back = _read(family, config, (), {"seq_length": options.seq_length})
+    except ValueError as error:
+        yield str(error)
+        return
+    idle = {name for names, holds, _ in conditions(options) if not holds for name in names}
+    for option in section_options("model", ModelConfig):
+        if option.name not in (*_NOT_COMPARED, *idle, "vocab_size"):
+            value = _value(options, option)
+            if value != _value(back, option):
+                yield f"{option.flag} {show(value)}"
+
+
+def _value(options: ModelConfig, option: Option) -> Any:
+    """Return the value of an option. Biases of q, k and v may be said twice."""
+    return options.qkv_bias if option.name == "add_qkv_bias" else getattr(options, option.name)

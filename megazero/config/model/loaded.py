@@ -1,0 +1,130 @@
+"""A run that starts from weights has their model: a checkpoint's, to continue it, or a Hugging Face folder's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megazero.checkpoint.directory import newest_manifest
+from megazero.config.model.architecture import from_hf_config
+from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
+from megazero.config.model.section import ModelConfig, as_trained, complete
+from megazero.config.options.fields import typed
+from megazero.config.read.files import read_json
+from megazero.config.run import all_options
+
+# Options of the model that decide neither which parameters there are nor what is computed of them. All others are
+# its architecture. Learned positions are parameters, others go as far as they are asked to.
+FREE = (
+    "seq_length",
+    "max_position_embeddings",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "pad_vocab_size_to",
+)
+# Parameters have the same shapes whatever these say: a new run from the weights (--finetune) may change them.
+SHAPELESS = ("rotary_", "norm_epsilon")
+_FRESH = (
+    "--load {}: the weights come from there; optimizer states, schedule and data start fresh (--finetune)"
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model that --load names. architecture, rather: options by name that the run has, or has unless it says."""
+
+    where: str
+    architecture: Mapping[str, Any]
+    rather: Mapping[str, Any]
+
+
+def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the options by name with those of the architecture from what --load names, if that is there.
+
+    Also return a note on what was not said and would have been another value, and an error line for each option that
+    was said and is another, or for a folder that cannot be read. A folder of Hugging Face implies --finetune.
+    """
+    values, load = dict(said), said.get("load")
+    notes, errors = list[str](), list[str]()
+    try:
+        loaded = _published(said) if is_published(load) else _checkpoint(said)
+    except (ValueError, OSError) as error:
+        return values, [], [f"--load {load}: {error}"]
+    if loaded is None:
+        return values, [], []
+    if is_published(load):
+        values["finetune"] = True
+        notes.append(_FRESH.format(load))
+    options = all_options()
+    for name, value in loaded.architecture.items():
+        if said.get(name) in (None, value):
+            values[name] = value
+            continue
+        wanted, has = (typed(options[name], each) for each in (said[name], value))
+        if values.get("finetune") and name.startswith(SHAPELESS):
+            notes.append(f"{wanted} replaces {has} of {loaded.where}")
+            continue
+        errors.append(
+            f"{wanted} is not the model of {loaded.where}, which has {has}; leave it out to continue that model, or "
+            "name another folder"
+        )
+        values[name] = value
+    saved = {**loaded.architecture, **{n: v for n, v in loaded.rather.items() if said.get(n) is None}}
+    values |= {name: value for name, value in saved.items() if said.get(name) is None}
+    would_be = {name: options[name].default for name in saved} | complete(said)
+    taken = [typed(options[n], v) for n, v in saved.items() if said.get(n) is None and would_be[n] != v]
+    if taken:
+        notes.append(f"from {loaded.where}: {' '.join(taken)}")
+    return values, notes, errors
+
+
+def _checkpoint(said: Mapping[str, Any]) -> Loaded | None:
+    """Return the model of the newest checkpoint. The data's tokenizer decides the vocabulary if one is named."""
+    load = said.get("load")
+    manifest = newest_manifest(load) if load else None
+    if manifest is None:
+        return None
+    saved = _architecture(_trained(manifest.configuration.get("model", {})))
+    if said.get("tokenizer_type") is not None:
+        saved.pop("vocab_size", None)
+    return Loaded(f"the checkpoint in {load}", saved, {})
+
+
+def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored section as it was trained: an option that is younger than it had its default."""
+    options = all_options()
+    known = {name: stored[name] for name in stored if name in options and options[name].section == "model"}
+    return asdict(ModelConfig(**complete(as_trained(known)))) if known else {}
+
+
+def batch_to_keep(said: Mapping[str, Any]) -> int | None:
+    """Return the global batch of the newest checkpoint under --load, if the run continues one, else None."""
+    load = said.get("load")
+    if not load or is_published(load) or said.get("finetune"):
+        return None
+    manifest = newest_manifest(load)
+    return manifest.configuration.get("batch", {}).get("global_batch_size") if manifest else None
+
+
+def _published(said: Mapping[str, Any]) -> Loaded:
+    """Return the model of a folder of Hugging Face: its longest sequence, too, unless the run says another."""
+    folder = published_folder(said.get("load"))
+    config = read_json(folder / CONFIG_FILE, "it says what the model is")
+    model = asdict(from_hf_config(config, tuple(said.get("accept_field") or ())))
+    longest = {"max_position_embeddings": model["max_position_embeddings"]}
+    return Loaded(f"the Hugging Face folder {folder}", _architecture(model), longest)
+
+
+def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a model section is architecture and known here."""
+    learned = model.get("position_embedding_type") == "learned_absolute"
+    return {
+        name: value
+        for name, value in model.items()
+        if value is not None
+        and name in all_options()
+        and (name not in FREE or (learned and name == "max_position_embeddings"))
+    }

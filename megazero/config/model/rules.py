@@ -1,0 +1,164 @@
+"""These are rules between the options of a model, and over tensor-parallel ranks. The decoder calls them, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from megazero.config.errors import ConfigError
+from megazero.config.model.section import ModelConfig, has_gelu
+from megazero.config.nearest import around, common_divisors, multiples_around
+from megazero.config.options.fields import fault, section_options, without_effect
+from megazero.families import FAMILIES
+
+_ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
+_OPTIONAL = ("seq_length", "pad_vocab_size_to", "sliding_window")  # what a decoder does without
+_LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position")
+
+
+def heads(model: ModelConfig) -> Iterator[str]:
+    """Report heads that do not share the key/value heads evenly, or that do not divide the residual stream."""
+    hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    if count % groups:
+        yield (
+            f"--num-attention-heads {count} do not divide into --num-query-groups {groups}; nearest groups: "
+            f"{around(common_divisors(count), groups)}"
+        )
+    if hidden % count and model.kv_channels == max(1, hidden // count):
+        yield (
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {count} (and --kv-channels does not "
+            f"say otherwise); nearest hidden size: {multiples_around(hidden, count)}"
+        )
+
+
+def rotary(model: ModelConfig) -> Iterator[str]:
+    """Report heads that have no pairs to rotate, and frequencies that are out of order."""
+    if model.position_embedding_type == "rope" and model.kv_channels % 2:
+        yield (
+            f"--kv-channels {model.kv_channels} must be even for rotary positions; nearest: "
+            f"{model.kv_channels - 1 or 2} or {model.kv_channels + 1}"
+        )
+    elif model.position_embedding_type == "rope" and (model.rotary_channels % 2 or not model.rotary_channels):
+        width = model.kv_channels
+        near = multiples_around(model.rotary_channels, 2)
+        channels = dict.fromkeys(min(max(int(word), 2), width) for word in near.split(" or "))
+        yield (
+            f"--rotary-percent {model.rotary_percent:g} of --kv-channels {width} is {model.rotary_channels} "
+            "channels, which must be even and above 0; nearest: "
+            f"{' or '.join(f'{math.ceil(1e4 * c / width) / 1e4:g}' for c in channels)}"
+        )
+    if model.rotary_scaling == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
+        yield (
+            f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
+            f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
+        )
+
+
+def mlp(model: ModelConfig) -> Iterator[str]:
+    """Report two activations for one MLP."""
+    if model.squared_relu and model.swiglu:
+        yield "--squared-relu and --swiglu exclude each other; leave one out"
+
+
+def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
+    """Report a padded size that the vocabulary does not fit in, or that ``tp`` ranks cannot share evenly.
+
+    Also report a padded size that is not the multiple that is asked for as well (the default is not asked for).
+    """
+    padded, size, divisor = model.pad_vocab_size_to, model.vocab_size, model.make_vocab_size_divisible_by
+    if padded is None:
+        return
+    least = -(-(size or 1) // tp) * tp
+    if size is not None and padded < size:
+        yield f"--pad-vocab-size-to {padded} is below the vocabulary's {size}; nearest: {least}"
+    elif padded % tp:
+        yield (
+            f"--pad-vocab-size-to {padded} does not divide by --tensor-model-parallel-size {tp}; nearest: "
+            f"{multiples_around(max(padded, least), tp)}"
+        )
+    elif divisor != ModelConfig.make_vocab_size_divisible_by and padded % divisor:
+        yield (
+            f"--pad-vocab-size-to {padded} is not a multiple of --make-vocab-size-divisible-by {divisor}; leave "
+            "that out"
+        )
+
+
+def sequence(model: ModelConfig) -> Iterator[str]:
+    """Report samples that are longer than the positions go, or than the window of attention."""
+    length, longest, window = model.seq_length, model.max_position_embeddings, model.sliding_window
+    if length > longest:
+        yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
+    if window is not None and length > window:
+        yield (
+            f"--seq-length {length} exceeds --sliding-window {window}, within which attention is causal; nearest: "
+            f"{window}"
+        )
+
+
+def query_key_norm(model: ModelConfig) -> Iterator[str]:
+    """Report a norm over all heads together that is not RMSNorm."""
+    if model.qk_norm == "all-heads" and model.normalization != "RMSNorm":
+        yield (
+            f"--qk-norm all-heads needs --normalization RMSNorm, not {model.normalization}; nearest: "
+            "--qk-layernorm, which is of each head"
+        )
+
+
+def tensor_parallel(model: ModelConfig, tp: int, sequence_parallel: bool = False) -> Iterator[str]:
+    """Report sizes that ``tp`` ranks cannot share evenly.
+
+    There may be fewer key/value heads than ranks; the ranks then share them evenly.
+    """
+    groups = model.num_query_groups
+    sizes = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": groups,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+    }
+    if groups == model.num_attention_heads or groups < tp:  # one line, not two
+        del sizes["--num-query-groups"]
+    if sequence_parallel:
+        sizes["--seq-length"] = model.seq_length
+    legal = common_divisors(*sizes.values())
+    if tp % min(groups, tp) and groups != model.num_attention_heads:
+        legal = [size for size in legal if size % groups == 0 or groups % size == 0]
+        yield (
+            f"--num-query-groups {groups} cannot be shared evenly by --tensor-model-parallel-size {tp}; nearest size "
+            f"that fits all: {around(legal, tp)}"
+        )
+    for flag, size in sizes.items():
+        if size % tp:
+            yield (
+                f"{flag} {size} does not divide by --tensor-model-parallel-size {tp}; nearest size that fits all: "
+                f"{around(legal, tp)}"
+            )
+
+
+def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]]:
+    """Yield options, whether they have an effect in this model, and what would give them one."""
+    rope = model.position_embedding_type == "rope"
+    yield ("openai_gelu",), has_gelu(vars(model)), "GELU (--no-swiglu, and no --squared-relu)"
+    alibi = model.position_embedding_type == "alibi"
+    yield ("scaled_alibi",), alibi, "--position-embedding-type alibi"
+    yield (*_ROTARY, "rotary_scaling_factor", *_LLAMA3), rope, "--position-embedding-type rope"
+    yield ("rotary_scaling_factor",), model.rotary_scaling != "none", "--rotary-scaling linear or llama3"
+    yield _LLAMA3, model.rotary_scaling == "llama3", "--rotary-scaling llama3"
+
+
+def check_model(model: ModelConfig, tp: int = 1) -> None:
+    """Check what a decoder over ``tp`` ranks asks of its sizes and choices. Raises ConfigError with every fault.
+
+    seq_length may be None, because a decoder is called with any length.
+    """
+    options = {
+        o.name: replace(o, required=o.name not in _OPTIONAL) for o in section_options("model", ModelConfig)
+    }
+    errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
+    if not errors:
+        errors = [*heads(model), *rotary(model), *mlp(model), *query_key_norm(model)]
+        errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
+        defaults = FAMILIES[model.model_family].defaults
+        errors += [line for _, line in without_effect(conditions(model), options, vars(model), defaults)]
+    if errors:
+        raise ConfigError(errors)

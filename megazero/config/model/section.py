@@ -1,0 +1,221 @@
+"""The model section says what the decoder is made of.
+
+Names are Megatron's. What families set is in megazero.families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.config.options.fields import option
+from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
+
+# The norms of a layer, in the order of use.
+LAYER_NORMS = {
+    "sequential": ("input_norm", "mlp_norm"),
+    "parallel": ("input_norm",),
+    "parallel-two-norms": ("input_norm", "mlp_norm"),
+    "output-norm": ("attention_output_norm", "mlp_output_norm"),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder. Fields that a family or other sizes decide are None until the configuration is resolved."""
+
+    # Types are those of a resolved section; the vocabulary is None until the tokenizer is read.
+    model_family: str = option(
+        "gpt",
+        "family that sets the defaults marked 'by family'; gpt is Megatron's architecture",
+        choices=tuple(FAMILIES),
+    )
+    num_layers: int = option(None, "transformer layers", low=1, required=True)
+    hidden_size: int = option(None, "width of the residual stream", low=1, required=True)
+    ffn_hidden_size: int = option(
+        None,
+        "width inside the MLP (default: 4 x hidden; with --swiglu 8/3 x hidden, to a multiple of 64: rounded down in "
+        "family gpt, as in Megatron, else up, as in Llama)",
+        low=1,
+    )
+    num_attention_heads: int = option(None, "attention heads", low=1, required=True)
+    num_query_groups: int = option(
+        None, "key/value heads of grouped-query attention (default: as many as heads)", low=1
+    )
+    kv_channels: int = option(None, "width of one head (default: hidden / heads)", low=1)
+    seq_length: int = option(None, "tokens of one sample", low=1, required=True)
+    max_position_embeddings: int = option(None, "longest sequence (default: --seq-length)", low=1)
+    position_embedding_type: str = option(
+        None, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
+    )
+    rotary_base: float = option(10000.0, "base of rotary frequencies", above=0)
+    rotary_percent: float = option(
+        1.0, "share of each head's channels, the first ones, that rotary positions turn", above=0, high=1
+    )
+    rotary_scaling: str = option(
+        "none",
+        "scaling of rotary frequencies for long contexts",
+        choices=("none", "linear", "llama3"),
+        consts={"use-rope-scaling": "llama3"},
+    )
+    rotary_scaling_factor: float = option(
+        8.0, "factor of that scaling", above=0, aliases=("rope-scaling-factor",)
+    )
+    rotary_low_freq_factor: float = option(1.0, "llama3: low-frequency factor", above=0)
+    rotary_high_freq_factor: float = option(4.0, "llama3: high-frequency factor", above=0)
+    rotary_original_max_position: int = option(8192, "llama3: context length before scaling", low=1)
+    scaled_alibi: bool = option(
+        False,
+        "ALiBi is added before scores are divided by the root of a head's width, in bf16 (Falcon; by family)",
+    )
+    sliding_window: int | None = option(
+        None,
+        "tokens that attention looks back through, its own included; at least --seq-length, where it is causal "
+        "attention (Mistral's, kept for Hugging Face)",
+        low=1,
+    )
+    transformer_block_type: str = option(
+        "sequential",
+        "norms and sums of a layer: attention, then MLP, each behind a norm; both side by side behind one norm, or "
+        "two; or each with a norm behind it (by family)",
+        choices=tuple(LAYER_NORMS),
+    )
+    normalization: str = option(None, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
+    norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
+    qk_norm: str = option(
+        "none",
+        "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
+        choices=("none", "head", "all-heads"),
+        consts={"qk-layernorm": "head"},
+    )
+    swiglu: bool = option(None, "SwiGLU in the MLP, else GELU (by family; off with --squared-relu)")
+    squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
+    openai_gelu: bool = option(
+        True,
+        "GELU by tanh, else by the error function (by family; off in family gpt without --add-bias-linear, as in "
+        "Megatron)",
+    )
+    add_bias_linear: bool = option(
+        None, "biases in linear layers (by family)", negative="disable-bias-linear"
+    )
+    add_attention_bias: bool = option(
+        None, "biases in attention's four linears (default: as --add-bias-linear, which is then the MLP's)"
+    )
+    add_qkv_bias: bool = option(
+        False, "biases in the query, key and value linears, whatever the other linears have (by family)"
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        None, "a head with its own weights, else the embedding's (by family)"
+    )
+    embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
+    attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
+    hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
+    init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
+    vocab_size: int = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
+    make_vocab_size_divisible_by: int = option(
+        128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1
+    )
+    pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Tell whether the query, key and value linears have biases."""
+        return self.add_attention_bias or self.add_qkv_bias
+
+    @property
+    def parallel_block(self) -> bool:
+        """Tell whether attention and MLP of a layer have the same input."""
+        return self.transformer_block_type.startswith("parallel")
+
+    @property
+    def query_projection_size(self) -> int:
+        """Return the output width of the query linear, which is the input width of the attention's output linear."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_projection_size(self) -> int:
+        """Return the output width of the key linear, which is also that of the value linear."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def longest_context(self) -> int:
+        """Return how many tokens the decoder takes at most: those of its positions, and of its attention's window."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @property
+    def rotary_channels(self) -> int:
+        """Return how many of the first channels of a head are turned by rotary positions."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Return pad_vocab_size_to if it is given.
+
+        Otherwise return the smallest multiple of make_vocab_size_divisible_by x ``tp`` that holds the vocabulary.
+        """
+        if self.pad_vocab_size_to is not None:
+            return self.pad_vocab_size_to
+        unit = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // unit) * unit
+
+    @property
+    def layer_matrix_numel(self) -> int:
+        """Return the number of elements of a layer's matrices, which are the multiply-adds of one token.
+
+        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 for SwiGLU and otherwise 2. q and kv
+        are the widths of the query and key linears.
+        """
+        h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
+        return h * self.ffn_hidden_size * (3 if self.swiglu else 2) + h * (q + 2 * kv) + q * h
+
+    @property
+    def tensor_names(self) -> TensorNames:
+        """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's."""
+        own = (names for names in FAMILIES[self.model_family].names if names.can_express(self))
+        return next(own, GENERAL_NAMES)
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by name, with what the family and other sizes decide filled in. None means "not said"."""
+    family = FAMILIES.get(values.get("model_family") or ModelConfig.model_family)
+    said = {name: value for name, value in values.items() if value is not None}
+    done = {**(family.defaults if family else {}), **said}
+    if said.get("squared_relu") and "swiglu" not in said:  # one MLP: what is said decides, not the family
+        done["swiglu"] = False
+    if (
+        family
+        and family.exact_gelu_without_biases
+        and done.get("add_bias_linear") is False
+        and has_gelu(done)
+    ):
+        done = {"openai_gelu": False, **done}
+    hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
+    derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
+    derived["add_attention_bias"] = done.get("add_bias_linear")
+    if hidden:
+        derived["ffn_hidden_size"] = (
+            family.swiglu_width(hidden) if family and done.get("swiglu") else 4 * hidden
+        )
+    if hidden and heads and heads > 0:
+        derived["kv_channels"] = max(1, hidden // heads)
+    return {**derived, **done}
+
+
+def has_gelu(done: Mapping[str, Any]) -> bool:
+    """Tell whether the MLP has GELU, of options that families completed."""
+    return not done.get("swiglu") and not done.get("squared_relu")
+
+
+def as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored section with what older releases did: without the option openai_gelu, GELU was by tanh."""
+    family = FAMILIES.get(stored.get("model_family", ""))
+    return {"openai_gelu": True, **stored} if family and family.exact_gelu_without_biases else dict(stored)
+
+
+def make_model(**options: Any) -> ModelConfig:
+    """Make a model section by itself, for a decoder outside of a run.
+
+    Options are given by name and completed as a run's are. The decoder checks what is said here. Raises TypeError
+    for an option that does not exist.
+    """
+    return ModelConfig(**complete(options))

@@ -1,0 +1,321 @@
+"""This module describes a cluster: its devices, its links, and what was measured on it. It reads cluster files.
+
+A cluster file is YAML, written by hand or by ``megazero profile``. Rates are those of one direction. Everything that
+is wrong with a file is reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megazero.config.errors import ConfigError
+from megazero.config.nearest import did_you_mean
+from megazero.config.options.fields import convert, fault, option, section_options
+
+CLUSTERS = Path(__file__).parent / "clusters"
+OPERATIONS = ("gather", "exchange", "sum", "message")  # all-gather, all-to-all, all-reduce, point to point
+MODULES = ("embedding", "layer", "head")
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, which one rank has for itself.
+
+    matmul_efficiency: the share of the peak that large matrix products reach. reserved_gib: what the driver and the
+    communication library take of the memory.
+    """
+
+    name: str = option(None, "what it is called", required=True)
+    memory_gib: float = option(None, "memory of a rank, in GiB", above=0, required=True)
+    memory_gbytes_per_s: float = option(None, "rate of that memory, in GB/s", above=0, required=True)
+    matmul_efficiency: float = option(
+        None, "share of the peak that matrices reach", above=0, high=1, required=True
+    )
+    bf16_tflops: float | None = option(None, "peak rate of matrix products in bf16", above=0)
+    fp16_tflops: float | None = option(None, "the same in fp16", above=0)
+    fp32_tflops: float | None = option(None, "the same in fp32", above=0)
+    reserved_gib: float = option(1.5, "memory that is not for tensors, in GiB", low=0)
+    codec_gbytes_per_s: float | None = option(None, "bytes that codecs read and write, in GB/s", above=0)
+    update_gbytes_per_s: float | None = option(
+        None, "bytes that the norm and the optimizer read and write, in GB/s", above=0
+    )
+
+    @property
+    def room(self) -> float:
+        """Return the bytes of memory that tensors may take."""
+        return (self.memory_gib - self.reserved_gib) * 2**30
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak in operations per second. Raises ValueError if the device does not compute in ``dtype``."""
+        peaks = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
+        if peaks.get(dtype) is None:
+            known = [name for name, value in peaks.items() if value is not None]
+            raise ValueError(
+                f"--params-dtype {dtype}: the cluster file says no rate of {self.name} in it "
+                f"(device.{dtype}_tflops); nearest: {' or '.join('--' + name for name in known) or 'add one'}"
+            )
+        return float(peaks[dtype] or 0) * 1e12
+
+
+@dataclass(frozen=True)
+class IntraNode:
+    """The link of a rank to the others of its node."""
+
+    gbytes_per_s: float = option(None, "rate of a rank, in GB/s", above=0, required=True)
+    latency_us: float = option(5.0, "time of a step of a collective, in microseconds", low=0)
+
+
+@dataclass(frozen=True)
+class InterNode:
+    """The link of a node to the others: all its adapters together.
+
+    efficiency: the share of the line rate that collectives reach. It is the one constant that a cluster file
+    calibrates where no collective was measured.
+    """
+
+    gbits_per_s: float = option(None, "rate of a node, in Gb/s", above=0, required=True)
+    rank_gbits_per_s: float | None = option(
+        None, "the most that one rank reaches (default: the node's)", above=0
+    )
+    latency_us: float = option(10.0, "time of a step of a collective, in microseconds", low=0)
+    efficiency: float = option(0.8, "share of the line rate that collectives reach", above=0, high=1)
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The processors that ranks of one host share. What computes, what codes and what sends then compete for them.
+
+    A cluster whose ranks have an accelerator each has none: their hosts are not what a step waits for.
+    """
+
+    count: int = option(None, "processors of a host", low=1, required=True)
+    ranks: int = option(None, "consecutive ranks that share them", low=1, required=True)
+    others: float = option(0.0, "processors that other programs keep busy", low=0)
+    share: float = option(
+        1.0, "of the processors' time that ranks use which compute and meet", low=0.1, high=1
+    )
+
+    @property
+    def crowd(self) -> float:
+        """How many ranks share a processor."""
+        return max(1.0, self.ranks / self.count)
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """A collective over ``ranks`` on ``nodes`` nodes; a rank sends ``bytes``. All such groups ran at once.
+
+    busy: seconds of a processor that one rank's part takes, of which compute is robbed where ranks share cores.
+    spread: (slowest - fastest) / median of the rounds, of which ``seconds`` is the median.
+    """
+
+    operation: str = option(None, "what it does", choices=OPERATIONS, required=True)
+    ranks: int = option(None, "ranks of a group", low=2, required=True)
+    nodes: int = option(None, "nodes that a group lies on", low=1, required=True)
+    bytes: int = option(None, "bytes that a rank sends", low=1, required=True)
+    seconds: float = option(None, "time", above=0, required=True)
+    busy: float = option(0.0, "seconds of a processor", low=0)
+    spread: float | None = option(None, "of the rounds, relative", low=0)
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """One module's times for a micro-batch whose forward has ``forward_flops`` operations on a rank.
+
+    forward_bytes: what it moves beside its matrices, by compute.py's count; 0: not known. tp: how many ranks share
+    it; their collectives are part of the times. All ranks of a node were at work.
+    """
+
+    forward_flops: float = option(None, "operations of its forward on a rank", above=0, required=True)
+    forward_seconds: float = option(None, "time of its forward", above=0, required=True)
+    backward_seconds: float = option(None, "time of its backward, without recompute", above=0, required=True)
+    module: str = option("layer", "which module", choices=MODULES)
+    tp: int = option(1, "tensor-parallel ranks", low=1)
+    micro_batch: int | None = option(None, "samples of the micro-batch", low=1)
+    forward_bytes: float = option(0.0, "bytes that its forward moves", low=0)
+    spread: float | None = option(None, "of the rounds, relative", low=0)
+
+
+@dataclass(frozen=True)
+class MeasuredCodec:
+    """What a wire format costs a rank, in nanoseconds for an element. All ranks of a node were at work.
+
+    bits: 8, 4 and 2 are the quantised formats; 32 and 16 are elements as they are, whose encoding is a cast.
+    """
+
+    bits: int = option(None, "bits of an element in a message", choices=(32, 16, 8, 4, 2), required=True)
+    encode_ns: float = option(None, "to encode an element", above=0, required=True)
+    decode_ns: float = option(None, "to decode an element into a parameter", above=0, required=True)
+    sum_ns: float = option(None, "to decode an element and add it to a sum", above=0, required=True)
+    spread: float | None = option(None, "of the rounds, relative", low=0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal ranks, with what was measured on them (empty where nothing was)."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    device: Device
+    intra_node: IntraNode
+    inter_node: InterNode
+    collectives: tuple[MeasuredCollective, ...] = ()
+    layers: tuple[MeasuredLayer, ...] = ()
+    codecs: tuple[MeasuredCodec, ...] = ()
+    cores: Cores | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the ranks compute on their hosts' processors, in their hosts' memory."""
+        return self.cores is not None
+
+    def with_nodes(self, nodes: int) -> Cluster:
+        return replace(self, nodes=nodes)
+
+    def with_room(self, room: float) -> Cluster:
+        """Return it with devices on which tensors may take at most ``room`` bytes."""
+        least = min(room, self.device.room) / 2**30
+        return replace(self, device=replace(self.device, memory_gib=least, reserved_gib=0.0))
+
+
+@dataclass(frozen=True)
+class _Top:
+    """The keys of a cluster file that hold one value."""
+
+    name: str = option(None, "what the cluster is called", required=True)
+    nodes: int = option(None, "how many nodes", low=1, required=True)
+    ranks_per_node: int = option(None, "how many ranks a node has", low=1, required=True)
+    source: str = option("", "where its figures come from")
+
+
+_PARTS: Mapping[str, type] = {"device": Device, "intra_node": IntraNode, "inter_node": InterNode}
+_OPTIONAL: Mapping[str, type] = {"cores": Cores}
+TABLES: Mapping[str, type] = {
+    "collectives": MeasuredCollective,
+    "layers": MeasuredLayer,
+    "codecs": MeasuredCodec,
+}
+
+
+def known_clusters() -> tuple[str, ...]:
+    """Return the names of the clusters that come with the package."""
+    return tuple(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
+
+
+def load_cluster(name: str) -> Cluster:
+    """Read a cluster by the path of its file, or by the name of one that comes with the package.
+
+    Raises ConfigError with every fault.
+    """
+    path = CLUSTERS / f"{name}.yaml" if name in known_clusters() else Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        near = did_you_mean(name, known_clusters())
+        raise ConfigError(
+            [
+                f"--cluster {name} is neither a file that can be read ({getattr(error, 'strerror', None) or error}) "
+                f"nor one of {', '.join(known_clusters())}{near}"
+            ]
+        ) from None
+    return parse_cluster(text, str(path))
+
+
+def cluster_of_run(name: str, world_size: int, ranks_per_node: int) -> Cluster:
+    """Return the cluster of that name or file, with as many nodes as a run of ``world_size`` ranks has.
+
+    Raises ConfigError if the file is wrong, or describes other nodes than ranks_per_node ranks each (fewer may be on
+    a single node).
+    """
+    cluster, nodes = load_cluster(name), -(-world_size // ranks_per_node)
+    if ranks_per_node != cluster.ranks_per_node and not (
+        nodes == 1 and ranks_per_node < cluster.ranks_per_node
+    ):
+        raise ConfigError(
+            [
+                f"--cluster {name} has nodes of {cluster.ranks_per_node} ranks, but this run has {ranks_per_node} on "
+                f"each of {nodes}: start {cluster.ranks_per_node} ranks per node, or describe these nodes in a file"
+            ]
+        )
+    return replace(cluster, nodes=nodes, ranks_per_node=ranks_per_node)
+
+
+def parse_cluster(text: str, where: str) -> Cluster:
+    """Return the cluster that a YAML text describes. Raises ConfigError with every fault; ``where`` begins each."""
+    import yaml  # 0.03 s, only when a file is read
+
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{where} is not YAML: {' '.join(str(error).split())}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            [f"{where} holds {type(content).__name__}, not a mapping with name, nodes, device, ..."]
+        )
+    errors: list[str] = []
+    named = {*_PARTS, *_OPTIONAL, *TABLES}
+    keys = [*(o.name for o in section_options("", _Top)), *named]
+    errors += [
+        f"{where}: {key} does not exist{did_you_mean(str(key), keys)}" for key in content if key not in keys
+    ]
+    top = _read(_Top, {k: v for k, v in content.items() if k not in named and k in keys}, where, errors)
+    there = {**_PARTS, **{key: cls for key, cls in _OPTIONAL.items() if content.get(key) is not None}}
+    parts = {key: _read(cls, content.get(key), f"{where}: {key}", errors) for key, cls in there.items()}
+    tables = {
+        key: tuple(_rows(cls, content.get(key), f"{where}: {key}", errors)) for key, cls in TABLES.items()
+    }
+    if top and parts["device"]:
+        device = parts["device"]
+        if not any((device.bf16_tflops, device.fp16_tflops, device.fp32_tflops)):
+            errors.append(f"{where}: device needs at least one of bf16_tflops, fp16_tflops and fp32_tflops")
+        if device.reserved_gib >= device.memory_gib:
+            errors.append(
+                f"{where}: device.reserved_gib {device.reserved_gib:g} leaves nothing of memory_gib "
+                f"{device.memory_gib:g}; the default is 1.5"
+            )
+    if errors:
+        raise ConfigError(errors)
+    pieces: dict[str, Any] = {**parts, **tables}
+    return Cluster(top.name, top.nodes, top.ranks_per_node, **pieces)
+
+
+def _rows(cls: type, rows: Any, where: str, errors: list[str]) -> Iterator[Any]:
+    if rows is not None and not isinstance(rows, list):
+        errors.append(f"{where} holds {type(rows).__name__}, not a list of measurements")
+        return
+    for number, row in enumerate(rows or (), 1):
+        yield _read(cls, row, f"{where}, row {number}", errors)
+
+
+def _read(cls: type[Section], values: Any, where: str, errors: list[str]) -> Any:
+    """Return the section that ``values`` describe, or None if they have faults, which go to ``errors``."""
+    if values is not None and not isinstance(values, dict):
+        errors.append(f"{where} holds {type(values).__name__}, not a mapping of names to values")
+        return None
+    known = {o.name: o for o in section_options(cls.__name__, cls)}
+    before, read = len(errors), dict[str, Any]()
+    for key, raw in (values or {}).items():
+        if key not in known:
+            errors.append(f"{where}: {key} does not exist{did_you_mean(str(key), known)}")
+            continue
+        try:
+            read[key] = None if raw is None else convert(known[key], raw)
+        except ValueError as error:
+            errors.append(f"{where}: {key} {error}")
+            read[key] = known[key].default
+            known.pop(key)
+    for name, opt in known.items():
+        if text := fault(opt, read.get(name, opt.default)):
+            errors.append(f"{where}: {text.removeprefix('--').replace(opt.key, name, 1)}")
+    if len(errors) > before:
+        return None
+    return cls(**{name: value for name, value in read.items() if value is not None})

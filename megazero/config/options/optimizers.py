@@ -1,0 +1,117 @@
+"""This module lists the optimizers, their options, and which of the options each optimizer reads.
+
+An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it must be elementwise:
+zero/elementwise.py runs it to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.options.fields import option
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """This is one optimizer. ``factory`` is 'module:class', which is imported when the optimizer is built.
+
+    ``arguments`` are those of the factory, by name; each is an option, or a tuple of options.
+    ``fixed`` are arguments that are not a choice.
+    ``aliases`` are further names on the command line, each with what the notes say about it.
+    ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
+    verify).
+    """
+
+    factory: str
+    arguments: Mapping[str, str | tuple[str, ...]]
+    small_rate: float
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def options(self) -> list[str]:
+        """Return the names of the options that it reads."""
+        nested = ((names,) if isinstance(names, str) else names for names in self.arguments.values())
+        return [name for names in nested for name in names]
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        "adamw": Optimizer(
+            "torch.optim:AdamW",
+            {
+                "lr": "lr",
+                "betas": ("adam_beta1", "adam_beta2"),
+                "eps": "adam_eps",
+                "weight_decay": "weight_decay",
+            },
+            small_rate=1e-3,
+            fixed={"fused": True},  # CPU and CUDA builds of torch >= 2.4 have it
+            aliases={"adam": "weight decay is decoupled, as in Megatron"},
+        ),
+        "sgd": Optimizer(
+            "torch.optim:SGD",
+            {"lr": "lr", "momentum": "sgd_momentum", "weight_decay": "weight_decay"},
+            small_rate=2e-2,
+        ),
+    }
+)
+# Shapes of train/schedule/learning_rate.py.
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
+
+    optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
+    lr: float | None = option(None, "peak learning rate", above=0, required=True)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
+    decoupled_lr: float | None = option(
+        None, "peak learning rate of the token embedding and the head, in the place of --lr", above=0
+    )
+    decoupled_min_lr: float | None = option(None, "the same of --min-lr (default: --min-lr)", low=0)
+    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_iters: int | None = option(None, "iterations to decay over (default: --train-iters)", low=1)
+    lr_decay_samples: int | None = option(None, "samples to decay over (default: --train-samples)", low=1)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
+    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
+    lr_wsd_decay_style: str = option("exponential", "WSD: shape of the last phase", choices=WSD_STYLES)
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
+    weight_decay: float = option(
+        0.01, "weight decay, decoupled for adamw (norms and biases have none)", low=0
+    )
+    adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
+    adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
+    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that the optimizer's factory is called with besides the parameters."""
+        chosen = OPTIMIZERS[self.optimizer]
+        values = {
+            argument: getattr(self, names)
+            if isinstance(names, str)
+            else tuple(getattr(self, n) for n in names)
+            for argument, names in chosen.arguments.items()
+        }
+        return {**chosen.fixed, **values}
+
+
+def optimizer_conditions(chosen: str) -> Iterator[tuple[Collection[str], bool, str]]:
+    """Yield the options that not every optimizer reads.
+
+    Each comes with whether ``chosen`` reads it, and with which optimizers do.
+    """
+    for name in dict.fromkeys(name for each in OPTIMIZERS.values() for name in each.options):
+        readers = [other for other, each in OPTIMIZERS.items() if name in each.options]
+        if len(readers) < len(OPTIMIZERS):
+            yield [name], chosen in readers, f"--optimizer {' or '.join(readers)}"

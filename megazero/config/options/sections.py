@@ -1,0 +1,335 @@
+"""This module has all sections except the model. A field here is a flag, a YAML key and a line of docs/flags.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
+from megazero.config.options.data_inputs import TOKENIZERS
+from megazero.config.options.fields import option
+from megazero.pp.schedules import SCHEDULES
+
+BITS = (8, 4, 2)
+ROUNDINGS = ("nearest", "stochastic", "feedback")
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks are laid out."""
+
+    tensor_model_parallel_size: int = option(1, "ranks that share each layer", low=1)
+    pipeline_model_parallel_size: int = option(1, "ranks that share the layers, stage by stage", low=1)
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None,
+        "layers of each of a rank's several stages (interleaved schedule); every stage gets as many",
+        low=1,
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "the same by the number of a rank's stages, which need not be even (default: 1)", low=1
+    )
+    pipeline_schedule: str | None = option(
+        None,
+        "order of forwards and backwards; zb-h1 splits backwards and fills the bubble with weights' gradients "
+        "(default: 1f1b; interleaved where a rank has several stages)",
+        choices=tuple(SCHEDULES),
+    )
+    pipeline_partition: str | None = option(
+        None,
+        "layers per stage: balanced (by compute, embedding and head included), uniform, type:transformer|embedding "
+        "(embedding and head count as a layer each), or a list such as 5,6,6,5 (default: balanced)",
+        aliases=("pp-partition-method",),
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first stage; the others share the rest", low=1
+    )
+    decoder_last_pipeline_num_layers: int | None = option(None, "the same of the last stage", low=1)
+    use_tp_pp_dp_mapping: bool = option(
+        False,
+        "order of ranks, innermost first: tensor, pipeline, data instead of tensor, data, pipeline. A pipeline stays "
+        "inside a node and data parallelism crosses nodes",
+    )
+    sequence_parallel: bool = option(False, "split norms and dropout over the sequence between tensor ranks")
+    ranks_per_node: int | None = option(
+        None, "override of the node size that the launcher says: one machine can pretend to be several", low=1
+    )
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """How model state is sharded over data-parallel ranks, and what its messages are (ZeRO++: quantised).
+
+    --zero-preset and --zero-shard exclude each other; the --zero-quantized flags go with either.
+    """
+
+    zero_stage: int | None = option(
+        None,
+        "ZeRO stage: 0 ddp (with --bf16 zero1, as DeepSpeed's optimizer for bf16), 1 zero1, 2 zero2, 3 zero3",
+        low=0,
+        high=3,
+    )
+    zero_preset: str | None = option(
+        None,
+        "sharding by name (default: zero1; mics and hsdp are one). zeropp shards parameters and gradients inside a "
+        "node, quantises what crosses nodes and sends it once per step. auto: the fastest that fits, lifetimes and "
+        "messages too, by the planner and the file of --cluster",
+        choices=(*PRESETS, AUTO),
+    )
+    zero_shard: tuple[int, ...] | None = option(
+        None,
+        "sharding by factors P,G,OS: ranks that share one copy of parameters, gradients, optimizer states",
+    )
+    zero_hpz_partition_size: int | None = option(
+        None, "ranks that share hpz's or zeropp's copy of the parameters (default: those of a node)", low=1
+    )
+    zero_params_lifetime: str | None = option(
+        None,
+        "how long gathered parameter shards live (default: use for P = OS, resident for P = 1 and for the delta "
+        "refresh, else step). gathered: as by default, and full parameters stay gathered from their first use in a "
+        "step to its end: one gather a step for a pipeline stage, for the memory of the stage's parameters",
+        choices=LIFETIMES,
+    )
+    zero_gradients_lifetime: str | None = option(
+        None,
+        "how long whole gradients live: reduced to this rank's part with every micro-batch (default), or for the "
+        "step: accumulated whole and reduced once, whatever the number of micro-batches, for 4 bytes of each of the "
+        "stage's parameters. For G > 1",
+        choices=GRADIENT_LIFETIMES,
+    )
+    zero_prefetch_bytes: int = option(
+        256 * 2**20,
+        "bytes of parameters gathered ahead of use, or kept for the next one, beyond those of the next module",
+        low=0,
+    )
+    zero_chunk_numel: int = option(
+        2**27,
+        "elements of a module's parameters that move together; hops of successive chunks run side by side",
+        low=1,
+    )
+    zero_quantized_weights: bool | None = option(
+        None, "send weights quantised where they cross nodes (default: on in preset zeropp, else off)"
+    )
+    zero_weight_bits: int | None = option(
+        None, "bits of a quantised weight (default: 8; 4 with the delta refresh)", choices=BITS
+    )
+    zero_quantized_weights_delta: bool | None = option(
+        None,
+        "quantise the weights' change since the last refresh instead of the weights: fewer bits at less error, for "
+        "parameter shards that stay resident. Implies --zero-quantized-weights (default: on in preset zeropp unless "
+        "--zero-params-lifetime is step, else off)",
+    )
+    zero_quantized_gradients: bool | None = option(
+        None, "send gradients quantised where they cross nodes (default: on in preset zeropp, else off)"
+    )
+    zero_gradient_bits: int | None = option(
+        None, "bits of a quantised gradient across nodes (default: 4)", choices=BITS
+    )
+    zero_gradient_bits_intra_node: int | None = option(
+        None, "bits of a quantised gradient inside a node (default: not quantised there)", choices=(8, 4)
+    )
+    zero_quantized_gradients_until: float | None = option(
+        None,
+        "fraction of the training (of its iterations or samples) after which gradients are sent exactly "
+        "(default: never)",
+        above=0,
+        high=1,
+    )
+    zero_gradient_rounding: str | None = option(
+        None,
+        "how gradients are rounded: to nearest; at random, without bias; or to nearest, adding what was lost to the "
+        "next step's gradient (error feedback, where sums cross nodes once per step; not of what the ends "
+        "of a pipeline tell each other about tied embeddings) (default: nearest)",
+        choices=ROUNDINGS,
+    )
+    zero_weight_clip_search: int = option(
+        0,
+        "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
+        low=0,
+        high=64,
+    )
+    zero_gradient_clip_search: int = option(
+        0, "the same for gradients; not with stochastic rounding", low=0, high=64
+    )
+    zero_block_size: int | None = option(
+        None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
+    )
+    zero_exact_numel: int | None = option(
+        None, "parameters with at most this many elements are never quantised (default: 16384)", low=0
+    )
+    zero_weight_error_bound: float | None = option(
+        None,
+        "relative rounding error of a module's weights (norm of the error / norm) past which they are sent exactly "
+        "from the next step on (default: no bound)",
+        above=0,
+    )
+    zero_gradient_error_bound: float | None = option(None, "the same for gradients", above=0)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Compute dtype. Master weights, moments, accumulated gradients, sums and the loss are at least fp32."""
+
+    params_dtype: str = option(
+        "fp32",
+        "dtype of parameters and activations",
+        choices=("bf16", "fp16", "fp32", "fp64"),
+        consts={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"},
+    )
+    loss_scale: float | None = option(
+        None,
+        "fp16: fixed factor of losses before the backward; 0 is dynamic (default: dynamic)",
+        low=0,
+        high=2.0**127,
+    )
+    initial_loss_scale: float = option(
+        2.0**32, "fp16: what the dynamic loss scale starts from", above=0, high=2.0**127
+    )
+    min_loss_scale: float = option(1.0, "fp16: what the dynamic loss scale does not fall below", above=0)
+    loss_scale_window: int = option(
+        1000, "fp16: steps in a row without overflow after which the loss scale doubles", low=1
+    )
+    hysteresis: int = option(
+        2, "fp16: overflows, counted anew when the loss scale grows, from which on each halves it", low=1
+    )
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Sizes in samples."""
+
+    micro_batch_size: int | None = option(
+        None, "samples of one forward pass on one rank", low=1, required=True
+    )
+    global_batch_size: int | None = option(
+        None, "samples of one step over all ranks (default: micro-batch x data-parallel size)", low=1
+    )
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
+    )
+    elastic: bool = option(
+        False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
+    )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length of the run, evaluation, recomputation, device."""
+
+    train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
+    train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
+    exit_interval: int | None = option(None, "save and exit at iterations divisible by this", low=1)
+    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
+    kill_switch_path: str | None = option(
+        None, "save and exit when this file is there, at the end of an iteration; at the start do not begin"
+    )
+    exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
+    eval_interval: int = option(1000, "iterations between evaluations", low=1)
+    eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
+    eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
+    seed: int = option(1234, "seed of weights, samples and dropout", low=0)
+    deterministic_mode: bool = option(False, "only deterministic kernels")
+    recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
+    health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
+    distributed_init_timeout_minutes: float = option(
+        5.0,
+        "limit of the start: until all ranks have come, and again until their communicators are made",
+        above=0,
+    )
+    device: str = option(
+        "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text and tokenizer."""
+
+    data_path: tuple[str, ...] = option((), "PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ... to blend")
+    split: str = option("969,30,1", "shares of train, validation and test in --data-path")
+    data_args_path: str | None = option(None, "file with the words of --data-path")
+    train_data_path: tuple[str, ...] = option(
+        (), "data to train on, in the form of --data-path, instead of it and --split"
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), "the same to evaluate on while training (default: nothing is evaluated)"
+    )
+    test_data_path: tuple[str, ...] = option((), "the same to evaluate on after the last iteration")
+    per_split_data_args_path: str | None = option(
+        None, 'JSON file with the words of these three: {"train": [...], "valid": [...], "test": [...]}'
+    )
+    train_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        'BLOOM\'s form, instead of these: "NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX", where START and '
+        "END are fractions of a data set's documents. Samples come in Megatron's order, which is not that of BLOOM's "
+        "code",
+    )
+    valid_weighted_split_paths: tuple[str, ...] = option(
+        (),
+        "the same to evaluate on while training; several of these are evaluated apart, each under its name",
+    )
+    test_weighted_split_paths: tuple[str, ...] = option(
+        (), "the same to evaluate on after the last iteration"
+    )
+    train_weighted_split_paths_path: str | None = option(
+        None, "file with the values of --train-weighted-split-paths, each in quotes"
+    )
+    valid_weighted_split_paths_path: str | None = option(None, "the same of --valid-weighted-split-paths")
+    test_weighted_split_paths_path: str | None = option(None, "the same of --test-weighted-split-paths")
+    data_cache_path: str | None = option(None, "folder of index caches (default: beside the data)")
+    mock_data: bool = option(False, "made-up tokens instead of --data-path")
+    tokenizer_type: str | None = option(
+        None,
+        "tokenizer that made the data (default: GPT2BPETokenizer with --vocab-file or --merge-file)",
+        choices=tuple(TOKENIZERS),
+    )
+    tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
+    vocab_file: str | None = option(None, "vocab.json of the GPT2BPETokenizer")
+    merge_file: str | None = option(None, "merges.txt of the GPT2BPETokenizer")
+    eod_mask_loss: bool = option(False, "leave end-of-document tokens out of the loss")
+    reset_position_ids: bool = option(False, "positions begin at 0 after every end-of-document token")
+    reset_attention_mask: bool = option(
+        False, "attention stays within documents, which end-of-document tokens end"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = option(None, "folder to save checkpoints in")
+    load: str | None = option(
+        None,
+        "folder to load the newest complete checkpoint from; none there is an error, but a start from random weights "
+        "where it is the folder of --save. hf:DIR starts from the weights and the model of a Hugging Face folder",
+    )
+    accept_field: tuple[str, ...] = option(
+        (),
+        "fields of the config.json of --load hf:DIR to set aside, which are not known and known to change nothing",
+    )
+    save_hf: str | None = option(
+        None,
+        "Hugging Face folder to write when the training is over, from the last checkpoint and by all ranks",
+    )
+    allow_fresh_start: bool = option(
+        False, "start from random weights where --load, another folder than --save, holds no checkpoint"
+    )
+    exit_on_missing_checkpoint: bool = option(
+        False, "a --load without a checkpoint is an error even where it is the folder of --save"
+    )
+    save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
+    save_retain_interval: int | None = option(
+        None,
+        "iterations between checkpoints that are kept for ever; of the others the newest is, or --save-keep-last",
+        low=1,
+    )
+    save_keep_last: int | None = option(
+        None, "how many of the newest checkpoints to keep (default: all)", low=1
+    )
+    async_save: bool = option(
+        False,
+        "copy what is saved to host memory and write it while the training goes on; a stop waits for it",
+    )
+    finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
+    load_optim: bool = option(True, "load optimizer states")
+    load_rng: bool = option(True, "load RNG states")

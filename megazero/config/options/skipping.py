@@ -1,0 +1,94 @@
+"""What is left out of the training: iterations that are named, and the samples that led to a spike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megazero.config.options.fields import option
+
+if TYPE_CHECKING:  # it has this section
+    from megazero.config.run import RunConfig
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class SkippingConfig:
+    """Iterations whose samples are consumed without an update: those named, and those undone after a spike."""
+
+    skip_train_iteration_range: tuple[str, ...] = option(
+        (),
+        "iterations to leave out, such as 101-200 251: their samples are consumed without an update, and the "
+        "learning rate's schedule waits",
+        aliases=("iterations-to-skip",),
+    )
+    rollback_on_spike: bool = option(
+        False,
+        "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint from before it, and "
+        "leave out the iterations from there to its end",
+    )
+    max_rollbacks: int = option(
+        3, "times that a run goes back, after which a spike ends it with an error", low=1
+    )
+    spike_window: int = option(
+        100,
+        "good iterations whose median loss and norm are the usual ones; while there are fewer, nothing is a spike",
+        low=1,
+    )
+    spike_loss_bound: float = option(0.5, "nats by which a spike's loss is above the usual one", above=0)
+    spike_norm_bound: float = option(
+        10.0, "times by which a spike's gradient norm (before clipping) is above the usual one", above=1
+    )
+    spike_iterations: int = option(
+        10,
+        "iterations in a row beyond either bound that are a spike; the run recovers from shorter ones",
+        low=1,
+    )
+
+
+def iteration_ranges(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Return (first, last) of each range of iterations, in order, with ranges that touch made one.
+
+    Raises ValueError, which names the word and the rule.
+    """
+    return joined(map(_range, words))
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return (first, last) of each range in order, with ranges that touch made one."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def _range(word: str) -> tuple[int, int]:
+    found = _RANGE.fullmatch(word)
+    if found is None:
+        raise ValueError(f"{word} is neither an iteration nor FIRST-LAST, such as 101-200")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"{word}: iterations count from 1, and the last is not before the first; nearest: "
+            f"{max(1, min(first, last))}-{max(1, first, last)}"
+        )
+    return first, last
+
+
+def range_around(ranges: Iterable[tuple[int, int]], iteration: int) -> tuple[int, int] | None:
+    """Return the range that ``iteration`` is in, or None."""
+    return next((each for each in ranges if each[0] <= iteration <= each[1]), None)
+
+
+def legal_ranges(config: RunConfig) -> Iterator[str]:
+    """Report words of --skip-train-iteration-range that are no iterations."""
+    try:
+        iteration_ranges(config.skipping.skip_train_iteration_range)
+    except ValueError as error:
+        yield f"--skip-train-iteration-range {error}"

@@ -1,0 +1,1 @@
+"""From flags and files to a configuration: sources are read, merged, completed and checked. No torch."""

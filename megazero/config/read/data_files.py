@@ -1,0 +1,73 @@
+"""Files that name the data: their words take the place of the options that name the files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megazero.config.options.data_inputs import SPLITS
+from megazero.config.options.fields import show
+from megazero.config.run import all_options
+
+Words = Mapping[str, tuple[str, ...]]  # by the name of the option that they are the value of
+
+
+def _blend(text: str) -> Words:
+    return {"data_path": tuple(text.split())}
+
+
+def _per_split(text: str) -> Words:
+    content = json.loads(text)
+    if not isinstance(content, dict) or not set(content) <= set(SPLITS):
+        raise ValueError(f"must hold an object with the keys {', '.join(SPLITS)}")
+    words = {
+        key: value.split() if isinstance(value, str) else value for key, value in content.items() if value
+    }
+    if not all(isinstance(value, list) for value in words.values()):
+        raise ValueError("must hold a list of words, or a text of them, under each key")
+    return {f"{key}_data_path": tuple(map(str, value)) for key, value in words.items()}
+
+
+def _groups(name: str) -> Callable[[str], Words]:
+    return lambda text: {name: tuple(shlex.split(text))}
+
+
+# What the file of an option holds.
+READERS: Mapping[str, Callable[[str], Words]] = {
+    "data_args_path": _blend,
+    "per_split_data_args_path": _per_split,
+    **{f"{split}_weighted_split_paths_path": _groups(f"{split}_weighted_split_paths") for split in SPLITS},
+}
+
+
+def read_data_files(values: dict[str, Any], notes: list[str]) -> list[str]:
+    """Put the words of the files that ``values`` names where they belong, with a note for each file.
+
+    Returns an error line for each file that cannot be used, whose option then stays.
+    """
+    errors = []
+    for name, read in READERS.items():
+        path = values.get(name)
+        if path is None:
+            continue
+        flag = all_options()[name].flag
+        try:
+            with open(path, encoding="utf-8") as file:
+                words = {key: value for key, value in read(file.read()).items() if value}
+        except OSError as error:
+            errors.append(f"{flag} {path} cannot be read: {error.strerror or error}")
+            continue
+        except ValueError as error:  # of JSON, of an open quote and of bytes that are no text, too
+            errors.append(f"{flag} {path}: {error}")
+            continue
+        twice = [all_options()[key].flag for key in words if values.get(key)]
+        if twice or not words:
+            excluded = f"and {' and '.join(twice)} exclude each other; leave one out"
+            errors.append(f"{flag} {path} {excluded if twice else 'names no data'}")
+            continue
+        del values[name]
+        values |= words
+        notes += [f"{flag} {path}: {all_options()[key].flag} {show(value)}" for key, value in words.items()]
+    return errors

@@ -1,0 +1,101 @@
+"""Files are read here: --config, a YAML file whose keys are flag names, either flat or by section, and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+from megazero.config.read.sources import Layer, all_switches
+from megazero.config.run import section_types
+
+
+def read_yaml(path: str) -> Layer:
+    """Read a YAML file as a layer.
+
+    Keys are written with - or _. A section's name may hold a mapping of its keys. null leaves a key unset.
+    """
+    layer = Layer(path)
+    content = _load(layer, path)
+    if content is None:
+        return layer
+    if not isinstance(content, dict):
+        layer.errors.append(f"{path}: holds {type(content).__name__}, not a mapping of flag names to values")
+        return layer
+    for key, value in content.items():
+        if key in section_types() and isinstance(value, dict):
+            for inner, inner_value in value.items():
+                _put(layer, path, str(inner), inner_value, section=key)
+        else:
+            _put(layer, path, str(key), value)
+    layer.conclude()
+    return layer
+
+
+def _load(layer: Layer, path: str) -> Any:
+    import yaml  # 0.03 s, only when a file is given
+
+    class Loader(yaml.SafeLoader):
+        """This loader refuses a key that stands twice (PyYAML takes the last silently)."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            keys = [self.construct_object(k, deep=True) for k, _ in node.value]
+            twice = {str(k) for k in keys if keys.count(k) > 1}
+            layer.errors.extend(f"{path}: {key} stands there twice" for key in sorted(twice))
+            return super().construct_mapping(node, deep)
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml.load(file, Loader)
+    except OSError as error:
+        layer.errors.append(f"--config {path} cannot be read: {error.strerror or error}")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        layer.errors.append(f"--config {path} is not YAML: {re.sub(chr(10), ' ', str(error))}")
+    return None
+
+
+def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> None:
+    key, where = name.replace("_", "-"), f"{path}: {section + '.' if section else ''}"
+    switch = all_switches().get(key)
+    if switch is None:
+        if value is None or value is False:
+            from megazero.config.foreign.megatron.table import rows
+
+            if value is False and f"no-{key}" in rows():
+                key = f"no-{key}"  # a switch that is on by default, off
+            elif key in rows():
+                return  # a switch of Megatron that is off says nothing
+        items = (
+            value if isinstance(value, list) else [] if isinstance(value, bool) or value is None else [value]
+        )
+        layer.other(key, where, [str(item) for item in items], () if section else tuple(section_types()))
+    elif section and switch.option.section != section:
+        layer.errors.append(f"{where}{name} belongs to section {switch.option.section}")
+    elif value is None:
+        return
+    elif switch.option.kind == "bool":
+        layer.put(switch.option, value == switch.sets if isinstance(value, bool) else value, where + name)
+    elif switch.sets is not None:
+        if value is True:
+            layer.put(switch.option, switch.sets, where + name)
+        else:
+            layer.errors.append(f"{where}{name} takes only true, got {value!r}; or set {switch.option.key}")
+    elif switch.option.kind == "strs" and isinstance(value, str):
+        layer.put(switch.option, value.split(), where + name)
+    else:
+        layer.put(switch.option, value, where + name)
+
+
+def read_json(file: Path, why: str) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError, which says why the file is needed."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"'{file}' is missing: {why}") from None
+    except ValueError as error:
+        raise ValueError(f"'{file}' is damaged ({error}): get it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"'{file}' holds no JSON object: {why}")
+    return value

@@ -1,0 +1,224 @@
+"""This module completes a RunConfig from what the user said.
+
+It fills in family defaults, derived sizes, the ZeRO preset and the notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from megazero.config.foreign.megatron.mapped import DERIVED, UNFUSED_GELU
+from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
+from megazero.config.model.loaded import batch_to_keep, take_architecture
+from megazero.config.model.section import ModelConfig, complete, has_gelu
+from megazero.config.options.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
+from megazero.config.options.fields import show
+from megazero.config.read.data_files import read_data_files
+from megazero.config.read.sources import Layer
+from megazero.config.run import RunConfig, World, all_options, section_types
+
+
+def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
+    """Return the completed configuration with its notes, and error lines for what cannot be completed."""
+    values = dict(said.values)
+    accumulation = values.pop("gradient_accumulation_steps", None)
+    notes, errors = list(said.notes), list[str]()
+    errors += complete_megatron(said, values, notes)
+    if "group-query-attention" in said.facts and values.get("num_query_groups") is None:
+        errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
+    values, taken, clashes = take_architecture(values)
+    notes, errors = [*notes, *taken], [*errors, *clashes]
+    notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
+    values = complete(values)
+    errors += _complete_zero(values, notes)
+    if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
+        values["save_keep_last"] = 1
+    errors += _complete_batch(values, accumulation, world, notes)
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
+    notes += _unused_loss_scaling(values)
+    notes += _complete_tokenizer(values)
+    errors += read_data_files(values, notes)
+    notes += _unused_split(values)
+    return _assemble(values, notes), errors
+
+
+def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
+    """Complete what Megatron's flags say, and note those that change nothing. Returns error lines."""
+    if not said.facts and not any(name in values for name in DERIVED):
+        return []
+    from megazero.config.foreign.megatron.apply import accepted_note, unmet_conditions
+    from megazero.config.foreign.megatron.derived import complete_derived
+
+    notes += accepted_note(said.facts)
+    errors = complete_derived(values, notes)
+    return errors + unmet_conditions(said.facts, complete(values))
+
+
+def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterator[str]:
+    """Note what a command line of Megatron would make of the same flags, where that is another model."""
+    if said.get("model_family") not in (None, ModelConfig.model_family):
+        return
+    groups = said.get("num_query_groups")
+    if (
+        groups is not None
+        and "group-query-attention" not in facts
+        and groups != said.get("num_attention_heads")
+    ):
+        yield (
+            f"--num-query-groups {groups} takes effect; Megatron ignores it without --group-query-attention, which "
+            "confirms it"
+        )
+
+
+def unfused_gelu(values: dict[str, Any]) -> Iterator[str]:
+    """Set the form of GELU that Megatron computes with --no-bias-gelu-fusion, and note it.
+
+    A form that is said, or that a checkpoint has, stays.
+    """
+    if not values.pop(UNFUSED_GELU, None):
+        return
+    if not has_gelu(complete(values)):
+        yield "--no-bias-gelu-fusion changes nothing: the MLP has no GELU"
+    elif values.get("openai_gelu"):
+        yield "--no-bias-gelu-fusion changes nothing: GELU is by tanh, as --openai-gelu or the checkpoint says"
+    else:
+        values["openai_gelu"] = False
+        yield "--no-bias-gelu-fusion: GELU is exact (--no-openai-gelu), as in Megatron without that kernel"
+
+
+def _unused_loss_scaling(values: Mapping[str, Any]) -> list[str]:
+    """Return notes on what was said about a loss scale that does not exist or does not move."""
+    unused: tuple[str, ...] = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    if values.get("params_dtype") != "fp16":
+        unused, why = ("loss_scale", *unused), "without --fp16: losses are not scaled"
+    elif values.get("loss_scale"):
+        why = f"with --loss-scale {show(values['loss_scale'])}: the scale is fixed"
+    else:
+        return []
+    given = [all_options()[name].flag for name in unused if values.get(name) is not None]
+    return [f"{', '.join(given)} change{'' if len(given) > 1 else 's'} nothing {why}"] if given else []
+
+
+def _unused_split(values: Mapping[str, Any]) -> list[str]:
+    """Return notes where train, validation and test data are named apart."""
+    named = [f"{split}_{form}" for form in ("data_path", "weighted_split_paths") for split in SPLITS]
+    given = [name for name in named if values.get(name)]
+    if not given:
+        return []
+    notes = ["--split changes nothing where each part's data is named"] if "split" in values else []
+    if not any(name.startswith("valid") for name in given) and values.get("eval_iters") != 0:
+        notes.append("no validation data is named: nothing is evaluated while training")
+    return notes
+
+
+def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
+    """Set Megatron's default, GPT2BPETokenizer, where one of its files is given.
+
+    Returns notes on that, and on files that the tokenizer is not made from.
+    """
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if values.get(name) is not None]
+    notes = []
+    if values.get("tokenizer_type") is None and set(files) & set(TOKENIZERS[GPT2BPE]):
+        values["tokenizer_type"] = GPT2BPE
+        notes.append(f"--vocab-file, --merge-file: the tokenizer is {GPT2BPE}, Megatron's default")
+    kind = values.get("tokenizer_type", "")
+    if kind in TOKENIZERS and kind != "NullTokenizer":
+        unused = [all_options()[name].flag for name in files if name not in TOKENIZERS[kind]]
+        plural = "" if len(unused) > 1 else "s"
+        notes += (
+            [f"{', '.join(unused)} change{plural} nothing with --tokenizer-type {kind}"] if unused else []
+        )
+    return notes
+
+
+def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:
+    by_section: dict[str, dict[str, Any]] = {section: {} for section in section_types()}
+    for name, value in values.items():
+        by_section[all_options()[name].section][name] = value
+    sections = {section: cls(**by_section[section]) for section, cls in section_types().items()}
+    return RunConfig(**sections, notes=tuple(notes))
+
+
+def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:
+    """Set zero_preset from whichever of the ZeRO options is given. Returns one error line for each contradiction."""
+    stage, preset = values.get("zero_stage"), values.get("zero_preset")
+    shard, partition = values.get("zero_shard"), values.get("zero_hpz_partition_size")
+    errors = []
+    if shard is not None:
+        given = [
+            n for n in ("zero_preset", "zero_stage", "zero_hpz_partition_size") if values.get(n) is not None
+        ]
+        errors += [
+            f"--zero-shard {show(shard)} excludes --{n.replace('_', '-')}; leave one out" for n in given
+        ]
+        return errors
+    if preset is None and partition is not None and stage in (None, 3):
+        preset = "hpz"
+        notes.append(f"--zero-hpz-partition-size {partition} is preset hpz")
+    if partition is not None and preset not in PARTITIONED:
+        errors.append(
+            f"--zero-hpz-partition-size {partition} needs preset hpz (ZeRO stage 3) or zeropp, not "
+            f"{f'preset {preset}' if preset else f'stage {stage}'}; nearest: --zero-preset hpz without --zero-stage"
+        )
+    if preset == "hpz" and values.get("zero_quantized_gradients"):
+        notes.append(
+            "preset hpz sends gradients across nodes with every micro-batch; preset zeropp does so once per step"
+        )
+    if stage is not None and 0 <= stage <= 3:
+        own = STAGE_PRESETS[stage]
+        legal = (own, *IN_NODE) if stage == 3 else (own,)
+        if stage == 0 and preset is None and values.get("params_dtype") == "bf16":
+            own = "zero1"
+            notes.append(
+                "--zero-stage 0 with --bf16 is preset zero1: DeepSpeed's optimizer for bf16 shards its states at "
+                "stage 0. --zero-preset ddp keeps full replicas"
+            )
+        if preset is not None and preset not in legal:
+            errors.append(
+                f"--zero-stage {stage} is preset {own}, but --zero-preset is {preset}; leave one out"
+            )
+        preset = preset or own
+    values["zero_preset"] = preset or DEFAULT_PRESET
+    return errors
+
+
+def _complete_batch(
+    values: dict[str, Any], accumulation: int | None, world: World | None, notes: list[str]
+) -> list[str]:
+    """Set the global batch, or check that the sizes agree if it is given. Returns error lines.
+
+    The global batch is micro-batch x data-parallel size (x DeepSpeed's accumulation).
+    """
+    elastic, kept = values.get("elastic"), None
+    if values.get("global_batch_size") is None:
+        kept = batch_to_keep(values)
+        if kept and elastic:
+            values["global_batch_size"] = kept
+            notes.append(f"--elastic: the global batch is {kept}, as in the checkpoint")
+    micro, batch = values.get("micro_batch_size"), values.get("global_batch_size")
+    ranks = values.get("tensor_model_parallel_size", 1) * values.get("pipeline_model_parallel_size", 1)
+    if world is None or not micro or micro < 1 or ranks < 1 or world.world_size % ranks:
+        return []
+    d = world.world_size // ranks
+    if batch is None:
+        values["global_batch_size"] = batch = micro * d * (accumulation or 1)
+        product = f"{batch} = {micro} x {d} ranks x {accumulation or 1}"
+        if kept not in (None, batch):
+            return [
+                f"the global batch would be {product}, but is {kept} in the checkpoint of --load {values['load']}: "
+                f"add --global-batch-size {kept} to keep it, as --elastic does, or --global-batch-size {batch}"
+            ]
+        notes.append(f"global batch {product}")
+    elif accumulation and batch != micro * d * accumulation and elastic:
+        notes.append(
+            f"--elastic: the global batch of {batch} decides, not gradient_accumulation_steps {accumulation}"
+        )
+    elif accumulation and batch != micro * d * accumulation:
+        fits = f"; nearest: gradient_accumulation_steps {max(1, round(batch / (micro * d)))}"
+        return [
+            f"train_batch_size {batch} is not train_micro_batch_size_per_gpu {micro} x data-parallel size {d} x "
+            f"gradient_accumulation_steps {accumulation} = {micro * d * accumulation}{fits}"
+        ]
+    return []

@@ -1,0 +1,164 @@
+"""A layer holds the values that one source gives (flags, a YAML file, a DeepSpeed file). Layers are merged here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.options.fields import Option, convert, show
+from megazero.config.options.optimizers import OPTIMIZERS
+from megazero.config.run import all_options
+
+# At most one of each group may come from one source; a stronger source replaces the whole group of a weaker one.
+EXCLUSIVE = (
+    ("zero_shard", "zero_preset", "zero_stage", "zero_hpz_partition_size"),
+    ("train_iters", "train_samples"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("global_batch_size", "gradient_accumulation_steps"),
+    ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+)
+
+
+# What a value from a stronger source replaces in weaker ones.
+REPLACES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {name: group for group in EXCLUSIVE for name in group}
+    | {"micro_batch_size": ("micro_batch_size", "gradient_accumulation_steps")}
+)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """This is a name that may follow '--' or stand in YAML.
+
+    ``sets`` is the value that it means, or None if a value follows.
+    """
+
+    option: Option
+    sets: Any = None
+
+
+@lru_cache(maxsize=1)
+def all_switches() -> Mapping[str, Switch]:
+    """Return the switch of each key (a flag without '--'), for every option of training."""
+    return switches(all_options().values())
+
+
+def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
+    """Return the switch of each key, for these options."""
+    table: dict[str, Switch] = {}
+    for opt in options:
+        if opt.kind == "bool":
+            table[opt.key], table[opt.negative_key] = Switch(opt, True), Switch(opt, False)
+        else:
+            table[opt.key] = Switch(opt)
+        table.update({key: Switch(opt, value) for key, value in opt.consts.items()})
+        table.update({key: Switch(opt) for key in opt.aliases})
+    return MappingProxyType(table)
+
+
+@dataclass
+class Layer:
+    """This is what one source says: values by field name, errors and notes.
+
+    ``final`` has the values that stronger sources do not override, by field name, each with the reason.
+    Of Megatron's flags, ``facts`` change nothing here, and ``refused`` are not built, by what to do instead;
+    ``implied`` has options with the values that mapped flags give them, and how these were typed.
+    """
+
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
+    facts: list[str] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)
+    implied: list[tuple[str, Any, str]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    final: dict[str, str] = field(default_factory=dict)
+
+    def put(self, opt: Option, raw: Any, name: str) -> None:
+        """Convert and keep a value. A second, different one for the same field wins and is noted."""
+        try:
+            value = _unaliased(self, opt, convert(opt, raw))
+        except ValueError as error:
+            self.errors.append(f"{name} {error}")
+            self.failed.add(opt.name)
+            return
+        if opt.name in self.values and self.values[opt.name] != value:
+            if opt.consts:
+                said = " and ".join(f"--{v}" for v in sorted({str(self.values[opt.name]), str(value)}))
+                self.errors.append(f"{said} exclude each other; leave one out")
+                self.failed.add(opt.name)
+                return
+            self.notes.append(f"{name} {show(value)} replaces the earlier {show(self.values[opt.name])}")
+        self.values[opt.name] = value
+
+    def other(self, key: str, prefix: str, words: Sequence[str], extra: Sequence[str] = ()) -> None:
+        """Take a name that is no option: one of Megatron's, or one that does not exist, with what is meant by it."""
+        from megazero.config.foreign.megatron import apply, table  # 0.01 s, only for such names
+        from megazero.config.foreign.suggest import suggestion
+
+        if key in table.rows():
+            apply.take(self, table.rows()[key], f"{prefix}{key}", words)
+        else:
+            self.errors.append(f"{prefix}{key} does not exist{suggestion(key, prefix, extra)}")
+
+    def conclude(self) -> None:
+        """Settle what Megatron's flags mean, after the whole source is read."""
+        if self.implied or self.refused:
+            from megazero.config.foreign.megatron import apply
+
+            apply.conclude(self)
+
+
+def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
+    """Return megazero's name for an alias of an optimizer or another program's name of a value, and note it.
+
+    Every other value is returned as it is. Raises ValueError for a value of Megatron's that is not built here.
+    """
+    for name, optimizer in OPTIMIZERS.items() if opt.name == "optimizer" else ():
+        if value in optimizer.aliases:
+            layer.notes.append(f"--optimizer {value} is {name}: {optimizer.aliases[value]}")
+            return name
+    if opt.choices and value not in opt.choices:
+        from megazero.config.foreign.megatron.mapped import UNBUILT, VALUES
+
+        if (opt.name, value) in VALUES:
+            layer.notes.append(f"{opt.flag} {value} is {VALUES[opt.name, value]}")
+            return VALUES[opt.name, value]
+        if (opt.name, value) in UNBUILT:
+            raise ValueError(f"{value} is Megatron's, not built here: {UNBUILT[opt.name, value]}")
+    return value
+
+
+def merge(layers: Sequence[Layer]) -> Layer:
+    """Make one layer out of several, which come weakest first. A note says what a stronger layer overrides."""
+    out = Layer("merged")
+    origin: dict[str, str] = {}
+    for layer in layers:
+        for name, value in layer.values.items():
+            if name in out.final:
+                if value != out.values[name]:
+                    out.notes.append(
+                        f"{name.replace('_', '-')} {show(value)} from {layer.source} gives way to "
+                        f"{show(out.values[name])} from {origin[name]}: {out.final[name]}"
+                    )
+                continue
+            for other in REPLACES.get(name, (name,)):
+                if other in out.values and origin[other] != layer.source:
+                    old = out.values.pop(other)
+                    if (other, old) != (name, value):
+                        out.notes.append(
+                            f"{name.replace('_', '-')} {show(value)} from {layer.source} overrides "
+                            f"{other.replace('_', '-')} {show(old)} from {origin[other]}"
+                        )
+            out.values[name], origin[name] = value, layer.source
+        out.final |= layer.final
+        out.facts += [fact for fact in layer.facts if fact not in out.facts]
+        out.errors += layer.errors
+        out.notes += layer.notes
+        out.failed |= layer.failed
+    out.failed -= set(out.values)
+    return out

@@ -1,0 +1,51 @@
+"""Writing here cannot harm what is on disk: data go beside the target, are flushed to the device, then renamed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a name in the same directory that no other process uses (process ids of several nodes may clash)."""
+    return path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a binary file. It takes the name ``path`` when the block ends well, and leaves no trace otherwise.
+
+    An OSError of a full disk, which has no name of a file, gets this one.
+    """
+    temporary = temporary_beside(path)
+    try:
+        with open(temporary, "wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file, which is replaced as a whole. Folders on the way are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as handle:
+        handle.write(text.encode())
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold an advisory lock on ``path`` (created when absent). It is released when the process dies, too."""
+    with open(path, "ab") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

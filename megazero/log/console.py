@@ -1,0 +1,166 @@
+"""What a person reads while training: a header, a progress bar, one line per log interval.
+
+On a terminal, rich draws a progress bar with the time left below the lines. Anywhere else (CI, SLURM
+logs, a pipe) the same lines are written plainly: no control characters, no colours, no bar.
+Shown on one rank; on the others a TrainConsole is silent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as Remaining
+
+from megazero.log.metrics import IterationMetrics, average, perplexity
+
+
+class TrainConsole:
+    """Prints on one rank (``enabled``) or not at all. Use it in a ``with``, so that the bar goes away on any exit.
+
+    total: the run's last iteration. begin: the iteration that it continues after. log_interval: iterations between
+    lines. stream: where lines go, the standard output by default. There is a bar only if it is a terminal.
+    """
+
+    def __init__(
+        self,
+        *,
+        total: int,
+        begin: int = 0,
+        log_interval: int = 10,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        if log_interval < 1:
+            raise ValueError(f"--log-interval {log_interval} must be at least 1")
+        self._total, self._begin, self._log_interval = total, begin, log_interval
+        self._enabled = enabled
+        self._stream = stream if stream is not None else sys.stdout
+        self._pending: list[IterationMetrics] = []
+        self._rich: Console | None = None
+        self._progress: Progress | None = None
+        console = Console(file=self._stream, highlight=False, force_terminal=self._stream.isatty())
+        if enabled and console.is_terminal and not console.is_dumb_terminal:
+            self._rich = console
+            self._progress = _progress(console)
+
+    def __enter__(self) -> TrainConsole:
+        if self._progress is not None:
+            self._task = self._progress.add_task(
+                "training", total=self._total, completed=self._begin, loss=""
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pending:
+            self._interval()
+        if self._progress is not None:
+            self._progress.stop()
+
+    def header(self, title: str, facts: Mapping[str, Any]) -> None:
+        """The run in a few aligned lines: name, then value as text."""
+        width = max((len(name) for name in facts), default=0)
+        self._line(title, style="bold")
+        for name, value in facts.items():
+            self._line(f"  {name:<{width}}  {value}")
+
+    def note(self, text: str) -> None:
+        """A thing that happened: a checkpoint saved, a batch size changed, why training stops."""
+        self._line(f" {text}", style="cyan")
+
+    def warning(self, text: str) -> None:
+        self._line(f" warning: {text}", style="yellow")
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Advance the bar; every log_interval iterations, print their mean as one line."""
+        if not self._enabled:
+            return
+        self._pending.append(metrics)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=metrics.iteration, loss=f"loss {metrics.lm_loss:.4f}")
+        last = metrics.iteration >= self._total
+        if metrics.iteration % self._log_interval == 0 or last:
+            self._interval()
+
+    def evaluation(self, iteration: int, loss: float, split: str = "validation") -> None:
+        """The result of an evaluation; loss in nats per token."""
+        self._line(
+            f" evaluation at {iteration:,} on {split} | loss {loss:.4f} | perplexity {perplexity(loss):.4g}",
+            style="green",
+        )
+
+    def _interval(self) -> None:
+        mean = average(self._pending)
+        self._pending.clear()
+        self._line(interval_line(mean, self._total))
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        if not self._enabled:
+            return
+        if self._rich is not None:
+            self._rich.print(escape(text), style=style, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+def interval_line(mean: IterationMetrics, total: int) -> str:
+    """One log interval as text: position, loss, norm, rate, speed, bytes sent by a rank, memory."""
+    width = len(str(total))
+    skipped = mean.extra.get("skipped", 0)
+    parts = [
+        f" iteration {mean.iteration:>{width}}/{total}",
+        f"samples {mean.consumed_samples:,}",
+        f"loss {mean.lm_loss:.4f}",
+        f"grad norm {mean.grad_norm:.3f}",
+        f"lr {mean.learning_rate:.3e}{_decoupled(mean)}",
+        f"{mean.iteration_time_s * 1000:.0f} ms/iter",
+        f"{human_count(mean.tokens_per_s)} tokens/s",
+        f"{mean.tflops_per_rank:.3g} TFLOP/s per rank",
+        f"sent {human_bytes(mean.intra_node_bytes)} in node, {human_bytes(mean.inter_node_bytes)} across",
+        f"memory {human_bytes(mean.memory_bytes)}",
+    ]
+    scale = [f"loss scale {mean.extra['loss_scale']:g}"] if "loss_scale" in mean.extra else []
+    return " | ".join(parts + scale + ([f"skipped {skipped}"] if skipped else []))
+
+
+def _decoupled(mean: IterationMetrics) -> str:
+    rate = mean.extra.get("decoupled_learning_rate")
+    return "" if rate is None else f" (embedding and head {rate:.3e})"
+
+
+def human_bytes(count: float) -> str:
+    """Decimal units, as networks are sold: 1 MB is 10**6 bytes."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"), " ")
+
+
+def human_count(count: float) -> str:
+    """Three digits and a unit: 950, 12.3k, 4.56M."""
+    return _scaled(count, ("", "k", "M", "G", "T", "P"), "")
+
+
+def _scaled(count: float, units: tuple[str, ...], gap: str) -> str:
+    power = 0
+    while abs(count) >= 999.5 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
+    digits = 0 if power == 0 or abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
+    return f"{count:.{digits}f}{gap}{units[power]}"
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        Remaining(),
+        console=console,
+        transient=True,
+        speed_estimate_period=600.0,  # rich's 30 s knows no time left when an iteration takes longer
+    )

@@ -1,0 +1,75 @@
+"""The exit status of a run, by which a batch script decides whether to start it again.
+
+This needs neither torch nor numpy. The numbers are those of sysexits.h where it has a fitting one. 1 and 2 are what
+Python and argparse use.
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import IntEnum
+from pathlib import Path
+
+from megazero.checkpoint.errors import error_number
+
+# LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun 1 for any, srun
+# the signal by which it ended the ranks that were still leaving).
+STATUS_FILE = "exit_status"
+
+# Errors of the operating system that are about the disk, not about what the user wrote.
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
+
+
+class ExitStatus(IntEnum):
+    """What ended a run. After STOPPED and RANK_LOST the same command goes on from the newest checkpoint."""
+
+    FINISHED = 0  # the last iteration is done and saved
+    UNEXPECTED = 1  # an error that megazero did not expect; its trace is in the log
+    MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
+    NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
+    STORAGE = 74  # a disk is full, read-only or broken, or hangs
+    STOPPED = 75  # told to stop by a signal, a limit or the kill switch; what was done is saved
+    RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
+    SWITCHED_OFF = 77  # the kill switch was there at the start
+
+
+def status_of(error: BaseException) -> ExitStatus:
+    """Return the status for an error that ends a run."""
+    stated = getattr(error, "exit_status", None)
+    if isinstance(stated, ExitStatus):
+        return stated
+    if error_number(error) in _STORAGE:
+        return ExitStatus.STORAGE
+    return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
+
+
+def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> bool:
+    """Write LOG_DIR/exit_status for the batch script, or take it away (None) while the run is under way.
+
+    first: only if no other is there: what a rank said of itself is truer than what others see of it. Otherwise on
+    the first rank. A disk that takes no file is passed over in silence: the launcher's status is left. Returns
+    whether it was this status's turn.
+    """
+    # Not above: megazero.data brings numpy, for which a signal at the very start would have to wait.
+    from megazero.files import replacing
+
+    try:
+        if status is None:
+            (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
+        elif first and (Path(log_dir) / STATUS_FILE).exists():
+            return False
+        else:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)  # at the start there is none
+            with replacing(Path(log_dir) / STATUS_FILE) as file:
+                file.write(f"{status:d}\n".encode())
+    except OSError:
+        pass
+    return True
+
+
+def read_status(log_dir: str) -> ExitStatus | None:
+    """Return what LOG_DIR/exit_status says, or None while a run is under way or where none has said it."""
+    try:
+        return ExitStatus(int((Path(log_dir) / STATUS_FILE).read_text()))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,132 @@
+"""A run over its restarts: what makes it one run, and when and why each start of it ended. This needs no torch.
+
+Checkpoints have the run's id; until there is one SAVE/run_id has it. So a run that is killed before its first save
+continues its curve at outside loggers, too. LOG_DIR/events.jsonl has a line of every start, save and end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megazero.log.exit_status import ExitStatus, record_status
+from megazero.log.lines import LineFile
+from megazero.log.metrics import encode, now, read_lines
+from megazero.mesh.launch import Launch
+
+EVENTS_FILE = "events.jsonl"
+RUN_FILE = "run_id"
+MOST_HOSTS = 8  # that the header names
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    run_id: the run's id at outside loggers, the same over all starts. restarts: how often it was started before.
+    job: the batch system's name of the job, or ''. hosts: the host of every rank. iteration: that it continues
+    after. notes: for the user.
+    """
+
+    run_id: str
+    restarts: int = 0
+    job: str = ""
+    hosts: tuple[str, ...] = ()
+    iteration: int = 0
+    notes: tuple[str, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the first line of metrics after this start carries, and its line in events.jsonl."""
+        return {"job_id": self.job, "restarts": self.restarts, "hosts": list(dict.fromkeys(self.hosts))}
+
+    def header(self) -> dict[str, str]:
+        """Return the same in words, for the head of a log."""
+        counts = Counter(self.hosts)
+        names = [f"{name} ({count} ranks)" if count > 1 else name for name, count in counts.items()]
+        more = f" and {len(names) - MOST_HOSTS} more" if len(names) > MOST_HOSTS else ""
+        hosts = {"hosts": ", ".join(names[:MOST_HOSTS]) + more}
+        job = {"job": self.job} if self.job else {}
+        return {"clock": now(), **job, "restarts": f"{self.restarts}", **hosts}
+
+
+def identify(save: str | None, log_dir: str, run_id: str, launch: Launch) -> Start:
+    """Return which run this starts, and how often it was started before. On the first rank.
+
+    run_id: the checkpoint's that the run begins from, or ''. Without one the id is that of the folder, whose run was
+    stopped before its first checkpoint, or a new one, which is kept there.
+    """
+    notes: tuple[str, ...] = ()
+    if not run_id and save is not None:
+        run_id, notes = _of_folder(Path(save) / RUN_FILE)
+    run_id = run_id or new_run_id()
+    starts = [event for event in read_events(log_dir) if event.get("event") == "start"]
+    before = sum(start.get("run_id") == run_id for start in starts)
+    return Start(run_id, max(before, launch.restarts), launch.job, notes=notes)
+
+
+def new_run_id() -> str:
+    """Return a fresh run id.
+
+    It has 8 characters, the form wandb makes itself, and does not come from the training seed.
+    """
+    return secrets.token_hex(4)
+
+
+def _of_folder(file: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the id in this file, or a new one that is put there; with notes."""
+    from megazero.files import replacing  # brings numpy
+
+    try:
+        if file.exists() and re.fullmatch(r"\w+", known := file.read_text().strip()):
+            return known, (f"{file}: this continues run {known}, which had saved nothing yet",)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        run_id = new_run_id()
+        with replacing(file) as handle:
+            handle.write(f"{run_id}\n".encode())
+        return run_id, ()
+    except OSError as error:
+        lost = "a start of this run before its first checkpoint is another run at outside loggers"
+        return "", (f"{file} is not there ({error.strerror}): {lost}",)
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
+
+
+def event_line(event: str, values: Mapping[str, Any]) -> bytes:
+    return encode({"event": event, "time": now(), **values}).encode("ascii") + b"\n"
+
+
+def read_events(log_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the lines of LOG_DIR/events.jsonl in order, none where there is no file."""
+    file = Path(log_dir) / EVENTS_FILE
+    return [line for _, line in read_lines(file.read_bytes())[0]] if file.exists() else []
+
+
+def record_end(
+    log_dir: str,
+    status: ExitStatus,
+    why: str,
+    progress: Mapping[str, Any] = MappingProxyType({}),
+    first: bool = False,
+) -> None:
+    """Write LOG_DIR/exit_status and the line of an end. A log disk without room does no harm.
+
+    progress: how far the run came, as far as it is known.
+
+    first: only if no end was told yet (``record_status``); then on any rank, else on the first one.
+    """
+    if not record_status(log_dir, status, first):
+        return
+    try:
+        file = LineFile(Path(log_dir) / EVENTS_FILE)
+        file.append(event_line("end", {"status": int(status), "why": why, **progress}))
+        file.close()
+    except OSError:
+        pass  # no room, or no way to the disk: a run does not fail for a line about its end, which the status tells

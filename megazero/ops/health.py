@@ -1,0 +1,254 @@
+"""The health check: before the first step, every node is tried, and a bad one is named so that it can be left out.
+
+Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
+for checkpoints, a slow node. What may be so is said as a note: clocks that differ, less free memory than elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.config import RunConfig, World
+from megazero.files import replacing
+from megazero.log.exit_status import ExitStatus, status_of
+from megazero.mesh.launch import Launch
+from megazero.mesh.mesh import Mesh
+from megazero.ops import health_links
+from megazero.ops.health_probes import Facts, find_facts, free_bytes, missing_bytes, probe_folder
+from megazero.plan.memory import checkpoint_bytes
+
+BAD_NODES_FILE = "bad_nodes"  # in LOG_DIR: the names to exclude, one a line, for the batch script
+CLOCK_BOUND_S = 2.0  # that a node's clock may differ from the median
+LEAST_MEMORY = 0.7  # of what is free on the median node
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong. node: its name, or '' for what is the same everywhere."""
+
+    node: str
+    text: str
+    status: ExitStatus
+
+
+class Unhealthy(ValueError):
+    """The health check found faults. ``nodes`` are those to leave out; the same on every rank.
+
+    exit_status: that of a lost rank where other nodes would do, else that of a mistake or a full disk.
+    """
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        final = [fault.status for fault in faults if fault.status != ExitStatus.RANK_LOST]
+        self.exit_status = final[0] if final else ExitStatus.RANK_LOST
+        lost = (fault.node for fault in faults if fault.status == ExitStatus.RANK_LOST)
+        self.nodes = tuple(sorted(set(lost)))
+        said = dict.fromkeys(f"{fault.node}: {fault.text}" if fault.node else fault.text for fault in faults)
+        cure = f". Leave them out: --exclude={','.join(self.nodes)}" if self.nodes else ""
+        super().__init__(f"health check: {'; '.join(said)}{cure} (--no-health-check does without)")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a run will save. checkpoint_bytes: of one checkpoint; 0 where that is not known."""
+
+    folder: Path
+    checkpoint_bytes: int = 0
+    keep_last: int | None = None
+
+    @property
+    def size(self) -> str:
+        return f"{self.checkpoint_bytes / GIB:.3g} GiB"
+
+
+def gather(value: Any) -> list:
+    """Return the value of every rank, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class HealthCheck:
+    """Tries the nodes of a run, part by part. Every part is collective, and raises the same Unhealthy on every rank.
+
+    node: this rank's node as the scheduler names it. ``nodes`` are those of all ranks, once the ranks are checked.
+    """
+
+    def __init__(self, node: str) -> None:
+        self.node, self.nodes = node, [node]
+        self.seconds = 0.0
+        self._notes: list[str] = []
+
+    def check_ranks(self, device: torch.device) -> None:
+        """Try each rank's device, memory and clock. It needs no groups: ranks may differ in their devices."""
+        with self._timed():
+            every: list[Facts] = gather(find_facts(self.node, device, gather))
+            self.nodes = [facts.node for facts in every]
+            _refuse(device_faults(every))
+            self._notes += differences(every)
+
+    def check_storage(self, save: Storage) -> None:
+        """Look whether all ranks share the folder of --save, and whether checkpoints fit."""
+        with self._timed():
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            _refuse(folder_faults(probe_folder(save.folder, rank, gather), self.nodes))
+            if save.checkpoint_bytes:
+                room = gather(look_for_room(save) if rank == 0 else None)[0]  # as the first rank sees it
+                if isinstance(room, OSError):
+                    text = f"rank 0 cannot tell how much room {save.folder} has: {room}"
+                    raise Unhealthy([Fault(self.nodes[0], text, status_of(room))])
+                missing, free = room
+                _refuse(room_faults(save, missing, free))
+                self._notes.append(
+                    f"--save has room for {free // save.checkpoint_bytes} checkpoints of {save.size}"
+                )
+
+    def check_groups(self, mesh: Mesh) -> None:
+        """Measure the groups of the mesh and pairs of nodes. A slow node is a fault, another slow group a note."""
+        if mesh.world_size == 1:
+            return
+        with self._timed():
+            rates = health_links.measure(mesh, self.nodes, gather)
+            slow = health_links.slow_links(rates, self.nodes)
+            _refuse([Fault(each.node, each.text, ExitStatus.RANK_LOST) for each in slow if each.node])
+            self._notes += [f"slow: {each.text}" for each in slow]
+            self._notes.append(f"links: {health_links.in_words(rates)}")
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what a user should know, the time that it took among it."""
+        nodes = len(set(self.nodes))
+        return (
+            f"health check of {len(self.nodes)} ranks on {nodes} nodes: {self.seconds:.1f} s",
+            *self._notes,
+        )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - began
+
+
+def healthy_mesh(
+    config: RunConfig, launch: Launch, device: torch.device, arrange: Callable[[], Mesh]
+) -> tuple[Mesh, tuple[str, ...]]:
+    """Arrange the ranks, with the health check around it if the run has one. Returns notes for the user. Collective.
+
+    Raises Unhealthy, and what ``arrange`` raises.
+    """
+    wanted = config.training.health_check
+    if not (launch.node is not None if wanted is None else wanted):
+        return arrange(), ()
+    check = HealthCheck(launch.host)
+    check.check_ranks(device)
+    mesh = arrange()
+    if config.checkpoint.save is not None:
+        wire = config.wire(World(mesh.grid.world_size, mesh.grid.ranks_per_node))
+        size = checkpoint_bytes(config.model, config.precision.params_dtype, config.optimizer.optimizer, wire)
+        check.check_storage(Storage(Path(config.checkpoint.save), size, config.checkpoint.save_keep_last))
+    check.check_groups(mesh)
+    return mesh, check.notes()
+
+
+def _refuse(faults: Sequence[Fault]) -> None:
+    if faults:
+        raise Unhealthy(faults)
+
+
+def look_for_room(save: Storage) -> tuple[int, int] | OSError:
+    """Return the bytes that are missing for what a run saves, and those that are free; or why nobody knows."""
+    try:
+        return missing_bytes(save.folder, save.checkpoint_bytes, save.keep_last), free_bytes(save.folder)
+    except OSError as error:
+        return error
+
+
+def room_faults(save: Storage, missing: int, free: int) -> list[Fault]:
+    """Return the fault of a disk on which ``missing`` bytes are missing; ``free`` are free."""
+    if missing <= 0:
+        return []
+    kept = f"--save-keep-last {save.keep_last} and the one being written" if save.keep_last else "one"
+    text = (
+        f"--save {save.folder} has {free / GIB:.3g} GiB free. A checkpoint takes {save.size}: {kept} need "
+        f"{missing / GIB:.3g} GiB more"
+    )
+    return [Fault("", text, ExitStatus.STORAGE)]
+
+
+def device_faults(every: Sequence[Facts]) -> list[Fault]:
+    """Return what is wrong with ranks' devices: they fail, or are of another kind than most."""
+    usual = Counter(facts.device for facts in every).most_common(1)[0][0]
+    faults = []
+    for rank, facts in enumerate(every):
+        wrong = list(facts.wrong)
+        if facts.device != usual:
+            wrong.append(f"computes on {facts.device}, most ranks on {usual}")
+        if facts.device_memory[0] * 2 < facts.device_memory[1]:
+            free, whole = (size / GIB for size in facts.device_memory)
+            wrong.append(
+                f"{free:.1f} of {whole:.1f} GiB of GPU memory are free: another process holds the rest"
+            )
+        faults += [Fault(facts.node, f"rank {rank}: {text}", ExitStatus.RANK_LOST) for text in wrong]
+    return faults
+
+
+def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -> list[Fault]:
+    """Return the faults of nodes that do not share --save.
+
+    Where most nodes do not, it is a mistake and not theirs. Nor is it theirs that the first rank cannot write, or
+    that the disk is full.
+    """
+    bad = {nodes[rank] for rank in problems}
+    few = 2 * len(bad) < len(set(nodes))
+    faults = []
+    for rank, problem in problems.items():
+        status = ExitStatus.RANK_LOST if few else ExitStatus.MISTAKE
+        text = f"rank {rank} {problem}"
+        if isinstance(problem, OSError):
+            text = f"rank {rank} cannot write: {problem}"
+            if rank == 0 or problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                status = status_of(problem)
+        faults.append(Fault(nodes[rank], text, status))
+    return faults
+
+
+def differences(every: Sequence[Facts]) -> Iterator[str]:
+    """Yield notes on nodes whose clock, or whose free memory, is another than the others'."""
+    nodes = {facts.node: facts for facts in every}
+    usual = median(facts.clock for facts in nodes.values())
+    for node, facts in nodes.items():
+        if abs(facts.clock - usual) > CLOCK_BOUND_S:
+            yield f"{node}: its clock is {facts.clock - usual:+.1f} s from the others'"
+    for kind in ("host_memory", "device_memory"):
+        free = {node: getattr(facts, kind)[0] for node, facts in nodes.items()}
+        for node, size in free.items():
+            if size < LEAST_MEMORY * median(free.values()):
+                name = kind.replace("_", " ")
+                others = median(free.values()) / GIB
+                yield f"{node}: {size / GIB:.1f} GiB of {name} are free, the median is {others:.1f} GiB"
+
+
+def record_bad_nodes(log_dir: str, nodes: Sequence[str]) -> None:
+    """Write LOG_DIR/bad_nodes for the batch script, or take it away. A disk that takes no file is passed over."""
+    path = Path(log_dir) / BAD_NODES_FILE
+    try:
+        path.unlink(missing_ok=True)
+        if nodes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.write("".join(f"{node}\n" for node in nodes).encode())
+    except OSError:
+        pass

@@ -1,0 +1,145 @@
+"""What stops a run before its last iteration: signals, limits, the kill switch. This needs no torch.
+
+Every decision is the same on all ranks: a rank that stopped alone would leave the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+from megazero.log.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from megazero.config.options.sections import TrainingConfig
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class NotStarted(BaseException):  # as KeyboardInterrupt: no handler of errors on the way may swallow it
+    """The run was told not to begin, or to stop before it trained. There is nothing to save."""
+
+    def __init__(self, text: str, exit_status: ExitStatus = ExitStatus.SWITCHED_OFF) -> None:
+        super().__init__(text)
+        self.exit_status = exit_status
+
+
+class StopSignals:
+    """Notes a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
+
+    Use it as a context manager in the main thread. Until ``hold()`` is called there is nothing to finish or save:
+    a signal raises NotStarted at once. From then on it is noted; a second SIGINT raises KeyboardInterrupt at once, a
+    second one of the other signals changes nothing. The old handlers come back at the end.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+        self.received: signal.Signals | None = None
+        self._signals = tuple(signals)
+        self._before: dict[signal.Signals, Any] = {}
+        self._held = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("signal handlers can only be installed in the main thread")
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def hold(self) -> None:
+        """Say that a signal has to wait: training begins, or the run ends with an error, whose status it keeps."""
+        self._held = True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT and self._held:
+            raise KeyboardInterrupt
+        first, self.received = self.received is None, self.received or signal.Signals(number)
+        if first and not self._held:
+            raise NotStarted(
+                f"received {self.received.name} during the start: nothing was trained, nothing is to be saved",
+                ExitStatus.STOPPED,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitConditions:
+    """Decides when to save a checkpoint and stop before the last iteration.
+
+    exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
+    has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
+    when one was received. halt: the run stops at this iteration, for this reason. kill_switch: the run stops when
+    there is a file of this name.
+
+    In every iteration the ranks tell each other whether they have a reason of their own, with the step's scalars, and
+    between the batches of an evaluation by themselves.
+    """
+
+    exit_interval: int | None = None
+    exit_duration_in_mins: float | None = None
+    signals: StopSignals | None = None
+    halt: tuple[int, str] | None = None
+    kill_switch: str | None = None
+    began: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def of(
+        cls, training: TrainingConfig, signals: StopSignals | None, halt: tuple[int, str] | None, began: float
+    ) -> Self:
+        """Return those that a run's flags ask for."""
+        return cls(
+            exit_interval=training.exit_interval,
+            exit_duration_in_mins=training.exit_duration_in_mins,
+            signals=signals,
+            halt=halt,
+            kill_switch=training.kill_switch_path,
+            began=began,
+        )
+
+    def __post_init__(self) -> None:
+        if self.exit_interval is not None and self.exit_interval < 1:
+            raise ValueError(f"--exit-interval {self.exit_interval} must be at least 1")
+        if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
+            raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
+
+    @property
+    def may_be_told(self) -> bool:
+        """Whether there is anything that could stop the run at once."""
+        return any(each is not None for each in (self.signals, self.exit_duration_in_mins, self.kill_switch))
+
+    def told(self, own: str | None, any_rank: bool) -> str | None:
+        """Return why to save and stop at once, or None. Every rank gets the same answer to whether to stop.
+
+        own: what `own_reason` returned. any_rank: whether it returned a reason on some rank.
+        """
+        others = "another rank received a signal, reached --exit-duration-in-mins or saw its kill switch"
+        return own or others if any_rank else None
+
+    def planned(self, iteration: int) -> str | None:
+        """Return why to stop after this iteration and what belongs to it, or None."""
+        if self.halt is not None and iteration >= self.halt[0]:
+            return self.halt[1]
+        if self.exit_interval is not None and iteration % self.exit_interval == 0:
+            return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
+        return None
+
+    def own_reason(self) -> str | None:
+        """Return why this rank would stop now: a signal, the kill switch, or the time that the run has lasted."""
+        if self.signals is not None and self.signals.received is not None:
+            return f"received {self.signals.received.name}"
+        if self.kill_switch is not None and os.path.exists(self.kill_switch):
+            return f"--kill-switch-path {self.kill_switch} is there"
+        minutes = (self.clock() - self.began) / 60
+        if self.exit_duration_in_mins is not None and minutes >= self.exit_duration_in_mins:
+            return f"ran {minutes:.1f} minutes, --exit-duration-in-mins is {self.exit_duration_in_mins:g}"
+        return None

@@ -1,0 +1,256 @@
+"""A base layout: a run's configuration on a world without its sharding, its stages, schedule and module times.
+
+Many layouts share one base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+from megazero.config import RunConfig, World
+from megazero.config.options.cluster import Cluster
+from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
+from megazero.plan import communication
+from megazero.plan.activations import activations
+from megazero.plan.communication import Bytes
+from megazero.plan.compute import Compute
+from megazero.plan.seconds import Collectives, Cost
+from megazero.pp.partition import StageSpec
+from megazero.pp.schedules import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    done_by,
+    in_order,
+    make_schedule,
+    needs,
+    peak_activations,
+)
+
+SAMPLED = 8  # micro-batches, about, that are run on a clock where a step has many more
+Step = tuple[
+    int, Action, Action, tuple[tuple[Action, bool], ...]
+]  # rank, action, its event, (event, other rank)
+
+
+@lru_cache(maxsize=256)
+def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[Schedule, tuple[Step, ...]]:
+    """Return a schedule and all its actions, each after what it needs."""
+    schedule = make_schedule(name, pp, virtual, micro_batches)
+    stages = pp * virtual
+    steps = tuple(
+        (rank, a, done_by(a), tuple((event, event.stage % pp != rank) for event in needs(a, stages)))
+        for rank, a in in_order(schedule, stages)
+    )
+    return schedule, steps
+
+
+class BaseLayout:
+    """A configuration on a world, less its shards and wire formats, and what it costs on a cluster."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        cluster: Cluster,
+        collectives: Collectives,
+        stages: Sequence[StageSpec] | None = None,
+    ) -> None:
+        """stages: those of the configuration, if they are known.
+
+        Raises ValueError if the cluster's devices do not compute in the run's dtype.
+        """
+        self.config, self.world, self.cluster, self.collectives = config, world, cluster, collectives
+        parallel = config.parallel
+        self.tp, self.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        self.virtual, self.schedule_name = config.virtual_stages, config.pipeline_schedule
+        self.micro_batches = config.num_micro_batches(world)
+        self.d, self.h = config.data_parallel_size(world), config.data_ranks_per_node(world)
+        self.compute = Compute(config, cluster, collectives)
+        self.stages = stages or config.stages()
+        self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
+        self.activation = self.compute.activation
+
+    @cached_property
+    def stage_seconds(self) -> list[dict[Kind, float]]:
+        """Return the seconds of each action of each stage, without waits."""
+        times = self.compute.times
+        return [
+            {
+                kind: sum(
+                    count * times[module].of(kind)
+                    for module, count in (
+                        ("embedding", s.embedding),
+                        ("layer", len(s.layers)),
+                        ("head", s.head),
+                    )
+                )
+                for kind in Kind
+            }
+            for s in self.stages
+        ]
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Return a time that no layout of this base is below: each rank's compute behind what it must wait for."""
+        seconds, best, before = self.stage_seconds, 0.0, 0.0
+        split = SCHEDULES[self.schedule_name].splits_backward and self.pp > 1
+        back = Kind.INPUT if split else Kind.BACKWARD
+        for rank in range(self.pp):
+            own = [seconds[s.index] for s in self.of_rank[rank]]
+            busy = self.micro_batches * sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in own)
+            best = max(best, before + busy)
+            before += seconds[rank][Kind.FORWARD] + (0.0 if split else seconds[rank][back])
+        if self.cluster.cores is None:
+            return best
+        # A rank that computes alone is faster than measured, but a host's work is that of its ranks.
+        work = sum(one[Kind.FORWARD] + one[Kind.BACKWARD] for one in seconds) * self.micro_batches
+        return work / self.pp
+
+    @cached_property
+    def sampled(self) -> tuple[int, ...]:
+        """Return how many micro-batches to run on a clock: a step's or, where it has many, two smaller numbers.
+
+        A schedule repeats itself with a period of pp micro-batches once its pipeline is full, so the time of a step
+        is linear in them from there on.
+        """
+        few = max(SAMPLED // self.pp, 2) * self.pp
+        period = max(1, SAMPLED // 2 // self.pp) * self.pp
+        if self.micro_batches <= few + period:
+            return (self.micro_batches,)
+        return few, few + period
+
+    def extrapolated(self, values: Sequence[float]) -> float:
+        """Return the value at the step's micro-batches of what is ``values`` at those of ``sampled``."""
+        if len(values) == 1:
+            return values[0]
+        few, more = self.sampled
+        return values[1] + (values[1] - values[0]) * (self.micro_batches - more) / (more - few)
+
+    def steps_of(self, micro_batches: int) -> tuple[Schedule, tuple[Step, ...]]:
+        return ordered_steps(self.schedule_name, self.pp, self.virtual, micro_batches)
+
+    @cached_property
+    def compute_only(self) -> tuple[float, float]:
+        """Return when the last rank and when the first one ends, if nothing waits for weights or gradients.
+
+        Where ranks share processors both are a time that the step is not below.
+        """
+        if self.cluster.cores is not None:
+            return self.least_seconds, self.least_seconds
+        ends = [self._compute_only(micro_batches) for micro_batches in self.sampled]
+        return self.extrapolated([last for last, _ in ends]), self.extrapolated([first for _, first in ends])
+
+    def _compute_only(self, micro_batches: int) -> tuple[float, float]:
+        done: dict[Action, float] = {}
+        free = [0.0] * self.pp
+        seconds, message = self.stage_seconds, self.message_seconds
+        for rank, action, event, needed in self.steps_of(micro_batches)[1]:
+            at = free[rank]
+            for other, away in needed:
+                at = max(at, done[other] + (message[self.message_link(other, rank)] if away else 0.0))
+            free[rank] = done[event] = at + seconds[action.stage][action.kind]
+        return max(free), free[0]
+
+    @cached_property
+    def first_stage_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the first stage's forward and backward of one micro-batch."""
+        return self.stage_seconds[0][Kind.FORWARD], self.stage_seconds[0][Kind.BACKWARD]
+
+    @cached_property
+    def least_activations(self) -> float:
+        """Return the bytes of activations of the rank that has the most, so that model state has only the rest."""
+        return max(sum(items.values()) for moments in self.activation_memory for items in moments.values())
+
+    @cached_property
+    def least_parameters(self) -> float:
+        """Return the parameters of the first rank's layers."""
+        layer = self.config.model.layer_matrix_numel / self.tp
+        return sum(len(s.layers) for s in self.of_rank[0]) * layer
+
+    @cached_property
+    def message_costs(self) -> dict[str, Cost]:
+        """Return the cost of an activation's way to the next stage by link, all ranks of a node sending at once."""
+        return {
+            link: self._message_cost(nodes, self.activation.sent) for nodes, link in ((1, INTRA), (2, INTER))
+        }
+
+    @cached_property
+    def message_seconds(self) -> dict[str, float]:
+        """Return the seconds of a message by link. Of the stages on a node only the last one's ranks send across."""
+        stage = self.grid((1, 1, 1)).axis("pp").index
+        on_node = len({stage(rank) for rank in range(self.config.ranks_per_node(self.world))})
+        across, link = self._message_cost(2, self.activation.sent / on_node).seconds, self.cluster.inter_node
+        if link.rank_gbits_per_s is not None:
+            alone = link.rank_gbits_per_s * link.efficiency * 1e9 / 8
+            across = max(across, self.activation.sent / alone)
+        return {INTRA: self.message_costs[INTRA].seconds, INTER: across}
+
+    @cached_property
+    def links(self) -> list[list[str]]:
+        """Return the link between any two pipeline ranks."""
+        grid = self.grid((1, 1, 1))
+        first = [grid.rank_of(rank, 0, 0) for rank in range(self.pp)]
+        return [[grid.link(a, b) for b in first] for a in first]
+
+    def message_link(self, event: Action, receiver: int) -> str:
+        """Return the link from the pipeline rank of an event to another one."""
+        return self.links[event.stage % self.pp][receiver]
+
+    def _message_cost(self, nodes: int, sent: float) -> Cost:
+        costs = [self.collectives.cost("message", 2, nodes, sent)]
+        if (
+            self.tp > 1
+            and not self.activation.sequence_parallel
+            and self.activation.sent < self.activation.whole
+        ):
+            costs.append(self.collectives.cost("gather", self.tp, 1, (self.tp - 1) * self.activation.sent))
+        return Cost(*(sum(column) for column in zip(*costs, strict=True)))
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        return peak_activations(self.schedule_name, self.pp, self.virtual, self.micro_batches)
+
+    @cached_property
+    def distinct_ranks(self) -> list[int]:
+        """Return one pipeline rank of each kind: ranks of a kind hold as many layers, and as many activations."""
+        found: dict[object, int] = {}
+        for rank, own in enumerate(self.of_rank):
+            found.setdefault((self.peaks[rank], *((len(s.layers), s.embedding, s.head) for s in own)), rank)
+        return list(found.values())
+
+    @cached_property
+    def activation_memory(self) -> list[dict[str, dict[str, float]]]:
+        """Return each pipeline rank's bytes of activations and head, by moment of a backward."""
+        width, on_host = self.compute.width, self.cluster.on_host
+        return [
+            activations(self.config, width, own, self.peaks[rank], on_host)
+            for rank, own in enumerate(self.of_rank)
+        ]
+
+    @cached_property
+    def other_bytes(self) -> list[Bytes]:
+        """Return the bytes between stages and inside layers that one rank of each stage sends in a step."""
+        schedule = make_schedule(self.schedule_name, self.pp, self.virtual, self.micro_batches)
+        grid = self.grid((1, 1, 1))
+        again, norms = communication.repeated(self.config, self.activation)
+        out = []
+        for rank, own in enumerate(self.of_rank):
+            world_rank = grid.rank_of(rank, 0, 0)
+            total = communication.pipeline(schedule, grid, world_rank, self.activation)
+            wide = max(self.compute.width, 4)
+            total += communication.tensor_parallel(own, schedule[rank], self.activation, again, wide, norms)
+            out.append(total)
+        return out
+
+    def grid(self, shards: tuple[int, int, int]) -> Grid:
+        return make_grid(
+            self.world.world_size,
+            self.config.ranks_per_node(self.world),
+            self.tp,
+            self.pp,
+            shards,
+            self.config.parallel.use_tp_pp_dp_mapping,
+        )

@@ -1,0 +1,156 @@
+"""The run's data: tokenizer and vocabulary, what samples are drawn from, how many, and their order after a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megazero.config import RunConfig
+from megazero.config.options.data_inputs import SPLITS, Blend, parse_blend, parse_weighted_splits
+from megazero.config.options.sections import DataConfig
+from megazero.data import load_tokenizer
+from megazero.data.build import Dataset, blends_by_share, build_dataset
+from megazero.data.gpt import SampleSpec
+from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
+from megazero.data.tokenizer_files import tokenizer_options
+from megazero.train.schedule.run_length import RunLength
+from megazero.train.state.origin import Progress
+
+Sources = dict[tuple[str, str], Blend | None]  # by part (train, valid, test) and name; None is mock data
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on, and what it evaluates on, by name: ``valid`` while it trains, ``test`` at its end."""
+
+    train: Dataset
+    valid: Mapping[str, Dataset]
+    test: Mapping[str, Dataset]
+
+
+def tokenizer_info(config: RunConfig) -> TokenizerInfo:
+    """Describe the run's tokenizer. Where none is named, it is a null one of --vocab-size."""
+    data = config.data
+    if data.tokenizer_type is None:
+        assert config.model.vocab_size, "the configuration refuses an unknown vocabulary"
+        return NullTokenizer(config.model.vocab_size - 1).info
+    return load_tokenizer(
+        data.tokenizer_type, vocab_size=config.model.vocab_size, **tokenizer_options(data)
+    ).info
+
+
+def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
+    """The configuration with the tokenizer's vocabulary. A larger --vocab-size stays; a smaller is a ValueError."""
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < tokenizer.vocab_size and config.data.tokenizer_type != "NullTokenizer":
+        raise ValueError(
+            f"--vocab-size {wanted} is below the tokenizer's {tokenizer.vocab_size}; leave it out, or give at "
+            f"least {tokenizer.vocab_size}"
+        )
+    size = max(wanted or 0, tokenizer.vocab_size)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def data_sources(data: DataConfig) -> Sources:
+    """Return what is drawn from where. A name is empty unless the data was given one.
+
+    The test share of --split is not drawn from: it is left to whoever evaluates the model.
+    """
+    if data.mock_data:
+        return {("train", ""): None, ("valid", ""): None}
+    if data.data_path:
+        blends = blends_by_share(data.data_path, data.split)
+        return {(split, ""): blends[split] for split in ("train", "valid")}
+    sources: Sources = {}
+    for split in SPLITS:
+        if words := getattr(data, f"{split}_data_path"):
+            sources[split, ""] = parse_blend(words)
+        groups = parse_weighted_splits(getattr(data, f"{split}_weighted_split_paths"))
+        sources |= {(split, name if split != "train" else ""): blend for name, blend in groups.items()}
+    return sources
+
+
+def make_datasets(
+    config: RunConfig, tokenizer: TokenizerInfo, length: RunLength, begin: Progress
+) -> tuple[RunData, Progress]:
+    """Open the data to train on and to evaluate on.
+
+    Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
+    Raises ValueError if the data is too short for the run.
+    """
+    data, seq_length = config.data, config.model.seq_length
+    assert seq_length
+    assert config.batch.global_batch_size
+    evaluated = config.training.eval_iters * config.batch.global_batch_size
+    spec = SampleSpec(
+        seq_length,
+        config.training.seed,
+        tokenizer,
+        data.eod_mask_loss,
+        data.reset_position_ids,
+        data.reset_attention_mask,
+    )
+    made: dict[tuple[str, str], Dataset] = {}
+    wanted: dict[str, int] = {}  # samples from the first one on
+    for (split, name), blend in data_sources(data).items():
+        count = length.samples if split == "train" else evaluated
+        if not count:
+            continue
+        label = _label(split, name)
+        before = begin.ordered_for.get(label, 0)
+        made[split, name] = found = build_dataset(
+            split, blend, spec, count, ordered_for=before, cache_dir=data.data_cache_path
+        )
+        wanted[label] = count
+        if len(found) < count:
+            raise ValueError(
+                f"the {label} data has {len(found)} samples and the run takes {count}: lower "
+                f"{_most(split, len(found), config, length, begin)}, add data, or give the blend weights "
+                "(they repeat data)"
+            )
+    by_part = {part: {name: d for (split, name), d in made.items() if split == part} for part in SPLITS}
+    progress = _keep_order(begin, {_label(*key): data_set for key, data_set in made.items()}, wanted)
+    return RunData(by_part["train"][""], by_part["valid"], by_part["test"]), progress
+
+
+def _label(split: str, name: str) -> str:
+    return f"{split}/{name}" if name else split
+
+
+def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
+    """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
+    if split != "train":
+        return f"--eval-iters to at most {samples // (config.batch.global_batch_size or 1)}"
+    if config.training.train_samples is not None:
+        return f"--train-samples to at most {samples}"
+    more = length.batch_sizes.iterations_within(samples, begin.consumed_samples)
+    return f"--train-iters to at most {begin.iteration + more}"
+
+
+def _keep_order(begin: Progress, made: Mapping[str, Dataset], wanted: Mapping[str, int]) -> Progress:
+    """``begin`` with the numbers to save, and a note for each data set whose order could not be kept."""
+    numbers, notes = (
+        dict(begin.ordered_for),
+        list(begin.notes),
+    )  # of what is not used now they stay as they were
+    for name, data_set in made.items():
+        before, numbers[name] = numbers.get(name, 0), data_set.ordered_for
+        if before and data_set.ordered_for != before:
+            notes.append(
+                f"the order of the {name} data was made for {before} samples, which take fewer passes over the data "
+                f"than the {wanted[name]} that are wanted now: {_consequence(name, begin)}"
+            )
+    return dataclasses.replace(begin, notes=tuple(notes), ordered_for=numbers)
+
+
+def _consequence(name: str, begin: Progress) -> str:
+    if name != "train":
+        return (
+            "evaluations take other samples from here on, so their losses do not compare with earlier ones. "
+            "Keep --eval-iters and --global-batch-size to keep them"
+        )
+    return (
+        f"from sample {begin.consumed_samples} on samples come in another order, so some repeat and some are left "
+        "out. Keep --train-iters (or --train-samples) and the batch size to keep the order"
+    )

@@ -1,0 +1,72 @@
+"""How long a run is: its last iteration and samples, and where these ranks cannot share a ramp-up's next batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megazero.config import RunConfig
+from megazero.config.layout.batch_sizes import BatchSizeRampup
+
+if TYPE_CHECKING:  # it needs torch, which the sizes do without
+    from megazero.train.state.origin import Progress
+
+# What divides a batch that the ranks can share.
+RULE = "micro-batch size x data-parallel size, and x pipeline ranks with the interleaved schedule"
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is: its last iteration, the samples consumed by then, and the sizes of the batches up to there.
+
+    by_samples: the length was given in samples, so positions of the run count samples instead of iterations.
+    halt: the iteration after which the ramp-up reaches a batch that these ranks cannot share, and why; or None.
+    """
+
+    batch_sizes: BatchSizeRampup
+    last_iteration: int
+    samples: int
+    by_samples: bool
+    halt: tuple[int, str] | None = None
+
+    def position(self, progress: Progress) -> int:
+        """Return the iterations done or, where the length is in samples, the samples consumed."""
+        return progress.consumed_samples if self.by_samples else progress.iteration
+
+    def scheduled(self, progress: Progress) -> int:
+        """Return the position in the learning rate's schedule, which waits while iterations are left out."""
+        left_out = sum(
+            each.end - each.begin if self.by_samples else each.last - each.first + 1
+            for each in progress.left_out
+        )
+        return self.position(progress) - left_out
+
+
+def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLength:
+    """Return the length of a run on ``data_parallel`` ranks that begins at ``begin``.
+
+    --train-iters counts iterations whatever their batch; --train-samples ends where the next whole batch would exceed
+    it. Raises ValueError if these ranks cannot share the first batch, or if the samples do not fill it. A later one
+    that they cannot share ends the run there, so that it goes on with other ranks: only the batch in use must divide.
+    """
+    training, sizes = config.training, BatchSizeRampup.of(config, data_parallel)
+    wanted, done = training.train_samples, begin.iteration
+    if wanted is None:
+        last = training.train_iters or 0
+    else:
+        last = done + sizes.iterations_within(wanted, begin.consumed_samples)
+    if last == 0:
+        raise ValueError(
+            f"--train-samples {wanted} does not fill the first global batch; nearest: {sizes.batch_size(0)}"
+        )
+    samples = sizes.consumed_after(max(0, last - done), begin.consumed_samples)
+    unit = sizes.quantum * config.micro_batch_multiple
+    uneven, halt = sizes.first_uneven(unit, begin.consumed_samples), None
+    if uneven and done + uneven[0] < last:
+        why = (
+            f"--rampup-batch-size comes to a batch of {uneven[1]}, which is not a multiple of {unit} ({RULE})"
+        )
+        if uneven[0] == 0:
+            raise ValueError(f"{why}; take a number of ranks or a --micro-batch-size for which it is")
+        halt = done + uneven[0], f"{why}; go on with other ranks or another --micro-batch-size"
+    return RunLength(sizes, last, samples, wanted is not None, halt)

@@ -1,0 +1,1 @@
+"""What a run saves, when, and how it comes back."""

@@ -1,0 +1,222 @@
+"""What a run saves in a checkpoint, and how it continues from one.
+
+state.json holds the iteration, the consumed samples (the position in the data), the numbers of samples that the
+data's order was made for, the optimizer's scalars, the engine's counters, the loss scale, the tokenizer's fingerprint
+and the logger's run id. The tensors are the engine's slices. Each rank also keeps its random generators and, under
+error feedback, its own residuals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.checkpoint import store
+from megazero.checkpoint.directory import checkpoint_name
+from megazero.checkpoint.errors import agree
+from megazero.checkpoint.placement import Placement
+from megazero.config import RunConfig
+from megazero.config.options.skipping import SkippingConfig
+from megazero.config.secrets import redact
+from megazero.convert.export import converted_from, finish, write_folder
+from megazero.convert.importing import Published, fill
+from megazero.convert.source import Source
+from megazero.mesh.mesh import Mesh
+from megazero.train.schedule.loss_scaling import LossScaling
+from megazero.train.schedule.spikes import SpikeMonitor
+from megazero.train.state.origin import Origin, Progress, world_group
+from megazero.zero import Engine
+from megazero.zero.records import (
+    MASTER,
+    NOT_OPTIMIZER,
+    RESIDUAL,
+    WEIGHTS,
+    load_kinds,
+    load_rank_tensors,
+    load_records,
+    optimizer_kinds,
+    rank_tensors,
+    save_records,
+)
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data. scaling: the run's own
+    loss scale. spikes: its own watch for them. files: small ones by name that every checkpoint holds, those of the
+    tokenizer; on the first rank."""
+
+    config: RunConfig
+    mesh: Mesh
+    engine: Engine
+    placements: Mapping[str, Placement]
+    fingerprint: str
+    scaling: LossScaling = field(default_factory=LossScaling)
+    spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        """All that a rank's own tensors depend on: they are loaded only by a run with an equal layout."""
+        grid, policy = self.mesh.grid, self.engine.policy
+        return {
+            "world_size": grid.world_size,
+            "tp": grid.tp,
+            "pp": grid.pp,
+            "dp": grid.dp,
+            "dp_outermost": grid.dp_outermost,
+            "stages": [[stage.rank, stage.layers.start, stage.layers.stop] for stage in self.config.stages()],
+            "shards": list(grid.shards),
+            "ranks_per_node": grid.ranks_per_node,
+            "block": policy.block,
+            "exact_numel": policy.exact_numel,
+            "chunk_numel": policy.chunk_numel,
+        }
+
+    def save(self, progress: Progress) -> Path:
+        """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
+        return store.save(self._root, self._snapshot(progress), **self._manner)
+
+    def saving(self, progress: Progress, staging: store.Staging) -> Generator[store.Part, None, Path]:
+        """Do as ``save`` does from a copy, but yield the parts that are this rank's own work. Collective."""
+        return store.saving(self._root, self._snapshot(progress), staging=staging, **self._manner)
+
+    def _snapshot(self, progress: Progress) -> store.Snapshot:
+        """Return what a checkpoint holds now: its tensors are the engine's own. Collective."""
+        if self.engine.policy.codecs.delta:
+            self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
+        state = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "run_id": progress.run_id,
+            "ordered_for": dict(progress.ordered_for),
+            "owes_evaluation": progress.owes_evaluation,
+            "optimizer": self.engine.optimizer.scalars(),
+            "engine": self.engine.state(),
+            "loss_scaling": self.scaling.state(),
+            "spikes": self.spikes.state(),
+            "tokenizer": self.fingerprint,
+            "losses": dict(progress.losses),
+            "left_out": [asdict(each) for each in progress.left_out],
+            "rollbacks": progress.rollbacks,
+        }
+        return store.Snapshot(
+            step=progress.iteration,
+            records=save_records(self.engine, self.placements),
+            state=state,
+            rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
+            layout=self._layout,
+            configuration=redact(self.config.to_dict()),
+            files=self.files,
+        )
+
+    @property
+    def _root(self) -> str:
+        assert self.config.checkpoint.save is not None
+        return self.config.checkpoint.save
+
+    @property
+    def _manner(self) -> dict[str, Any]:
+        options = self.config.checkpoint
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval)
+        # A run that resumed from an older checkpoint writes its iterations again.
+        return {"group": world_group(), "retention": retention, "overwrite": True}
+
+    def load(self, origin: Origin, whole: bool = False) -> None:
+        """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.
+
+        whole: the checkpoint is this run's own: load all of it, whatever the flags leave out at the start.
+        Raises CheckpointError if the checkpoint does not fit this run.
+        """
+        if origin.published is not None:
+            self._load_published(origin.published)
+            return
+        path, manifest, state = origin.path, origin.manifest, origin.state
+        if path is None or manifest is None:
+            return
+        options = self.config.checkpoint
+        if whole:
+            options = replace(options, finetune=False, load_optim=True, load_rng=True)
+        with_optimizer = options.load_optim and not options.finetune
+        moments = self._moments(manifest.kinds, path) if with_optimizer else []
+        residual = with_optimizer and RESIDUAL in manifest.kinds
+        loaded = store.load(
+            path,
+            records=load_records(self.engine, self.placements, with_optimizer, residual),
+            group=world_group(),
+            kinds=load_kinds(self.engine, list(manifest.kinds), moments, residual),
+            layout=self._layout,
+            convert=True,  # every destination is the master or a moment, at least as precise as what is stored
+        )
+        self.engine.invalidate()
+        if options.finetune:
+            return
+        self._check_tokenizer(state, path)
+        if with_optimizer:
+            self.engine.optimizer.load_scalars(state["optimizer"])
+            load_rank_tensors(self.engine, loaded.rank_tensors or {})
+        if "engine" in state:  # not in checkpoints of before quantised messages
+            self.engine.load_state(state["engine"])
+        self.scaling.load_state(state.get("loss_scaling", {}))  # not in checkpoints of before fp16
+        self.spikes.load_state(state.get("spikes", {}))
+        if options.load_rng and loaded.rank_tensors:
+            _restore_generators(loaded.rank_tensors, self.mesh.device)
+
+    def _load_published(self, published: Published) -> None:
+        """Fill this rank's slices of the weights from a folder of Hugging Face. Collective."""
+        records = load_records(self.engine, self.placements, optimizer=False)
+        doing = f"'{published.folder.path}' not loaded"
+        agree(world_group(), doing, lambda: fill(published, records, (MASTER, WEIGHTS)))
+        self.engine.invalidate()
+
+    def export(self, iteration: int) -> Path | None:
+        """Write the folder of --save-hf from the checkpoint of ``iteration``. Returns it. Collective.
+
+        It returns None if the folder exists, which a run that had ended before finds.
+        """
+        options = self.config.checkpoint
+        assert options.save is not None and options.save_hf is not None
+        source = Source(Path(options.save) / checkpoint_name(iteration))
+        there = agree(world_group(), "--save-hf", lambda: converted_from(Path(options.save_hf or ""), source))
+        if there[0]:
+            return None
+        partial_folder = write_folder(source, Path(options.save_hf), group=world_group())
+        return finish(partial_folder, world_group())
+
+    def _moments(self, stored: Mapping[str, Any], path: Path) -> list[str]:
+        # From every rank: one that holds no slice has no state of its own, and must decide as the others do.
+        held = agree(world_group(), f"'{path}' not loaded", partial(optimizer_kinds, self.engine))
+        ours = sorted({kind for kinds in held for kind in kinds})
+        theirs = sorted(kind for kind in stored if kind not in NOT_OPTIMIZER)
+        if ours and ours != theirs:
+            raise store.CheckpointError(
+                f"'{path}' holds optimizer state {theirs or 'none'}, --optimizer {self.config.optimizer.optimizer} "
+                f"needs {ours}: use the optimizer it was written with, or --no-load-optim to start its state anew"
+            )
+        return theirs
+
+    def _check_tokenizer(self, state: Mapping[str, Any], path: Path) -> None:
+        if state["tokenizer"] != self.fingerprint:
+            raise store.CheckpointError(
+                f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "
+                f"{self.fingerprint[:12]}): name that one with --tokenizer-model (or --vocab-file and --merge-file), "
+                "or use --finetune to start a new run from its weights"
+            )
+
+
+def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,250 @@
+"""Where a run begins: from random weights or from a checkpoint. Its length, data and model depend on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megazero.checkpoint import store
+from megazero.checkpoint.errors import agree_local
+from megazero.checkpoint.manifest import check_sizes
+from megazero.config import RunConfig
+from megazero.config.model.published import is_published, published_folder
+from megazero.config.options.sections import CheckpointConfig
+from megazero.config.secrets import redact
+from megazero.convert.importing import Published
+from megazero.mesh.mesh import Mesh
+from megazero.train.state.skipping import LeftOut
+
+Answer = TypeVar("Answer")
+# Files by which other trainers find their newest checkpoint.
+TRACKERS = {"latest_checkpointed_iteration.txt": "Megatron", "latest": "DeepSpeed"}
+# What the order of samples depends on, besides the files' contents and the number of samples it was made for.
+SAMPLE_ORDER = (
+    ("training", "seed"),
+    ("model", "seq_length"),
+    ("data", "data_path"),
+    ("data", "split"),
+    ("data", "train_data_path"),
+    ("data", "train_weighted_split_paths"),
+    ("data", "mock_data"),
+)
+# What that number was computed from in checkpoints that do not say it.
+RUN_LENGTH = (
+    ("training", "train_iters"),
+    ("training", "train_samples"),
+    ("batch", "global_batch_size"),
+    ("batch", "rampup_batch_size"),
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come.
+
+    run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
+    the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
+    was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
+    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
+    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
+    checkpoint: the last one of this progress. rollbacks: how often the run has gone back from a spike.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    run_id: str = ""
+    notes: tuple[str, ...] = ()
+    ordered_for: Mapping[str, int] = field(default_factory=dict)
+    owes_evaluation: bool = False
+    losses: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
+    checkpoint: str = ""
+    rollbacks: int = 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run begins from.
+
+    path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
+    published: a folder of Hugging Face, instead of a checkpoint.
+    """
+
+    progress: Progress = Progress()
+    path: Path | None = None
+    manifest: store.Manifest | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    published: Published | None = None
+
+
+def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
+    """Find the newest complete checkpoint under --load, or begin from random weights (``_start_fresh``). Collective.
+
+    The run begins from random weights if --load is not given, or where ``_start_fresh`` permits it. Raises the same
+    CheckpointError on every rank if a checkpoint is wanted and there is none, if it cannot be read, or if --save
+    holds checkpoints of another run.
+    """
+    origin = _find(config, mesh)
+    _refuse_another_runs_folder(config, mesh, origin.progress.run_id)
+    return origin
+
+
+def world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks, or None in a run of one process without torch.distributed."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _find(config: RunConfig, mesh: Mesh) -> Origin:
+    options = config.checkpoint
+    if options.load is None:
+        return Origin()
+    if is_published(options.load):
+        folder = published_folder(options.load)
+        opened = agree_local(
+            world_group(),
+            f"'{folder}' not loaded",
+            lambda: Published.open(folder, options.accept_field),
+        )
+        return Origin(published=opened)
+    path = _agreed_latest(options.load, mesh)
+    if path is None:
+        return _start_fresh(options, mesh)
+    origin = _opened(path)
+    assert origin.manifest is not None
+    if options.finetune:
+        return replace(origin, progress=Progress())
+    notes = (
+        *_incomplete(options.load, origin.manifest.step),
+        *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
+    )
+    return replace(origin, progress=replace(origin.progress, notes=notes))
+
+
+def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
+    """Return the newest checkpoint under ``save`` from before an iteration. Collective.
+
+    Raises CheckpointError on every rank if there is none.
+    """
+
+    def newest() -> Path | None:
+        older = [path for path in store.checkpoints(save) if store.read_manifest(path).step < iteration]
+        return older[-1] if older else None
+
+    path = _of_first_rank(mesh, newest)
+    if path is None:
+        raise store.CheckpointError(
+            f"--save {save} holds no checkpoint from before iteration {iteration}; lower --save-interval, or keep "
+            "more of them (--save-keep-last)"
+        )
+    return _opened(path)
+
+
+def _opened(path: Path) -> Origin:
+    """The checkpoint with what it says of itself, to go on from. Collective."""
+    manifest, state = agree_local(
+        world_group(),
+        f"checkpoint '{path}' not loaded",
+        lambda: (store.read_manifest(path), store.read_state(path)),
+    )
+    left_out = tuple(LeftOut(**each) for each in state.get("left_out", ()))
+    progress = Progress(
+        state["iteration"],
+        state["consumed_samples"],
+        state["run_id"],
+        (),
+        state.get("ordered_for", {}),
+        state.get("owes_evaluation", False),
+        state.get("losses", {}),
+        left_out,
+        str(path),
+        state.get("rollbacks", sum(each.rollback for each in left_out)),
+    )
+    return Origin(progress, path, manifest, state)
+
+
+def _start_fresh(options: CheckpointConfig, mesh: Mesh) -> Origin:
+    """Random weights, with a note: the first job of a chain, whose --load is its --save, or --allow-fresh-start.
+
+    CheckpointError elsewhere, and wherever the folder has something that may be the checkpoint that is wanted.
+    """
+    load = options.load
+    assert load is not None
+    broken = "".join(
+        f"; {line}" for line in _of_first_rank(mesh, lambda: [*_incomplete(load), *_foreign(load)])
+    )
+    own = options.save is not None and os.path.realpath(options.save) == os.path.realpath(load)
+    chain = own and not options.finetune  # which would save among the checkpoints of the run that it loads
+    if (chain or options.allow_fresh_start) and not options.exit_on_missing_checkpoint and not broken:
+        note = f"--load {load} holds no checkpoint: the run starts from random weights"
+        return Origin(Progress(notes=(note,)))
+    cure = "leave --load out, or add --allow-fresh-start,"
+    if options.exit_on_missing_checkpoint:
+        cure = "leave --exit-on-missing-checkpoint out"
+    raise store.CheckpointError(
+        f"--load {load} holds no complete checkpoint{broken}. Name a folder that does; or {cure} to start from "
+        f"random weights{', in a folder without it' if broken else ''}"
+    )
+
+
+def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> None:
+    """Refuse a --save folder with checkpoints of another run, which this one would overwrite and prune."""
+    save = config.checkpoint.save
+    held = _agreed_latest(save, mesh) if save else None
+    if held is None or run_id and store.read_state(held)["run_id"] == run_id:
+        return
+    raise store.CheckpointError(
+        f"--save {save} holds checkpoints of another run, up to '{held.name}': continue that run with "
+        f"--load {save}, or save to another folder"
+    )
+
+
+def _agreed_latest(root: str, mesh: Mesh) -> Path | None:
+    """The newest checkpoint as the first rank sees it."""
+    return _of_first_rank(mesh, lambda: store.latest(root))
+
+
+def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
+    """The first rank's answer: a folder seen over a network may look different elsewhere. Collective."""
+    found: list[Any] = [look() if mesh.rank == 0 else None]
+    if world_group() is not None:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: bool) -> Iterator[str]:
+    """Say which options have changed so that the same count of consumed samples now means other samples.
+
+    knows_number: the checkpoint says how many samples its order was made for.
+    """
+    now = redact(config.to_dict())  # as the checkpoint has it
+    for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
+        old, new = before.get(section, {}).get(name), now[section][name]
+        if (old or None) != (new or None):  # a checkpoint may be older than the option
+            sure = "" if (section, name) in SAMPLE_ORDER else "may "
+            yield (
+                f"--{name.replace('_', '-')} was {old} when the checkpoint was written and is {new} now: samples "
+                f"{sure}come in another order from here on, so some repeat and some are left out"
+            )
+
+
+def _incomplete(root: str, after: int = -1) -> Iterator[str]:
+    """Say what is wrong with each incomplete checkpoint under ``root`` whose step is above ``after``."""
+    for path in sorted(Path(root).glob("iter_*")):
+        step = path.name.removeprefix("iter_")
+        if step.isdecimal() and int(step) > after:
+            try:
+                check_sizes(path, store.read_manifest(path))
+            except (store.CheckpointError, OSError) as error:
+                yield f"{path.name} was left out: {error}"
+
+
+def _foreign(root: str) -> Iterator[str]:
+    """What other trainers have saved under ``root``: a run that goes on from there would not want random weights."""
+    for name, program in TRACKERS.items():
+        if (Path(root) / name).is_file():
+            yield f"'{name}' there is {program}'s, whose checkpoints are not read here"

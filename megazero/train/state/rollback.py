@@ -1,0 +1,48 @@
+"""The way back to before a spike (--rollback-on-spike), in the running process.
+
+PaLM's crew (Chowdhery et al. 2022, section 5.1) went back to a checkpoint from before the spike and left out the
+batches that were seen before and during it; OPT's and BLOOM's did so by hand, too. Here the newest checkpoint from
+before the spike is loaded, and the iterations from there to the last one that was trained are left out
+(train/state/skipping.py), as if --skip-train-iteration-range had named them. The trainer saves at once, so that a
+resume goes on behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.checkpoint.errors import CheckpointError
+from megazero.log.exit_status import ExitStatus
+from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.origin import Progress, origin_before
+
+
+class LossSpike(RuntimeError):
+    """A spike that going back does not cure, or not any more."""
+
+    exit_status = ExitStatus.NON_FINITE
+
+
+def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: str) -> Progress:
+    """Load the newest checkpoint from before iteration ``begin``, where the spike began. Collective.
+
+    Returns where the run was then. It still knows how often the run has gone back: the checkpoint may be from before
+    the last time. Raises LossSpike on every rank if there is none, or after --max-rollbacks.
+    """
+    config = checkpointing.config
+    done, save = progress.rollbacks, config.checkpoint.save
+    assert save is not None, "the configuration refuses --rollback-on-spike without --save"
+    if done >= config.skipping.max_rollbacks:
+        raise LossSpike(
+            f"{why}. The run has gone back {done} times (--max-rollbacks): look at the samples that were left out, "
+            "and resume with a lower --lr, a smaller --clip-grad or other data"
+        )
+    try:
+        origin = origin_before(save, begin, checkpointing.mesh)
+        checkpointing.load(origin, whole=True)
+    except CheckpointError as error:
+        raise LossSpike(f"{why}. {error}") from error
+    checkpointing.spikes.forget()
+    before = origin.progress
+    done = max(before.rollbacks, done) + 1
+    return replace(before, run_id=progress.run_id, ordered_for=progress.ordered_for, rollbacks=done)

@@ -1,0 +1,136 @@
+"""When a run saves: at once, or (--async-save) behind the training, from a copy in host memory.
+
+A save behind the training is the save at once (checkpoint/saving.py) with its parts done by a thread. The thread
+makes no collective. What it has to say, that this rank's part has ended, travels with the step's scalars, and when
+all ranks say so, the main threads do what is collective between the parts, at that step's end. So the training's
+process groups are used by one thread only, a save needs no groups of its own, and all ranks learn of an error at one
+step.
+
+There is one save at a time. A failed one is said where it is noticed, and the training goes on to the next one. That
+one is waited for: if it succeeds all is well again, and if it fails, too, it is an error. Where the training ends, or
+stops, the last one is waited for, and tried once more if it failed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from megazero.checkpoint import store
+from megazero.log.console import TrainConsole
+from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.origin import Progress
+
+
+class Saver:
+    """Saves one run.
+
+    saved: is called on every rank when a checkpoint is complete, with its iteration, its path, and the seconds since
+    the save began. limit_s: a save behind the training fails where the disk has stood still for these seconds.
+    """
+
+    def __init__(
+        self,
+        checkpointing: Checkpointing,
+        console: TrainConsole,
+        saved: Callable[[int, Path, float], None],
+        limit_s: float,
+    ) -> None:
+        self._checkpointing, self._console, self._saved, self._limit_s = (
+            checkpointing,
+            console,
+            saved,
+            limit_s,
+        )
+        self._behind = checkpointing.config.checkpoint.async_save
+        self._staging = store.Staging()
+        self._parts: Generator[store.Part, None, Path] | None = None
+        self._part: store.Part | None = None
+        self._failed: store.CheckpointError | None = None
+        self._began, self._iteration = 0.0, 0
+
+    def save(self, progress: Progress) -> None:
+        """Save, or begin to. Collective.
+
+        Raises CheckpointError, the same on every rank, if that cannot be. If the save before this one failed, this
+        one is complete when this returns, or that is an error, too.
+        """
+        self.wait()
+        lost, self._failed = self._failed, None
+        self._begin(progress)
+        if lost is not None:
+            self.wait()
+            if self._failed is not None:
+                raise self._failed
+            self._console.warning(
+                f"iteration {progress.iteration} is saved; the save before it failed: {lost}"
+            )
+
+    def finish(self, progress: Progress) -> None:
+        """Return when all is saved: ``progress`` is, if the last save failed. Collective. Raises as ``save``."""
+        self.wait()
+        if self._failed is not None:
+            self.save(progress)
+
+    def _begin(self, progress: Progress) -> None:
+        self._began, self._iteration = time.perf_counter(), progress.iteration
+        if not self._behind:
+            self._complete(self._checkpointing.save(progress))
+            return
+        self._parts = self._checkpointing.saving(progress, self._staging)
+        self._next_part()
+        taken = time.perf_counter() - self._began
+        self._console.note(
+            f"saving iteration {progress.iteration} behind the training: rank 0 copied "
+            f"{self._staging.nbytes / 1e9:.3g} GB in {taken:.1f} s"
+        )
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save is not complete yet."""
+        return self._part is not None
+
+    @property
+    def part_ended(self) -> bool:
+        """Whether this rank waits for the others to end their parts, too. What it asks for takes no time."""
+        return self._part is not None and self._part.ended(self._limit_s)
+
+    def go_on(self) -> None:
+        """Go on with the save under way, after every rank's part has ended, or say how it ended. Collective."""
+        try:
+            self._next_part()
+        except store.CheckpointError as error:
+            self._part, self._failed = None, error
+            self._console.warning(
+                f"{error}. The training goes on; the next save is waited for, and ends it if it fails, too"
+            )
+
+    def wait(self) -> None:
+        """Return when no save is under way. Collective. A failure is said, and kept for the next save."""
+        while self._part is not None:
+            self._part.wait(self._limit_s)
+            self.go_on()
+
+    def export(self, iteration: int) -> None:
+        """Write the folder of --save-hf from the checkpoint of ``iteration``, once it is complete. Collective."""
+        self.wait()
+        began = time.perf_counter()
+        folder = self._checkpointing.export(iteration)
+        written = f"wrote {folder} in {time.perf_counter() - began:.1f} s"
+        self._console.note(written if folder else "--save-hf is there already")
+
+    def _next_part(self) -> None:
+        assert self._parts is not None
+        try:
+            self._part = next(self._parts)
+        except StopIteration as end:
+            self._part = None
+            self._complete(end.value)
+            return
+        # A daemon: where a disk hangs for ever, the process can end.
+        threading.Thread(target=self._part.run, name="save", daemon=True).start()
+
+    def _complete(self, path: Path) -> None:
+        self._saved(self._iteration, path, time.perf_counter() - self._began)

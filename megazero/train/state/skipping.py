@@ -1,0 +1,82 @@
+"""Iterations that are left out: their samples are consumed without an update, and the schedule waits for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.options.skipping import joined, range_around
+
+if TYPE_CHECKING:
+    from megazero.train.state.origin import Progress
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The iterations ``first`` to ``last``, counted from 1, and their samples ``begin`` to ``end`` - 1, from 0.
+
+    rollback: they had been trained, up to a spike, and were undone.
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    rollback: bool = False
+
+    def __str__(self) -> str:
+        return f"iterations {self.first} to {self.last} (samples {self.begin} to {self.end - 1})"
+
+    def as_metrics(self) -> dict[str, Any]:
+        return {"iterations": [self.first, self.last], "samples": [self.begin, self.end - 1]}
+
+
+def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:
+    """Return where the run is when the iterations up to ``last`` are left out."""
+    begin, count = progress.consumed_samples, last - progress.iteration
+    out = LeftOut(progress.iteration + 1, last, begin, sizes.consumed_after(count, begin), rollback)
+    return replace(progress, iteration=last, consumed_samples=out.end, left_out=(*progress.left_out, out))
+
+
+def next_to_leave_out(
+    ranges: tuple[tuple[int, int], ...], progress: Progress, last_iteration: int
+) -> int | None:
+    """Return the last iteration to leave out if the next one is in one of ``ranges``, else None."""
+    found = range_around(ranges, progress.iteration + 1)
+    return None if found is None else min(found[1], last_iteration)
+
+
+def without_effect(
+    ranges: tuple[tuple[int, int], ...], progress: Progress, last_iteration: int
+) -> Iterator[str]:
+    """Say which ranges have iterations that a run from ``progress`` on cannot leave out, and has not left out."""
+    done = joined((each.first, each.last) for each in progress.left_out)
+    for first, last in ranges:
+        why, trained = [], min(last, progress.iteration)
+        around = range_around(done, first)
+        if first <= trained and (around is None or around[1] < trained):
+            why.append(
+                f"this run begins after iteration {progress.iteration}; resume from a checkpoint before them"
+            )
+        if last > last_iteration:
+            why.append(f"it ends with iteration {last_iteration}")
+        if why:
+            yield f"--skip-train-iteration-range {first}-{last} has no or not its whole effect: {'; '.join(why)}"
+
+
+def just_before(progress: Progress, iteration: int) -> dict[str, Any]:
+    """Return the metrics of ``iteration`` that say what was left out right before it, or nothing."""
+    found = list(_just_before(progress, iteration))[::-1]
+    names = {False: "left_out", True: "rolled_back"}
+    of = {names[kind]: [out.as_metrics() for out in found if out.rollback == kind] for kind in names}
+    return {name: every for name, every in of.items() if every}
+
+
+def _just_before(progress: Progress, iteration: int) -> Iterator[LeftOut]:
+    for out in reversed(progress.left_out):
+        if out.last != iteration - 1:
+            return
+        yield out
+        iteration = out.first
