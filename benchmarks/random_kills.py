@@ -39,7 +39,8 @@ from benchmarks import harness
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import complete
 from megazero.log.metrics import read_metrics
-from tests.dist.runs import TINY, Processes, checkpoint_of, differences, free_port
+from tests.dist.runs import Processes, checkpoint_of, differences, free_port
+from tests.sizes import TINY, words
 
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "zero3": (2, {"zero_preset": "zero3"}),
@@ -115,13 +116,12 @@ class Started:
     """A rank of a program that Python starts anew, with the methods of a multiprocessing.Process."""
 
     def __init__(self, rank: int, world: int, port: int, values: Mapping[str, Any], log: Path) -> None:
-        flags = [word for name, value in values.items() for word in flag(name, value)]
         ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
         launcher = {name: str(value) for name, value in ranks.items()}
         launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         with open(log, "wb") as file:
             self._popen = subprocess.Popen(
-                [sys.executable, str(harness.ROOT / "pretrain" / "pretrain_gpt.py"), *flags],
+                [sys.executable, str(harness.ROOT / "pretrain" / "pretrain_gpt.py"), *words(values)],
                 env={**os.environ, "PYTHONPATH": str(harness.ROOT), **launcher},
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -140,15 +140,6 @@ class Started:
     def join(self, timeout: float | None = None) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
-
-
-def flag(name: str, value: Any) -> Iterator[str]:
-    """Yield the words of an option."""
-    word = f"--{name.replace('_', '-')}"
-    if value is True:
-        yield word
-    elif value is not None and value is not False:
-        yield from (word, str(value))
 
 
 def start(ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None) -> Processes:

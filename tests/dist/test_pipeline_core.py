@@ -22,8 +22,9 @@ from megazero.zero.engine import Engine
 from megazero.zero.grad_norm import StepScalars
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import Q8
-from tests.dist.runs import TINY, train
+from tests.dist.runs import train
 from tests.pipeline_walk import depends
+from tests.sizes import TINY
 
 SHORT = Times(1e-3, 1e-3, 1e-3)
 

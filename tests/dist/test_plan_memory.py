@@ -22,7 +22,7 @@ from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.train import setup
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 from tests.unit.test_plan import cluster
 
 LAYOUTS: dict[str, dict[str, Any]] = {

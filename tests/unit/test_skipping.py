@@ -10,7 +10,7 @@ from megazero.config.options.skipping import iteration_ranges, range_around
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.origin import Progress
 from megazero.train.state.skipping import LeftOut, just_before, leave_out, next_to_leave_out, without_effect
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 
 def test_ranges_are_sorted_and_joined() -> None:

@@ -19,7 +19,7 @@ from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state import rollback
 from megazero.train.state.origin import Origin, Progress
 from megazero.train.state.skipping import LeftOut
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 from tests.unit.test_train_metrics import _line
 
 CONFIG = SkippingConfig(

@@ -28,7 +28,7 @@ from megazero.train import setup
 from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 SMALL = {**TINY, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
 SMALL |= {"ffn_hidden_size": 8, "seq_length": 4}
