@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +129,6 @@ def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any])
     return {**facts, "results": sorted([*kept, result], key=slow_first)}
 
 
-def installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def main() -> int:
     parser = harness.parser(
         __doc__,
@@ -164,7 +156,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "comparison.json"
     facts = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, "cores": os.cpu_count()}
-    facts |= {"torch": installed("torch"), "deepspeed": installed("deepspeed")}
+    facts |= {"torch": harness.installed("torch"), "deepspeed": harness.installed("deepspeed")}
     stored = json.loads(file.read_text()) if file.exists() else {}
     asked = {name: getattr(options, name) for name in ("rounds", "most_rounds", "seconds", "turn_seconds")}
     how = {"ranks": options.ranks_per_node, "echo": options.verbose, "environ": {"DS_ACCELERATOR": "cpu"}}

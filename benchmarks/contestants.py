@@ -6,19 +6,49 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.llama import llama
 from megazero import zero
 from megazero.config import resolve_shards
 from megazero.mesh.mesh import create_mesh
-from megazero.models import Decoder, initializer
+from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.zero.records import held_bytes
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=True)
 CLIP = 1.0
+
+
+class Sizes(Protocol):
+    """What a shape says of its model; sequence is the longest, in tokens."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+
+
+def llama(sizes: Sizes) -> ModelConfig:
+    """Return the model section of a Llama of these sizes."""
+    return make_model(
+        model_family="llama",
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.sequence,
+    )
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megazero.files import replacing
 from tests.netlab.lab import Lab, LabUnavailable, interface_bytes, parse_rate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,6 +209,33 @@ def _sent() -> int:
         return interface_bytes()[0]
     except ValueError:  # no lab: no interface between nodes
         return 0
+
+
+# -- results that are kept --------------------------------------------------------------------------------
+
+
+class Store:
+    """A file with one JSON line per result, so that the same command goes on where it stopped."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        before = self.file.read_bytes() if self.file.exists() else b""
+        with replacing(self.file) as file:  # never a line that is half there
+            file.write(before + json.dumps(record).encode() + b"\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        text = self.file.read_text() if self.file.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def installed(name: str) -> str:
+    """The version of a package, in words."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 # -- statistics ------------------------------------------------------------------------------------------

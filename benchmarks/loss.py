@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loss_codecs import compare_codecs
 from benchmarks.loss_data import prepare
-from benchmarks.loss_plan import Plan, Results, Store
+from benchmarks.loss_plan import Plan, Results, Runs
 from benchmarks.loss_report import Report
 from benchmarks.loss_run import RANKS, Run, Settings, trace_file, traced, train
 from benchmarks.loss_variants import BASELINE, DEFAULT, VARIANTS, WEIGHT_CODECS
@@ -44,7 +44,7 @@ class Comparison:
             tuple(options.variants), tuple(options.seeds), options.runs, options.baseline_runs,
             options.until_decided, options.most_runs,
         )  # fmt: skip
-        self.store = Store(options.work / "runs.jsonl")
+        self.store = Runs(options.work / "runs.jsonl")
         self.data = options.work / f"data-{self.settings.vocabulary}"
         key = hashlib.sha256(json.dumps(asdict(self.settings)).encode()).hexdigest()[:8]
         self.folder = options.work / f"settings-{key}"
@@ -78,7 +78,7 @@ class Comparison:
         record = run_ranks(
             RANKS, train, self.data, settings, run, self._trace_of(settings, run), timeout=TIMEOUT
         )[0]
-        self.store.append(settings, record)
+        self.store.add(settings, record)
         found = self.store.results(settings).difference(run.variant)
         more = (
             ""

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Store
 from benchmarks.loss_run import Run, Settings
 from benchmarks.loss_statistics import Difference, difference
 from benchmarks.loss_variants import BASELINE, VARIANTS
-from megazero.files import replacing
 
 Record = dict[str, Any]
 
 
-class Store:
-    """A file with one JSON line per run, so that what is done stays done however a command ends."""
+class Runs(Store):
+    """Records of runs, of several Settings."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def append(self, settings: Any, record: Record) -> None:  # a dataclass
-        before = self.file.read_bytes() if self.file.exists() else b""
-        with replacing(self.file) as file:  # never a line that is half there
-            file.write(before + json.dumps({**record, "settings": asdict(settings)}).encode() + b"\n")
-
-    def records(self) -> list[Record]:
-        text = self.file.read_text() if self.file.exists() else ""
-        return [json.loads(line) for line in text.splitlines()]
+    def add(self, settings: Settings, record: Record) -> None:
+        self.append({**record, "settings": asdict(settings)})
 
     def results(self, settings: Settings) -> Results:
         return Results([r for r in self.records() if r["settings"] == asdict(settings)])

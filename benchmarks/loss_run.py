@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from benchmarks.llama import llama
+from benchmarks.contestants import llama
 from benchmarks.loss_data import evaluation_samples, train_samples
 from benchmarks.loss_variants import VARIANTS, Variant
 from megazero import zero

@@ -24,7 +24,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.loss_plan import Store
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case, step_losses
 from tests.megatron.cases import DELTA_INT4, INT8_INT4
@@ -79,7 +78,7 @@ def main() -> int:
             f"a loss is the mean of {LAST} steps, and noise needs a nudged run: more steps or nudges"
         )
     options.work.mkdir(parents=True, exist_ok=True)
-    store, began = Store(options.work / "runs.jsonl"), time.monotonic()
+    store, began = harness.Store(options.work / "runs.jsonl"), time.monotonic()
     found: dict[str, dict[int, list[float]]] = {name: {} for name in CONTESTANTS}
     for name, case in plan(options):
         losses = [record["loss"] for record in store.records() if is_of(record, name, case)]
@@ -88,7 +87,7 @@ def main() -> int:
                 print("not all runs are there yet: run the same command again")
                 return 1
             losses = [late_loss(case, CONTESTANTS[name])]
-            store.append(case, {"contestant": name, "loss": losses[0]})
+            store.append({"contestant": name, "loss": losses[0], "settings": asdict(case)})
             print(f"{name}, seed {case.seed}, nudge {case.nudge}: {losses[0]:.4f}", flush=True)
         found[name].setdefault(case.seed, []).append(losses[0])
     header = ["messages", "loss", "from the unpatched mean, by seed", "all seeds", "sd"]

@@ -12,7 +12,6 @@ so many seconds, and the next one goes on. The call that has them all writes the
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -31,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from benchmarks import harness
 from megazero.config import ConfigError, World, make_config
-from megazero.files import replacing
 from megazero.plan.memory import Memory
 
 TITLE = "Memory against measurement"
@@ -203,16 +201,14 @@ def main() -> int:
         page=harness.DOCS / "planning.md",
     ).parse_args()
     until = time.monotonic() + options.seconds
-    kept = json.loads(options.keep.read_text()) if options.keep.exists() else {}
+    store = harness.Store(options.keep)
+    kept = {record["layout"]: record for record in store.records()}
     cases = [(seed, values) for seed in options.seeds for values in draw(seed, options.layouts)]
+    how = {"ranks": RANKS, "world": False, "environ": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "timeout": 400}
     for _, values in cases:
-        if key_of(values) not in kept and time.monotonic() < until:
-            environ = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-            kept[key_of(values)] = harness.run(
-                measure, values, ranks=RANKS, world=False, environ=environ, timeout=400
-            )
-            with replacing(options.keep) as file:
-                file.write(json.dumps(kept, indent=1).encode())
+        if (key := key_of(values)) not in kept and time.monotonic() < until:
+            kept[key] = {"layout": key, **harness.run(measure, values, **how)}
+            store.append(kept[key])
     rows = []
     for seed, values in cases:
         if found := kept.get(key_of(values)):

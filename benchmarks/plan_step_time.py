@@ -130,8 +130,7 @@ def predict(case: Case, cluster: Cluster) -> tuple[Layout, Timing]:
 
 def measured(file: Path) -> dict[str, dict[str, Any]]:
     """Return the lines of a file of measurements by their keys."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {line["key"]: line for line in map(json.loads, lines)}
+    return {line["key"]: line for line in harness.Store(file).records()}
 
 
 def cluster_file(keep: Path, rate: str) -> Path:
@@ -245,8 +244,7 @@ def measure_all(every_asked: list[dict[str, Any]], file: str, until: float) -> N
             every: list[Any] = [None] * size
             dist.all_gather_object(every, found.pop("bill"))
             if rank == 0:
-                with open(file, "a") as lines:
-                    lines.write(json.dumps({**asked, **found, "bills": every}) + "\n")
+                harness.Store(Path(file)).append({**asked, **found, "bills": every})
                 print(asked["key"], f"{statistics.median(found['seconds']):.3f} s", flush=True)
         dist.barrier()
         dist.destroy_process_group()

@@ -14,7 +14,6 @@ and prints a summary at the end. The trial of a seed and a number is always the 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
@@ -279,7 +278,8 @@ def main() -> int:
     ).parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    store = harness.Store(options.out)
+    rows = store.records()
     done = {row["trial"] for row in rows if row["seed"] == options.seed}
     references, began = options.out.with_suffix(".references"), time.monotonic()
     for layout in LAYOUTS:
@@ -293,9 +293,9 @@ def main() -> int:
             if number is None:
                 return
             row = trial(number, options.seed, references)
-            with lock, open(options.out, "a") as file:
+            with lock:
                 rows.append(row)
-                file.write(json.dumps(row) + "\n")
+                store.append(row)
             print(f"trial {number}: {row['problems'] or 'right'} in {row['seconds']:.0f} s", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.contestants import ADAMW, CLIP, AdamW
-from benchmarks.llama import llama
+from benchmarks.contestants import ADAMW, CLIP, AdamW, llama
 from megazero import zero
 from megazero.config import World, make_config
 from megazero.mesh.mesh import Mesh, create_mesh

@@ -4,11 +4,12 @@ off keeps what it has."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from megazero.files import write_text
 
 REASON = "reason"  # the cell of a row that has no figures: why
 
@@ -48,15 +49,7 @@ class Record:
 
     def _write(self) -> None:
         if self.file is not None:
-            replace(self.file, json.dumps({"rows": self.rows, "notes": self.notes}, indent=1))
-
-
-def replace(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(file.name + ".tmp")
-    beside.write_text(text)
-    os.replace(beside, file)
+            write_text(self.file, json.dumps({"rows": self.rows, "notes": self.notes}, indent=1))
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.harness import ROOT, installed
+
 # Dense bf16 TFLOP/s of the tensor cores, from the makers' data sheets; the first name that occurs in the device's.
 PEAKS = (
     ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("GH200", 989.4), ("H200", 989.4), ("H100", 989.4), ("H800", 989.4),
@@ -105,7 +106,7 @@ def machine(rehearsal: bool) -> dict[str, str]:
         "CUDA of torch": str(torch.version.cuda),
         "driver": _driver(),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
-        "Triton": _version("triton"),
+        "Triton": installed("triton"),
         "numpy": numpy.__version__,
         "Python": platform.python_version(),
         "commit": commit(),
@@ -127,15 +128,6 @@ def _driver() -> str:
     return (
         _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or "none"
     )
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def commit() -> str:
