@@ -287,7 +287,8 @@ def write_section(page: Path, title: str, text: str) -> None:
     if not heading:
         raise ValueError(f"{page} has no section {title!r}")
     _, following, after = rest.partition("\n## ")
-    page.write_text(f"{before}{heading}\n{text.strip()}\n{following}{after}", encoding="utf-8")
+    body = text.strip("\n")
+    page.write_text(f"{before}{heading}\n{body}\n{following}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ def test_ratios_are_round_by_round() -> None:
 def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n## One\n\nold\n\n## Two\n\nkept\n")
-    harness.write_section(page, "One", "new\n\n")
-    assert page.read_text() == "# Page\n\n## One\n\nnew\n\n## Two\n\nkept\n"
+    harness.write_section(page, "One", "    new\n\n")
+    assert page.read_text() == "# Page\n\n## One\n\n    new\n\n## Two\n\nkept\n"
     harness.write_section(page, "Two", "last")
-    assert page.read_text() == "# Page\n\n## One\n\nnew\n\n## Two\n\nlast\n"
-    assert harness.section(page, "One") == "new"
+    assert page.read_text() == "# Page\n\n## One\n\n    new\n\n## Two\n\nlast\n"
+    assert harness.section(page, "One") == "    new"
     with pytest.raises(ValueError, match="has no section 'Three'"):
         harness.write_section(page, "Three", "text")
 
