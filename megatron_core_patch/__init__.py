@@ -44,7 +44,7 @@ def turn_on(options: PatchOptions) -> None:
     global _patch
     if _patch is not None:
         raise RuntimeError("megatron_core_patch is on already: call disable() first")
-    _patch = Patch(options)
+    _patch = Patch(options, switch_off=disable)
 
 
 def disable() -> None:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megazero.kernels.arena import Arena
 
 from megatron_core_patch.chains import Passing, Tile, gather_columns, reduce_columns
+from megatron_core_patch.checks import GRADIENTS, WEIGHTS, Check, MessageChecks
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.two_hops import TwoHops
-from megatron_core_patch.watch import GRADIENTS, WEIGHTS, Check, Watch
 from megazero.comm.codec import Blockwise
 from megazero.comm.lane import Chain, Lane, Ticket, no_timing
 from megazero.comm.traffic import Traffic
@@ -67,7 +67,7 @@ class Carrier:
         self.options, self.groups, self.at_once = options, groups, at_once
         self.codecs = make_codecs(options.wire)
         self.passing = Passing(traffic, Arena(), device)
-        self.watch = Watch(options)
+        self.checks = MessageChecks(options)
         rank = dist.get_rank()
         self.gathers = Lane("gather", device, rank, no_timing)
         self.reductions = Lane("reduce", device, rank, no_timing)
@@ -95,7 +95,7 @@ class Carrier:
     def updating(self, buckets: Iterable[Any], group: dist.ProcessGroup) -> None:
         """Note that the optimizer is about to write this rank's shards of these buckets."""
         hops = self.hops_of(group)
-        self.watch.tell(GRADIENTS)
+        self.checks.tell(GRADIENTS)
         for bucket in buckets:
             held = self.state(bucket)
             if self.codecs.delta and held.equal and self.weights_codec(hops, bucket.param_data.dtype):
@@ -154,7 +154,7 @@ class Carrier:
         """Wait for every chain."""
         self.reductions.drain()
         self.gathers.drain()
-        self.watch.tell(WEIGHTS)
+        self.checks.tell(WEIGHTS)
 
     def _columns(self, n: int, hops: TwoHops) -> Sequence[slice]:
         """Cut a shard of n elements into what moves together: whole blocks of every format, but for the end."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-import megatron_core_patch
 from megatron_core_patch.carrier import Carrier, Sync, collective_group
+from megatron_core_patch.checks import WEIGHTS
 from megatron_core_patch.names import (
     BASE,
     BUFFER,
@@ -31,7 +31,6 @@ from megatron_core_patch.refusals import ddp_problems, module_problems, optimize
 from megatron_core_patch.report import Kind, Teller, connections_note
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups, timeout_of
-from megatron_core_patch.watch import WEIGHTS
 from megazero.comm.traffic import Traffic
 from megazero.config.errors import ConfigError
 from megazero.mesh.grid import INTER, INTRA
@@ -48,8 +47,9 @@ GROUPS = {
 class Patch:
     """The patch while it is on. It has its carrier from the first DistributedDataParallel on."""
 
-    def __init__(self, options: PatchOptions) -> None:
-        self.options = options
+    def __init__(self, options: PatchOptions, switch_off: Callable[[], None]) -> None:
+        """switch_off: takes the patch off; called when it refuses what Megatron built."""
+        self.options, self.switch_off = options, switch_off
         self.version, notes = check_names()
         for note in notes:
             warnings.warn(f"megatron_core_patch: {note}", stacklevel=3)
@@ -173,7 +173,7 @@ class Patch:
         """Raise ConfigError, with the patch taken off, if there are any."""
         found = list(problems)
         if found:
-            megatron_core_patch.disable()
+            self.switch_off()
             raise ConfigError([f"megatron_core_patch: {text}" for text in found])
 
     def _make_carrier(self, ddp: Any) -> Carrier:

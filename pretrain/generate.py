@@ -17,6 +17,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--load", required=True, help="folder given to --save in training, or one of its iter_* folders")
+    add(
+        "--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint to take (default: the newest)"
+    )
     add("--prompt", default="", help="text to continue; empty: the beginning of a document")
     add("--tokens", type=int, default=100, help="the most tokens to add")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
@@ -42,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
         model = load_text_model(
             options.load,
+            options.ckpt_step,
             device=device,
             tokenizer_model=options.tokenizer_model,
             vocab_file=options.vocab_file,

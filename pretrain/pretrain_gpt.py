@@ -1,13 +1,18 @@
-"""Pretrain a decoder-only language model: torchrun ... pretrain/pretrain_gpt.py FLAGS (see --help)."""
+"""Pretrain a decoder-only language model, on the ranks of a launcher or on local ones of its own (see --help).
 
+python pretrain/pretrain_gpt.py --nproc-per-node 8 FLAGS
+"""
+
+import os
 import signal
 import sys
 import time
 
 from megazero.config import ConfigError, World, parse
-from megazero.log.exit_status import ExitStatus
+from megazero.log.exit_status import ExitStatus, tell_torchrun
 from megazero.log.streams import guard_output
-from megazero.mesh.launch import is_first, read_launch, take_local_rank
+from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
+from megazero.mesh.starter import start_ranks
 from megazero.train.program import run
 
 
@@ -16,14 +21,20 @@ def main() -> int:
     guard_output()
     try:
         local_rank, flags = take_local_rank(words)
-        launch = read_launch(local_rank=local_rank)
+        ranks, flags = take_ranks(flags)
+        launch = read_launch(local_rank=local_rank, starts=ranks)
     except ValueError as error:
         return _refuse(error, is_first())
     try:
         # Before torch is imported: a mistake is told in a fraction of a second.
-        config = parse(flags, World(launch.world_size, launch.local_world_size or 0))
+        world = World(ranks, ranks) if ranks else World(launch.world_size, launch.local_world_size or 0)
+        config = parse(flags, world)
     except ConfigError as error:
         return _refuse(f"{error}\n--help lists every flag", launch.rank == 0)
+    if ranks is not None:
+        program = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]  # Python's own options and the script
+        good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
+        return start_ranks([sys.executable, *program, *flags], ranks, good=good)
     return run(config, launch)
 
 
@@ -31,10 +42,11 @@ def _refuse(said: object, first: bool) -> ExitStatus:
     """Say a mistake that all ranks make on the first one."""
     if first:
         print(said, file=sys.stderr)
+        tell_torchrun(f"{said}")
     else:
-        # Launchers end all ranks with the first that leaves: let the one that speaks be it, and say the same
-        # status all the same (srun's is the highest of all ranks').
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Launchers end all ranks with the first that leaves: let the one that speaks be it. A rank that is ended has
+        # nothing to add (torchrun describes each that failed); else all say the same status.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitStatus.FINISHED))
         time.sleep(1)
     return ExitStatus.MISTAKE
 

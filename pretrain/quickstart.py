@@ -29,7 +29,7 @@ from pathlib import Path
 
 from megazero.data.corpus import stdlib_sources
 from megazero.files import replacing
-from megazero.log.exit_status import ExitStatus, read_status
+from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import METRICS_FILE, read_metrics
 from megazero.log.plot import plot_loss
 
@@ -190,8 +190,9 @@ class Quickstart:
 
     def _train(self, layout: Layout, more: Sequence[object], log: Path) -> None:
         ranks, whole = self.plan.ranks, self.plan.iterations
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         flags = [
+            "--nproc-per-node",
+            ranks,
             *MODEL.split(),
             "--global-batch-size",
             GLOBAL_BATCH,
@@ -215,12 +216,8 @@ class Quickstart:
         flags += ["--ranks-per-node", layout.node] if layout.node else []
         flags += ["--eval-interval", max(1, whole // 12), "--log-interval", max(1, whole // 36)]
         flags += ["--save", self.checkpoint, "--log-dir", self.logs, *more]
-        try:
-            self._python([*launch, PRETRAIN / "pretrain_gpt.py", *flags], log)
-        except StepFailed:
-            # torchrun calls it a failure, too, that its ranks stopped as --exit-interval told them to.
-            if read_status(str(self.logs)) != ExitStatus.STOPPED:
-                raise
+        end = ExitStatus.STOPPED if "--exit-interval" in more else ExitStatus.FINISHED
+        self._python([PRETRAIN / "pretrain_gpt.py", *flags], log, end)
 
     def _sample(self, log: Path) -> None:
         command = [PRETRAIN / "generate.py", "--load", self.checkpoint, "--prompt", PROMPT, "--tokens", 120]
@@ -234,13 +231,16 @@ class Quickstart:
     def _tokenizer_flags(self) -> list[object]:
         return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self.tokenizer]
 
-    def _python(self, command: Sequence[object], log: Path) -> None:
+    def _python(self, command: Sequence[object], log: Path, end: int = 0) -> None:
+        """Run a program. Raises StepFailed if it ends with another exit status than ``end``."""
         threads = max(1, cores() // self.plan.ranks)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(PRETRAIN.parent), os.environ.get("PYTHONPATH")])
         )
-        run_shown([sys.executable, *map(str, command)], log, environment)
+        status = run_shown([sys.executable, *map(str, command)], log, environment)
+        if status != end:
+            raise StepFailed(f"exit status {status}")
 
     def _summary(self) -> None:
         lines = read_metrics(self.logs)
@@ -286,8 +286,8 @@ def cpu_dtype() -> str:
     return "fp32"
 
 
-def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
-    """Run a command, show its output as it comes, and keep it in ``log``. Raises StepFailed if it fails.
+def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) -> int:
+    """Run a command, show its output as it comes, and keep it in ``log``. Returns its exit status.
 
     Where we write to a terminal the command gets one too, so that its progress bars move.
     """
@@ -297,13 +297,16 @@ def run_shown(command: Sequence[str], log: Path, environment: dict[str, str]) ->
             command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment
         ) as job:
             os.close(theirs)
-            while chunk := _read(ours):
-                sys.stdout.buffer.write(chunk)
-                sys.stdout.buffer.flush()
-                file.write(chunk)
+            try:
+                while chunk := _read(ours):
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+                    file.write(chunk)
+            except KeyboardInterrupt:
+                job.wait()  # it got it, too; what it says of it is not shown
+                raise
         os.close(ours)
-    if job.returncode:
-        raise StepFailed(f"exit status {job.returncode}")
+    return job.returncode
 
 
 def _read(descriptor: int) -> bytes:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from megazero.config.foreign.deepspeed import ALWAYS, NO_EFFECT, RENAMED, SPECIAL, UNSUPPORTED
+from megazero.config.foreign.deepspeed import keys
+from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row
 from megazero.config.read.flags import FILES, default_text, spelling
 from megazero.config.run import all_options, section_types
 
@@ -17,6 +18,7 @@ Priority: flags, then `--config`, then `--deepspeed-config`, then defaults; what
 A value that is unknown or illegal is an error; all errors are reported at once, status 2. What another option makes
 meaningless is noted, or an error where it is megazero's own (`--zero-...`).
 `python -m megazero.config FLAGS` checks a command line without torch.
+`--nproc-per-node N` has `pretrain_gpt.py` start N ranks on this machine itself, without a launcher.
 `--local-rank N`, which `torch.distributed.launch` and `deepspeed` add, is read with the launcher's variables.
 """
 
@@ -41,12 +43,16 @@ def markdown() -> str:
                 text = opt.help.replace("|", "\\|")
                 lines.append(f"| `{typed}` | {text} | {default_text(opt).removeprefix('default: ')} |")
     lines += ["", "## Keys of a DeepSpeed file", "", "| key | here |", "|---|---|"]
-    lines += [f"| `{key}` | `{all_options()[name].flag}` |" for key, name in RENAMED.items()]
-    lines += [f"| `{key}` | {text} |" for key, text in SPECIAL.items()]
-    lines += [f"| `{key}` | only {str(value).lower()}: {text} |" for key, (value, text) in ALWAYS.items()]
-    lines += [f"| `{key}` | no effect: {text} |" for key, text in NO_EFFECT.items()]
-    lines += [f"| `{key}` | only switched off: {text} |" for key, text in UNSUPPORTED.items()]
+    lines += [f"| `{key}` | {_means(row)} |" for key, row in keys().items()]
     return "\n".join(lines) + "\n"
+
+
+def _means(row: Row) -> str:
+    if row.kind == MAP:
+        return f"`{all_options()[next(iter(row.options))].flag}`"
+    if row.kind == ACCEPT:
+        return f"only {row.value}: {row.text}" if row.value else f"no effect: {row.text}"
+    return f"only switched off: {row.text}" if row.kind == REFUSE else row.text
 
 
 if __name__ == "__main__":

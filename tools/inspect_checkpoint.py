@@ -20,6 +20,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, help="folder given to --save in training, or one of its iter_* folders")
     add("other", type=Path, nargs="?", help="print what is different in this one instead")
+    add("--ckpt-step", type=int, metavar="N", help="iteration of the first one (default: the newest)")
     add("--tensors", action="store_true", help="list every tensor")
     add("--no-check", action="store_true", help="do not read the files to check their bytes")
     return parser.parse_args(arguments)
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megazero.convert.inspection import describe, differences
 
     try:
-        path = find_checkpoint(options.checkpoint)
+        path = find_checkpoint(options.checkpoint, options.ckpt_step)
         if options.other is not None:
             lines = list(differences(path, find_checkpoint(options.other)))
             print("\n".join(lines) or "no difference")

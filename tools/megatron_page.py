@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megazero.config.foreign.megatron.apply import derived_options, spelled
-from megazero.config.foreign.megatron.mapped import (
-    DERIVED,
-    TYPED,
-    UNBUILT,
-    UNFUSED_GELU,
-    UNFUSED_GELU_MEANS,
-    VALUES,
-    Sets,
-)
-from megazero.config.foreign.megatron.table import ACCEPT, MAP, REFUSE, Row, rows
+from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, UNFUSED_GELU_MEANS
+from megazero.config.foreign.megatron import derived_options, flags, other_values
+from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED, Row
+from megazero.config.options.fields import typed
 from megazero.config.run import all_options
 
 HEAD = """# Megatron's flags
@@ -33,11 +26,11 @@ path. Options of the same name are in [flags.md](flags.md). This page has all ot
 - **Refused**: it would change the training and is not built. The error says "Megatron's flag, not built here" and
   what to do.
 
-A name that is none of these does not exist, and the error says what was probably meant, DeepSpeed's keys and
-torchtitan's names included. As in Megatron, names are not abbreviated. `_` may stand for `-`.
+A name that is none of these does not exist, and the error says what was probably meant, DeepSpeed's keys
+included. As in Megatron, names are not abbreviated. `_` may stand for `-`.
 """
 BY_HAND = Path(__file__).with_name("megatron_differences.py")
-WORDS = {"0": "", "1": " X", "?": " [X]", "*": " [X ...]", "+": " X ..."}
+FORMS = ("", "X", "[X]", "X ...", "[X ...]")
 
 
 def markdown() -> str:
@@ -49,25 +42,22 @@ def markdown() -> str:
     )
     lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in by_hand]
     lines += [""] if by_hand else []
+    table, values = flags().values(), [row for rows in other_values().values() for row in rows]
+    every = [row for rows in table for row in rows]
     lines += ["## Mapped", "", "| Megatron's | here |", "|---|---|"]
-    lines += [
-        f"| {flag} | {means} |" for row in rows().values() if row.kind == MAP for flag, means in _mapped(row)
-    ]
-    lines += [
-        f"| `{all_options()[option].flag} {value}` | `{all_options()[option].flag} {here}` |"
-        for (option, value), here in VALUES.items()
-    ]
-    accepted = [row for row in rows().values() if row.kind == ACCEPT]
+    lines += [f"| {_typed(row)} | {_means(row)} |" for row in (*every, *values) if row.kind == MAP]
     lines += ["", "## Accepted", "", "| why it changes nothing | flags |", "|---|---|"]
-    lines += _by_text((row.text, _typed(row)) for row in accepted if not row.cure)
+    lines += _by_text((rows[0].text, _typed(rows[0])) for rows in table if _kinds(rows) == {ACCEPT})
     lines += ["", "Of these only the values that are named; others are refused.", ""]
     lines += ["| flag and values | why it changes nothing | instead of others |", "|---|---|---|"]
-    lines += [f"| {_typed(row)} | {row.text} | {row.cure} |" for row in accepted if row.cure]
+    lines += [
+        f"| {_typed(rows[0])} | {rows[0].text} | {rows[-1].text} |"
+        for rows in table
+        if _kinds(rows) == {ACCEPT, REFUSE}
+    ]
     lines += ["", "## Refused", "", "| why, and what to do | flags |", "|---|---|"]
-    lines += _by_text((row.cure, _typed(row)) for row in rows().values() if row.kind == REFUSE)
-    lines += _by_text(
-        (cure, f"`{all_options()[option].flag} {value}`") for (option, value), cure in UNBUILT.items()
-    )
+    lines += _by_text((rows[0].text, _typed(rows[0])) for rows in table if _kinds(rows) == {REFUSE})
+    lines += _by_text((row.text, _typed(row)) for row in values if row.kind == REFUSE)
     return "\n".join(lines) + "\n"
 
 
@@ -77,34 +67,28 @@ def differences() -> list[tuple[str, str, str, str]]:
     return by_hand
 
 
+def _kinds(rows: Sequence[Row]) -> set[str]:
+    return {row.kind for row in rows}
+
+
 def _typed(row: Row) -> str:
     """Return a flag as it is typed, with the values that are taken."""
-    values = [value for value in row.values if value != TYPED]
-    if values:
-        return f"`--{row.name} {{{','.join(values)}}}`"
-    return f"`--{row.name}{WORDS[row.words]}`"
+    values = f"{{{row.value}}}" if row.kind == ACCEPT and row.value not in FORMS else row.value
+    return f"`--{row.name}{' ' if values else ''}{values}`"
 
 
-def _mapped(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield the forms of a mapped flag, each with what it means."""
-    if not row.values:
-        yield _typed(row), _means(row.sets)
-    for value, sets in row.values.items():
-        yield f"`--{row.name} {'X' if value == TYPED else value}`", _means(sets)
-
-
-def _means(sets: Sets) -> str:
-    """Return the options that a flag sets, as they are typed."""
+def _means(row: Row) -> str:
+    """Return the options that a mapped flag sets, as they are typed."""
+    sets, options = row.options, {**all_options(), **derived_options()}
     if not sets:
         return "is always so"
-    options = {**all_options(), **derived_options()}
     if "glu_activation" in sets:
         return "`--swiglu`, with `--ffn-hidden-size` 4 x hidden where it is not given, as in BLOOM's fork"
     if UNFUSED_GELU in sets:
         return UNFUSED_GELU_MEANS
     if not any(name in DERIVED for name in sets):
-        typed = (f"{options[n].flag} X" if v == TYPED else spelled(options[n], v) for n, v in sets.items())
-        return f"`{' '.join(typed)}`"
+        said = (f"{options[n].flag} X" if v == TYPED else typed(options[n], v) for n, v in sets.items())
+        return f"`{' '.join(said)}`"
     samples = f"`{options[next(iter(sets))].flag.replace('tokens', 'samples')}`"
     return f"{samples}: X / `--seq-length`; the run ends with the first batch that reaches `--train-tokens`"
 

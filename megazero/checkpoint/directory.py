@@ -4,6 +4,9 @@ SAVE/iter_0000100                      is a checkpoint, if its manifest is there
 SAVE/.iter_0000100.partial-1a2b3c4d    is being written; readers ignore it, the next save removes it
 SAVE/.iter_0000100.replaced-1a2b3c4d   is the old one while a new one of its step takes its place
 SAVE/.iter_0000100.removed-1a2b3c4d    is being deleted by retention
+SAVE/iter_0000120.superseded           is one that the run left behind when it went on from an older one: unless
+                                       it is named it is not loaded, and never deleted. The next is .superseded.2
+SAVE/.trial                            a small one, by which a start finds out whether it can save
 
 One job at a time saves into a root. Nothing else under the root is ever touched.
 """
@@ -16,9 +19,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,9 @@ from megazero.checkpoint.manifest import (
 
 logger = logging.getLogger(__name__)
 
+TRIAL = ".trial"
 _NAME = re.compile(r"iter_(\d{7,})")
+_ANY = re.compile(r"iter_(\d{7,})(?:\.superseded(?:\.\d+)?)?")
 _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
 
 
@@ -42,12 +48,14 @@ _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
 class Retention:
     """It says which older checkpoints stay after a save. The one just saved always does.
 
-    ``keep_last`` is how many of the most recently saved ones stay. None keeps all. ``interval`` keeps for good those
-    whose step is a multiple of it. None means no such rule.
+    ``keep_last`` is how many of the most recently saved ones stay. None keeps all. ``interval`` keeps for good the
+    first at or after each multiple of it: at the multiple itself nothing may have been saved. ``way_back`` keeps the
+    newest from before that step, to which the run may have to return. None means no such rule.
     """
 
     keep_last: int | None = None
     interval: int | None = None
+    way_back: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.keep_last), ("interval", self.interval)):
@@ -57,6 +65,20 @@ class Retention:
 
 def checkpoint_name(step: int) -> str:
     return f"iter_{step:07d}"
+
+
+Look = Callable[[Path], Manifest | None]  # what a folder is taken for: ``described`` or ``complete``
+
+
+def described(path: Path) -> Manifest | None:
+    """Return the manifest of ``path`` if it can be read, else None.
+
+    No other file is looked at, so that every rank of a large run can ask.
+    """
+    try:
+        return read_manifest(path)
+    except (CheckpointError, OSError):
+        return None
 
 
 def complete(path: Path) -> Manifest | None:
@@ -69,73 +91,98 @@ def complete(path: Path) -> Manifest | None:
     return manifest
 
 
-def checkpoints(root: str | os.PathLike) -> list[Path]:
-    """Return the complete checkpoints under ``root``, oldest first in order of saving.
+def checkpoints(root: str | os.PathLike, before: float = inf, look: Look = complete) -> list[Path]:
+    """Return the checkpoints under ``root`` of steps below ``before``, oldest first in order of saving.
 
     The order is that of saving, not of steps: after a roll-back to step 80 the newest is the 90 that was saved since,
     not the 120 of the abandoned run. They are found by looking, and no tracker file is trusted.
     """
     found = []
     for path in _entries(Path(root)):
-        if (_NAME.fullmatch(path.name) or _stands_in(path)) and (manifest := complete(path)) is not None:
+        if (_NAME.fullmatch(path.name) or _stands_in(path)) and (manifest := look(path)) is not None:
             found.append((manifest.serial, manifest.step, path))
-    return [path for _, _, path in sorted(found)]
+    return [path for _, step, path in sorted(found) if step < before]
 
 
-def latest(root: str | os.PathLike) -> Path | None:
-    """Return the newest complete checkpoint under ``root``, or None when there is none."""
-    found = checkpoints(root)
+def latest(root: str | os.PathLike, before: float = inf, look: Look = complete) -> Path | None:
+    """Return the newest checkpoint under ``root`` of a step below ``before``, or None when there is none."""
+    found = checkpoints(root, before, look)
     return found[-1] if found else None
 
 
-def newest_manifest(root: str | os.PathLike) -> Manifest | None:
-    """Return the manifest of the highest step under ``root`` that can be read, or None when there is none.
+def named(folder: str | os.PathLike, step: int | None = None) -> Path | None:
+    """Return the one checkpoint that is meant, or None where the newest in ``folder`` is.
 
-    No other file is looked at, so that every rank of a large run can ask. ``latest`` says what can be loaded.
+    It is named by ``folder``, which is then its own, or by ``step``. Whether it is whole is not asked: who names one
+    wants that one, or an error. Raises CheckpointError if there is none of that step.
     """
-    named = [path for path in _entries(Path(root)) if _NAME.fullmatch(path.name)]
-    for path in sorted(named, key=lambda path: int(path.name.removeprefix("iter_")), reverse=True):
-        try:
-            return read_manifest(path)
-        except (CheckpointError, OSError):
-            continue
-    return None
+    root = Path(folder)
+    if _ANY.fullmatch(root.name) or (root / MANIFEST_FILE).is_file():
+        if step is not None and (manifest := described(root)) is not None and manifest.step != step:
+            raise CheckpointError(f"'{root}' is the checkpoint of step {manifest.step}, not of {step}")
+        return root
+    if step is None:
+        return None
+    found = root / checkpoint_name(step)
+    aside = [path for path in _entries(root) if path.name.startswith(f".{found.name}.") and _stands_in(path)]
+    if aside or found.is_dir():
+        return [*aside, found][0]
+    left = [path.name for path in _entries(root) if path.name.startswith(f"{found.name}.")]
+    others = [int(name[1]) for path in _entries(root) if (name := _NAME.fullmatch(path.name))]
+    near = sorted(others, key=lambda other: abs(other - step))[:2]
+    cures = [f"nearest: {' or '.join(map(str, sorted(near)))}"] if near else []
+    cures += [f"name the folder '{root / name}' to take what was superseded" for name in left]
+    raise CheckpointError("; ".join([f"'{root}' holds no checkpoint of step {step}", *cures]))
 
 
-def newest_state(root: str | os.PathLike) -> Mapping[str, Any]:
-    """Return what the checkpoint saved last under ``root`` says of the run, or nothing when there is none.
+def find_checkpoint(folder: str | os.PathLike[str], step: int | None = None) -> Path:
+    """Return the checkpoint that is ``named``, else the newest complete one in ``folder``.
 
-    Only the manifests are looked at, as every rank of a large run asks. Raises CheckpointError if it cannot be read.
+    Raises CheckpointError if there is none.
     """
-    found = []
-    for path in _entries(Path(root)):
-        with suppress(CheckpointError, OSError):
-            if _NAME.fullmatch(path.name):
-                found.append((read_manifest(path).serial, path / STATE_FILE))
-    if not found:
-        return {}
-    file = max(found)[1]
+    found = named(folder, step) or latest(folder)
+    if found is None:
+        raise CheckpointError(
+            f"'{folder}' holds no complete checkpoint. Name the folder that was given to --save in training, or one "
+            "of its iter_* folders"
+        )
+    return found
+
+
+def stated(path: Path) -> Mapping[str, Any]:
+    """Return what a checkpoint says of the run, unchecked: every rank of a large run may ask.
+
+    Raises CheckpointError if it cannot be read.
+    """
+    file = path / STATE_FILE
     try:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"'{file}' cannot be read ({error}); load an older checkpoint") from error
 
 
-def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """Return ``folder`` itself if it is a checkpoint, else the newest complete checkpoint in it.
+def supersede(root: Path, origin: Path) -> list[Path]:
+    """Rename the checkpoints under ``root`` that a run leaves behind which goes on from ``origin``: the new names.
 
-    Raises CheckpointError if there is none.
+    These are all of a later step and, if ``origin`` is under ``root``, all that were saved after it: what is newest
+    from now on is on the way of this run. A folder that is no checkpoint of megazero stays.
     """
-    root = Path(folder)
-    if (root / MANIFEST_FILE).is_file():
-        return root
-    found = latest(root)
-    if found is None:
-        raise CheckpointError(
-            f"'{root}' holds no complete checkpoint. Name the folder that was given to --save in training, or one of "
-            "its iter_* folders"
-        )
-    return found
+    start, here = read_manifest(origin), os.path.realpath(origin.parent) == os.path.realpath(root)
+    _clean(root)  # or what a killed save put aside would take the place of what is renamed
+    renamed = []
+    for path in reversed(_entries(root)):
+        name = _NAME.fullmatch(path.name)
+        if name is None or not (path / MANIFEST_FILE).exists():
+            continue
+        manifest = described(path)
+        since = here and manifest is not None and manifest.serial > start.serial
+        if int(name[1]) > start.step or since:
+            aside = f"{path.name}.superseded"
+            names = (path.with_name(aside + (f".{number}" if number > 1 else "")) for number in count(1))
+            renamed.append(path.rename(next(name for name in names if not name.exists())))
+    if renamed:
+        fsync_directory(root)
+    return renamed
 
 
 def prepare(root: Path, step: int, overwrite: bool) -> Path:
@@ -165,7 +212,8 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     next look finds it where it was put (``checkpoints``).
     """
     check_sizes(temporary, manifest)  # as this rank sees them: catches directories that are not shared
-    serial = max((read_manifest(path).serial for path in checkpoints(final.parent)), default=-1) + 1
+    others = [described(path) for path in _entries(final.parent) if _ANY.fullmatch(path.name)]
+    serial = max((other.serial for other in others if other is not None), default=-1) + 1
     write_manifest(temporary, replace(manifest, serial=serial))
     fsync_directory(temporary)
     aside = _hidden(final, "replaced") if final.exists() else None
@@ -184,9 +232,13 @@ def retain(root: Path, saved: Path, rule: Retention) -> None:
     """
     if rule.keep_last is None:
         return
-    for path in checkpoints(root)[: -rule.keep_last]:
-        name = _NAME.fullmatch(path.name)
-        if path == saved or name is None or (rule.interval and int(name[1]) % rule.interval == 0):
+    found = checkpoints(root)
+    steps = {path: int(name[1]) for path in found if (name := _NAME.fullmatch(path.name))}
+    needed = {saved, *(_firsts(steps, rule.interval) if rule.interval else ())}
+    if rule.way_back is not None:
+        needed.update(checkpoints(root, rule.way_back)[-1:])
+    for path in found[: -rule.keep_last]:
+        if path in needed or path not in steps:
             continue
         try:
             doomed = _hidden(path, "removed")
@@ -194,6 +246,15 @@ def retain(root: Path, saved: Path, rule: Retention) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             logger.warning("old checkpoint '%s' could not be removed: %s", path, error)
+
+
+def _firsts(steps: Mapping[Path, int], interval: int) -> Iterator[Path]:
+    """Yield the first path whose step is at or after a multiple of ``interval``, for each multiple but 0."""
+    reached = 0
+    for path in sorted(steps, key=steps.__getitem__):
+        if steps[path] // interval > reached:
+            reached = steps[path] // interval
+            yield path
 
 
 def fsync_directory(path: Path) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -24,6 +25,7 @@ import torch
 from megazero.checkpoint.manifest import FileEntry
 
 PROGRAM = Path(__file__).with_name("image_writer.py")
+LOOK_S = 5.0  # of silence, after which the writer's state is looked at
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Staging:
     def room(self, nbytes: int, pinned: bool) -> Image:
         """Return room for so many bytes, at least 1. It is that of the last call. Raises OSError without memory."""
         if self.nbytes < nbytes:
-            self._release()
+            self.release()
             self._memory = os.memfd_create("megazero save")
             os.posix_fallocate(self._memory, 0, nbytes)
             self._buffer = torch.frombuffer(mmap.mmap(self._memory, nbytes), dtype=torch.uint8)
@@ -57,12 +59,14 @@ class Staging:
                 torch.cuda.check_error(status)
         return Image(self._buffer[:nbytes], self._memory)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give the memory back. Images that lie in it are lost."""
         if self._buffer.is_pinned():
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self._memory >= 0:
             os.close(self._memory)
+            self._memory = -1
 
 
 class Frame:
@@ -79,6 +83,8 @@ class Frame:
         start, untouched = self.size, torch.empty(tuple(shape), dtype=dtype)
         self._values = range(untouched.data_ptr(), untouched.data_ptr() + untouched.nbytes)
         torch.save(untouched, cast(IO[bytes], self))
+        if not self._values:  # nothing was written from there
+            self.places.append(self.size)
         return start, self.size - start
 
     def write(self, data: Any) -> int:
@@ -114,17 +120,17 @@ def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry
     """Write the image to a new file by a process of its own, and return its size and checksum. tick: it got on.
 
     Not by a thread: steps are to come first, so what writes has the least priority there is, and a thread that has it
-    would make the others wait for Python's lock as long as the machine is busy. Raises OSError.
+    would make the others wait for Python's lock as long as the machine is busy. On a machine that is full it may have
+    no processor for minutes: it gets on as long as a processor is all that it waits for. Raises OSError.
     """
     with open(path, "xb", buffering=0) as file:
         given = image.memory, file.fileno()
         words = [*given, len(image.data), os.getpid()]
         command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)]
         with _started(command, given) as writer:
-            assert writer.stdout is not None
-            for line in writer.stdout:
+            for line in _lines(writer, tick):
                 tick()
-                kind, _, number = line.partition(" ")
+                kind, _, number = line.decode().partition(" ")
                 if kind == "crc32":
                     return FileEntry(len(image.data), int(number))
                 if kind == "errno":
@@ -134,7 +140,28 @@ def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry
         )
 
 
-def _started(command: Sequence[str], given: Sequence[int]) -> subprocess.Popen[str]:
+def _lines(writer: subprocess.Popen[bytes], tick: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the writer's lines. ``tick`` is called now and then while it waits for a processor."""
+    assert writer.stdout is not None
+    while True:
+        while not select.select([writer.stdout], [], [], LOOK_S)[0]:
+            if runnable(writer.pid):
+                tick()
+        if not (line := writer.stdout.readline()):
+            return
+        yield line
+
+
+def runnable(pid: int) -> bool:
+    """Whether a process of one thread could run now: it waits for no disk, only for a processor if it has none."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return told.rpartition(")")[2].split()[0] == "R"
+
+
+def _started(command: Sequence[str], given: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start it so that no signal but SIGKILL ends it: a launcher may send its stop to all processes of a job.
 
     It is in a session of its own, and inherits from this thread that signals wait: so there is no moment without
@@ -143,7 +170,7 @@ def _started(command: Sequence[str], given: Sequence[int]) -> subprocess.Popen[s
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, pass_fds=given, start_new_session=True
+            command, stdout=subprocess.PIPE, bufsize=0, pass_fds=given, start_new_session=True
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

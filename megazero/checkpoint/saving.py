@@ -129,12 +129,14 @@ def save(
     group: dist.ProcessGroup | None = None,
     retention: Retention | None = None,
     overwrite: bool = False,
+    staging: Staging | None = None,
 ) -> Path:
     """Write ``root/iter_<step>`` from every rank's snapshot and return its path. An error on one rank (a full
     disk, say) raises CheckpointError on every rank. After an error or a kill the older checkpoints are as they were.
     An existing directory of the same step is kept and is an error, unless ``overwrite``. ``root`` must be the same
-    directory for every rank, and no other job may save into it. CUDA tensors are read on the current stream."""
-    parts = saving(root, snapshot, group=group, retention=retention, overwrite=overwrite)
+    directory for every rank, and no other job may save into it. CUDA tensors are read on the current stream. With
+    ``staging`` what is written is a copy there, as when a run saves behind its training."""
+    parts = saving(root, snapshot, group=group, retention=retention, overwrite=overwrite, staging=staging)
     while True:
         try:
             next(parts).run()

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ Chain = Generator[dist.Work, None, None]
 STALLS = (
     1024  # waits whose events are kept; of older ones that are over the seconds: nobody need ever take them
 )
+PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
 
@@ -45,6 +47,10 @@ class Leg(NamedTuple):
 
     axis: str
     hop: str
+
+
+class Differ(RuntimeError):
+    """Ranks have issued different collectives. The message names the units."""
 
 
 class CommunicationError(RuntimeError):
@@ -82,6 +88,8 @@ class Lane:
         self.rank = rank
         self.timed = timed
         self.label: Label = no_label  # a profiler's, while it records
+        # Called with True when a collective has failed, with False while one is waited for; it may raise.
+        self.overdue: Callable[[bool], None] = lambda failed: None
         self.tickets: deque[Ticket] = deque()
         self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if device.type == "cuda" else []
         self.latest: dict[str, Any] = {}  # CUDA: event of each unit's last chain
@@ -187,15 +195,29 @@ class Lane:
 
     def _finish_work(self, ticket: Ticket) -> None:
         try:
-            if ticket.work is not None:
-                ticket.work.wait()
+            while ticket.work is not None and not self._landed(ticket.work):
+                self.overdue(False)
+        except Differ:
+            raise
         except RuntimeError as error:
+            self.overdue(True)
             leg = ticket.plan[max(ticket.issued - 1, 0)]
             raise CommunicationError(
                 f"rank {self.rank}: {self.name} of unit {ticket.label!r} failed on axis {leg.axis!r}, hop {leg.hop} "
-                f"({ticket.issued} of {len(ticket.plan)}): {error}. A peer died, stalls, or the link is down: look "
-                "at the other ranks' logs; raise the time-out if the link is only slow"
+                f"({ticket.issued} of {len(ticket.plan)}): {error}. A peer died, stalls, used other units (its log "
+                "then speaks of a mismatch), or the link is down: look at the other ranks' logs; raise the time-out "
+                "if the link is only slow"
             ) from error
+
+    def _landed(self, work: dist.Work) -> bool:
+        """Wait for a collective, on gloo for a while. Returns whether it has ended; raises what it failed with."""
+        if not self.streams:
+            with suppress(RuntimeError):  # of the time, or the collective's own, which comes again
+                work.wait(PATIENCE)
+            if not work.is_completed():
+                return False
+        work.wait()
+        return True
 
     def _advance(self, ticket: Ticket) -> None:
         self._finish_work(ticket)

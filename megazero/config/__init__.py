@@ -5,7 +5,7 @@ It imports neither torch nor numpy.
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.shards import LIFETIMES, PRESETS, Shards, resolve_shards
-from megazero.config.read.parse import make_config, parse, parse_or_exit
+from megazero.config.read.parse import make_config, parse, parse_or_exit, run_command
 from megazero.config.run import RunConfig, ScheduleLengths, World
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "parse",
     "parse_or_exit",
     "resolve_shards",
+    "run_command",
 ]

@@ -1,6 +1,7 @@
 """python -m megazero.config FLAGS checks a command line without torch and prints what it resolves to.
 
-Under a launcher's variables (mesh/launch.py), it also checks the rules over the size of the world.
+Under a launcher's variables (mesh/launch.py), or with --nproc-per-node N, it also checks the rules over the size of
+the world.
 """
 
 from __future__ import annotations
@@ -8,17 +9,18 @@ from __future__ import annotations
 import sys
 
 from megazero.config import World, parse_or_exit
-from megazero.mesh.launch import read_launch, take_local_rank
+from megazero.mesh.launch import read_launch, take_local_rank, take_ranks
 
 
 def main() -> int:
     try:
         local_rank, flags = take_local_rank(sys.argv[1:])
-        launch = read_launch(local_rank=local_rank)
+        ranks, flags = take_ranks(flags)
+        launch = read_launch(local_rank=local_rank, starts=ranks)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    world = None
+    world = None if ranks is None else World(ranks, ranks)
     if launch.launcher != "single process":
         world = World(launch.world_size, launch.local_world_size or 0)
     print("\n".join(parse_or_exit(flags, world).describe(world)))

@@ -7,10 +7,15 @@ from difflib import get_close_matches
 from math import gcd
 
 
+def closest(word: str, known: Iterable[str], alike: float) -> str | None:
+    """Return the known word that is most like ``word``, if it is at least ``alike`` (0 to 1, difflib's ratio)."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=alike)), None)
+
+
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return '; nearest: X' for the known word that is most like ``word``, or '' if none is near."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; nearest: {prefix}{close[0]}" if close else ""
+    near = closest(word, known, 0.5)
+    return f"; nearest: {prefix}{near}" if near else ""
 
 
 def around(legal: Iterable[int], wanted: int) -> str:

@@ -13,6 +13,7 @@ from megazero.config.layout import pipeline_rules, wire_rules
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
+from megazero.config.model.published import is_published
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.data_inputs import (
     SPLITS,
@@ -22,8 +23,8 @@ from megazero.config.options.data_inputs import (
     parse_split,
     parse_weighted_splits,
 )
-from megazero.config.options.fields import show
-from megazero.config.options.skipping import legal_ranges
+from megazero.config.options.fields import fault, show
+from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
 Rule = Callable[[RunConfig], Iterator[str]]
@@ -183,12 +184,30 @@ def _profiled_steps(config: RunConfig) -> Iterator[str]:
             yield f"--profile-ranks {rank} must be at least 0; nearest: 0"
 
 
+def _skipped_ranges(config: RunConfig) -> Iterator[str]:
+    """Report words of --skip-train-iteration-range that are no iterations."""
+    try:
+        iteration_ranges(config.skipping.skip_train_iteration_range)
+    except ValueError as error:
+        yield f"--skip-train-iteration-range {error}"
+
+
 def _missing_checkpoint(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.allow_fresh_start and config.checkpoint.exit_on_missing_checkpoint:
         yield "--allow-fresh-start contradicts --exit-on-missing-checkpoint; leave one of them out"
 
 
+def _named_checkpoint(config: RunConfig) -> Iterator[str]:
+    step, load = config.checkpoint.ckpt_step, config.checkpoint.load
+    if step is not None and (load is None or is_published(load)):
+        why = "--load is not given" if load is None else f"--load {load} is a Hugging Face folder"
+        yield f"--ckpt-step {step} names a checkpoint in the folder of --load, but {why}; leave it out, or name one"
+
+
 def _exportable(config: RunConfig) -> Iterator[str]:
+    model = (opt for opt in all_options().values() if opt.section == "model")
+    if any(fault(opt, config.get(opt.name)) for opt in model):  # which is said already
+        return
     try:
         architecture_of(config.model)
     except ValueError as error:
@@ -248,7 +267,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
-    (("skip_train_iteration_range",), legal_ranges),
+    (("ckpt_step",), _named_checkpoint),
+    (("skip_train_iteration_range",), _skipped_ranges),
     (("save_hf", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), _exportable),
     (("zero_preset",), _planned),
     (("zero_block_size",), wire_rules.block_size),

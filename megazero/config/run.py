@@ -246,10 +246,10 @@ class RunConfig:
             raise ConfigError(errors)
         return cls(**sections)
 
-    def describe(self, world: World | None = None) -> list[str]:
-        """Describe the architecture, then every value in a paragraph per section. '*' marks what is not the default.
+    def describe(self, world: World | None = None, *, every: bool = True) -> list[str]:
+        """Describe the architecture, then the options in a paragraph per section. ``world`` adds the layout.
 
-        ``world`` adds the layout.
+        With ``every``, all options are there, and '*' marks what is not the default; else only what is not.
         """
         tp = self.parallel.tensor_model_parallel_size
         lines = [f"{'decoder':<11}{model_summary(self.model, tp)}"]
@@ -257,13 +257,13 @@ class RunConfig:
         for section in section_types():
             words = []
             for opt in all_options().values():
-                if opt.section == section:
-                    value = self.get(opt.name)
-                    mark = "*" if value != family.get(opt.name, opt.default) else ""
+                value = self.get(opt.name)
+                default = value == family.get(opt.name, opt.default)
+                if opt.section == section and (every or not default):
+                    mark = "*" if every and not default else ""
                     words.append(f"{mark}{opt.key}={show(value)}".replace(" ", "\0"))
-            text = textwrap.wrap(" ".join(words), width=100, break_long_words=False, break_on_hyphens=False)
-            head = [f"{section:<11}", *[" " * 11] * (len(text) - 1)]
-            lines += [f"{start}{line}".replace("\0", " ") for start, line in zip(head, text, strict=True)]
+            text = textwrap.wrap(" ".join(words), width=120, break_long_words=False, break_on_hyphens=False)
+            lines += [f"{'' if i else section:<11}{line}".replace("\0", " ") for i, line in enumerate(text)]
         if world is not None and self.knows_nodes(world):
             layout = self._layout(world)
             lines += [f"{'layout' if not i else '':<11}{line}" for i, line in enumerate(layout)]

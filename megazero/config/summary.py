@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megazero.config.layout.shards import Shards
+from megazero.config.layout.shards import QUANTISED, Shards
 from megazero.config.layout.wire import Coding, Wire, asked_for, quantizes_gradients, quantizes_weights
 from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
@@ -111,7 +111,7 @@ def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None)
     """Say in brackets who asked for quantised messages, and why they are not sent if they are not."""
     on = quantizes_weights(zero) if what == "weights" else quantizes_gradients(zero)
     if not on:
-        return f" (--no-zero-quantized-{what})" if zero.zero_preset == "zeropp" else ""
+        return f" (--no-zero-quantized-{what})" if zero.zero_preset in QUANTISED else ""
     flag = zero.zero_quantized_weights if what == "weights" else zero.zero_quantized_gradients
     by = f"--zero-quantized-{what}" if flag else f"preset {zero.zero_preset}"
     if what == "weights" and zero.zero_quantized_weights_delta:

@@ -94,7 +94,9 @@ def _source(options: argparse.Namespace, weights: str, dtype: str | None) -> Sou
     from megazero.checkpoint.store import find_checkpoint
     from megazero.convert.source import DTYPES, Source
 
-    return Source(find_checkpoint(options.checkpoint), weights, DTYPES[dtype] if dtype else None)
+    return Source(
+        find_checkpoint(options.checkpoint, options.ckpt_step), weights, DTYPES[dtype] if dtype else None
+    )
 
 
 def _compared(

@@ -96,6 +96,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
     text = "folder given to --save in training, of which the newest checkpoint counts, or one of its iter_* folders"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    parser.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint to take (default: the newest)"
+    )
 
 
 def _source(parser: argparse.ArgumentParser) -> None:

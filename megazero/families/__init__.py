@@ -23,7 +23,20 @@ from megazero.families.qwen2 import QWEN2
 from megazero.families.qwen3 import QWEN3
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (LLAMA, GPT, BLOOM, QWEN2, QWEN3, MISTRAL, OLMO2, GPT_NEOX, FALCON)}
+    {
+        family.name: family
+        for family in (
+            LLAMA,
+            GPT,
+            BLOOM,
+            QWEN2,
+            QWEN3,
+            MISTRAL,
+            OLMO2,
+            GPT_NEOX,
+            FALCON,
+        )
+    }
 )
 # Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
 (GENERAL_NAMES,) = LLAMA.names

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
 
+from megazero.config.options.skipping import due
 from megazero.log.metrics import IterationMetrics, average, perplexity
 
 
@@ -41,6 +42,7 @@ class TrainConsole:
         self._enabled = enabled
         self._stream = stream if stream is not None else sys.stdout
         self._pending: list[IterationMetrics] = []
+        self._reached = begin  # the iteration of the last metrics
         self._rich: Console | None = None
         self._progress: Progress | None = None
         console = Console(file=self._stream, highlight=False, force_terminal=self._stream.isatty())
@@ -83,8 +85,8 @@ class TrainConsole:
         self._pending.append(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.iteration, loss=f"loss {metrics.lm_loss:.4f}")
-        last = metrics.iteration >= self._total
-        if metrics.iteration % self._log_interval == 0 or last:
+        since, self._reached = self._reached, metrics.iteration
+        if due(self._log_interval, since, metrics.iteration) or metrics.iteration >= self._total:
             self._interval()
 
     def evaluation(self, iteration: int, loss: float, split: str = "validation") -> None:

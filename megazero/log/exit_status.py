@@ -7,10 +7,15 @@ Python and argparse use.
 from __future__ import annotations
 
 import errno
+import json
+import time
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
 from megazero.checkpoint.errors import error_number
+from megazero.config.secrets import redact
+from megazero.mesh.launch import torchrun_error_file
 
 # LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun 1 for any, srun
 # the signal by which it ended the ranks that were still leaving).
@@ -31,6 +36,7 @@ class ExitStatus(IntEnum):
     STOPPED = 75  # told to stop by a signal, a limit or the kill switch; what was done is saved
     RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
     SWITCHED_OFF = 77  # the kill switch was there at the start
+    INTERRUPTED = 130  # by Ctrl-C at once, saving nothing; a shell's status for it
 
 
 def status_of(error: BaseException) -> ExitStatus:
@@ -41,6 +47,28 @@ def status_of(error: BaseException) -> ExitStatus:
     if error_number(error) in _STORAGE:
         return ExitStatus.STORAGE
     return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
+
+
+def process_status(status: ExitStatus) -> int:
+    """Return what the process of a rank ends with: the run's status, but 0 for a planned stop under torchrun.
+
+    torchrun knows success and failure alone. It answers 75 as any failure: by traces, by starting the ranks again if
+    --max-restarts allows it, and by ending with 1. LOG_DIR/exit_status says 75.
+    """
+    planned = status == ExitStatus.STOPPED and torchrun_error_file() is not None
+    return ExitStatus.FINISHED if planned else status
+
+
+def tell_torchrun(error: str) -> None:
+    """Leave what this rank says of its failure where torchrun, if it started the rank, reads it.
+
+    Its report of failed ranks, 30 lines and more that no rank can prevent, then ends with these words.
+    """
+    file, error = torchrun_error_file(), redact(error)
+    if file is not None:
+        detail = {"py_callstack": error, "timestamp": f"{int(time.time())}"}
+        with suppress(OSError), open(file, "w") as handle:
+            json.dump({"message": {"message": error, "extraInfo": detail}}, handle)
 
 
 def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> bool:

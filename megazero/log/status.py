@@ -216,7 +216,11 @@ def _evaluated(run: RunStatus) -> list[str]:
 
 
 def _checkpoint(run: RunStatus) -> str:
-    saves = [event for event in run.events if event.get("event") == "save"]
+    saves = list[Line]()
+    for event in run.events:
+        if event.get("event") == "start":  # it may go on from an older one than the last
+            saves = [save for save in saves if save["iteration"] <= event["iteration"]]
+        saves += [event] if event.get("event") == "save" else []
     if not saves:
         return "none" if run.starts else ""
     at = when(saves[-1])

@@ -1,4 +1,4 @@
-"""This module tells a process who it is. It alone reads launcher environment variables and --local-rank.
+"""This module tells a process who it is. It alone knows launchers' variables, --local-rank and --nproc-per-node.
 
 CUDA's own variables are read and set here, too. It needs no torch.
 """
@@ -108,24 +108,53 @@ def take_local_rank(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     torch.distributed.launch and deepspeed add this flag to a command line. Raises ValueError for a value that is no
     rank.
     """
-    rank, rest, words = None, list[str](), iter(argv)
+    return _take_number(argv, "local-rank", "the rank on this node, 0 or above", 0)
+
+
+def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Return the value of --nproc-per-node N, the ranks that this process is to start here, and the other words.
+
+    Raises ValueError for a value that is no such number.
+    """
+    return _take_number(argv, "nproc-per-node", "the number of ranks to start on this machine, 1 or above", 1)
+
+
+def _take_number(argv: Sequence[str], key: str, takes: str, least: int) -> tuple[int | None, list[str]]:
+    number, rest, words = None, list[str](), iter(argv)
     for word in words:
         name, has_value, value = word.partition("=")
-        if name not in ("--local-rank", "--local_rank"):
+        if not name.startswith("--") or name[2:].replace("_", "-") != key:
             rest.append(word)
             continue
         value = value if has_value else next(words, "none")
-        if not value.isdecimal():
-            raise ValueError(f"{name} takes the rank on this node, 0 or above, got {value}")
-        rank = int(value)
-    return rank, rest
+        if not value.isdecimal() or int(value) < least:
+            raise ValueError(f"{name} takes {takes}, got {value}")
+        number = int(value)
+    return number, rest
 
 
-def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None = None) -> Launch:
+def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables by which a process is one of the ``ranks`` of this machine alone: torchrun's."""
+    here = zip(LAUNCHERS["torchrun"], (rank, ranks, rank, ranks), strict=True)
+    return {name: f"{value}" for name, value in here} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+    }
+
+
+def torchrun_error_file() -> str | None:
+    """Return where a rank that torchrun started may leave what it says of its failure; None under other launchers."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
+def read_launch(
+    environ: Mapping[str, str] | None = None, local_rank: int | None = None, starts: int | None = None
+) -> Launch:
     """Return what the launcher says whose variables are set. Without a launcher, it is one process.
 
-    ``local_rank`` is the value of --local-rank. Raises ValueError for variables that are no numbers, that
-    contradict each other or --local-rank, or that belong to a launcher which did not start this process.
+    ``local_rank`` is the value of --local-rank, ``starts`` that of --nproc-per-node. Raises ValueError for variables
+    that are no numbers, that contradict each other or a flag, or that belong to a launcher which did not start this
+    process.
     """
     env = os.environ if environ is None else environ
     try:
@@ -134,6 +163,11 @@ def read_launch(environ: Mapping[str, str] | None = None, local_rank: int | None
     except ValueError as error:
         raise ValueError(f"launcher environment: {error}") from None
     launch = replace(launch, job=_job(env), restarts=requeued + launch.attempt)
+    if starts is not None and (launch.launcher != "single process" or local_rank is not None):
+        raise ValueError(
+            f"--nproc-per-node {starts} starts ranks, but this process is one, started by "
+            f"{launch.launcher if local_rank is None else 'a launcher'}: leave the flag or the launcher out"
+        )
     if local_rank is not None and launch.local_rank not in (None, local_rank):
         raise ValueError(
             f"--local-rank {local_rank}, but {launch.launcher} says {launch.local_rank}; leave the flag out"

@@ -2,8 +2,7 @@
 
 from megazero.config.model.architecture import architecture_of, from_hf_config
 from megazero.config.model.section import ModelConfig, make_model
-from megazero.models.decoder import Decoder
-from megazero.models.initialization import initializer
+from megazero.models.decoder import Decoder, initializer
 
 __all__ = [
     "Decoder",

@@ -8,7 +8,7 @@ with the same values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
 from megazero.models.dropout import keyed_dropout
-from megazero.models.initialization import initializer
+from megazero.models.initialization import init_tensor
 from megazero.models.layer import DecoderLayer, make_norm, sharded_key
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
@@ -281,3 +281,9 @@ class Decoder(nn.Module):
         Learned positions are not among them.
         """
         return {_EMBEDDING_WEIGHT, "head.weight"} & {name for name, _ in self.named_parameters()}
+
+
+def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:
+    """Return a function from parameter name to this rank's fp32 initial tensor (on the CPU)."""
+    placements = decoder.placements()
+    return lambda name: init_tensor(decoder.config, seed, name, placements[name])

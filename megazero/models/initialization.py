@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.placement import Placement
 from megazero.config.model.section import ModelConfig
-
-if TYPE_CHECKING:
-    from megazero.models.decoder import Decoder
 
 BLOCK_ROWS = 256
 
@@ -64,9 +59,3 @@ def init_tensor(config: ModelConfig, seed: int, name: str, placement: Placement)
     output = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = config.init_method_std / math.sqrt(2 * config.num_layers) if output else config.init_method_std
     return _normal(seed, placement).mul_(std)
-
-
-def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:
-    """Return a function from parameter name to this rank's fp32 initial tensor (on the CPU)."""
-    placements = decoder.placements()
-    return lambda name: init_tensor(decoder.config, seed, name, placements[name])

@@ -47,7 +47,6 @@ class NonFiniteGuard:
             raise ValueError(f"{max_skips} skipped steps in a row as the limit; give at least 1")
         self.max_skips = max_skips
         self.skipped_in_a_row = 0
-        self.began = 0  # the first iteration of them
 
     def check_loss(
         self, iteration: int, loss: float, local: LocalStep, gather: Callable[[LocalStep], list[LocalStep]]
@@ -73,9 +72,9 @@ class NonFiniteGuard:
         scale_can_fall: the step's loss scale was above its minimum, so that a lower one may cure it.
         """
         if math.isfinite(norm) or scale_can_fall:
-            self.skipped_in_a_row = self.began = 0
+            self.skipped_in_a_row = 0
             return not math.isfinite(norm)
-        self.skipped_in_a_row, self.began = self.skipped_in_a_row + 1, self.began or iteration
+        self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.max_skips:
             raise NonFiniteLoss(
                 f"iteration {iteration}: the gradient norm is {norm}, and so {self.skipped_in_a_row} steps in a "

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+from megazero.config.options.skipping import due
 from megazero.log.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from megazero.config.options.sections import TrainingConfig
 
+SAME_S = 1.0  # within which a second signal is the first once more: the terminal signals ranks, torchrun hands it on
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -34,15 +36,16 @@ class StopSignals:
     """Notes a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
 
     Use it as a context manager in the main thread. Until ``hold()`` is called there is nothing to finish or save:
-    a signal raises NotStarted at once. From then on it is noted; a second SIGINT raises KeyboardInterrupt at once, a
-    second one of the other signals changes nothing. The old handlers come back at the end.
+    a signal raises NotStarted at once. From then on it is noted; another SIGINT, more than SAME_S seconds later,
+    raises KeyboardInterrupt at once, another one of the other signals changes nothing. The old handlers come back at
+    the end.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
         self.received: signal.Signals | None = None
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
-        self._held = False
+        self._held, self._at = False, 0.0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -61,10 +64,12 @@ class StopSignals:
         self._held = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT and self._held:
-            raise KeyboardInterrupt
-        first, self.received = self.received is None, self.received or signal.Signals(number)
-        if first and not self._held:
+        if self.received is not None:
+            if number == signal.SIGINT and self._held and time.monotonic() - self._at > SAME_S:
+                raise KeyboardInterrupt
+            return
+        self.received, self._at = signal.Signals(number), time.monotonic()
+        if not self._held:
             raise NotStarted(
                 f"received {self.received.name} during the start: nothing was trained, nothing is to be saved",
                 ExitStatus.STOPPED,
@@ -75,10 +80,10 @@ class StopSignals:
 class ExitConditions:
     """Decides when to save a checkpoint and stop before the last iteration.
 
-    exit_interval: the run stops at iterations that this number divides. exit_duration_in_mins: the run stops once it
-    has lasted that long since `began` (for example time.monotonic() of the process's start). signals: the run stops
-    when one was received. halt: the run stops at this iteration, for this reason. kill_switch: the run stops when
-    there is a file of this name.
+    exit_interval: the run stops at iterations that this number divides; after the last of those that are passed over,
+    if one is among them. exit_duration_in_mins: the run stops once it has lasted that long since `began` (for example
+    time.monotonic() of the process's start). signals: the run stops when one was received. halt: the run stops at
+    this iteration, for this reason. kill_switch: the run stops when there is a file of this name.
 
     In every iteration the ranks tell each other whether they have a reason of their own, with the step's scalars, and
     between the batches of an evaluation by themselves.
@@ -125,12 +130,13 @@ class ExitConditions:
         others = "another rank received a signal, reached --exit-duration-in-mins or saw its kill switch"
         return own or others if any_rank else None
 
-    def planned(self, iteration: int) -> str | None:
-        """Return why to stop after this iteration and what belongs to it, or None."""
+    def planned(self, since: int, iteration: int) -> str | None:
+        """Return why to stop after this iteration and what belongs to it, or None. ``since`` is as in ``due``."""
         if self.halt is not None and iteration >= self.halt[0]:
             return self.halt[1]
-        if self.exit_interval is not None and iteration % self.exit_interval == 0:
-            return f"iteration {iteration} is a multiple of --exit-interval {self.exit_interval}"
+        if self.exit_interval is not None and due(self.exit_interval, since, iteration):
+            multiple = iteration - iteration % self.exit_interval
+            return f"iteration {multiple} is a multiple of --exit-interval {self.exit_interval}"
         return None
 
     def own_reason(self) -> str | None:

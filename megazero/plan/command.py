@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.config import ConfigError, World, make_config
+from megazero.config import World, make_config, run_command
 from megazero.files import write_text
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
@@ -23,18 +23,7 @@ from megazero.plan.topology import Topology
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 if a layout fits, 1 if none does, 2 if the command line or a file is wrong."""
-    if "-h" in argv or "--help" in argv:
-        print(help_text())
-        return 0
-    try:
-        request = read_request(argv)
-        return _plan(request)
-    except ConfigError as error:
-        print(f"{error}\n--help lists the flags of plan", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return run_command("plan", argv, help_text, lambda: _plan(read_request(argv)))
 
 
 def _plan(request: PlanRequest) -> int:

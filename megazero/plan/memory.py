@@ -14,13 +14,13 @@ from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Wire
 from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
+from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.mesh.grid import INTER, Grid
 from megazero.plan.communication import EXCHANGE, Formats, UnitShape, gradient_hops, message
 from megazero.plan.units import EMBEDDING, LAYER, WIDTHS, RankUnits
 
 # Of all that is allocated: what the blocks of CUDA's allocator leave unused between tensors of unequal sizes.
 ALLOCATOR_MARGIN = 0.06
-MOMENTS = {"adamw": 2, "sgd": 1}  # fp32 values beside each master weight
 GIB = 2**30
 
 
@@ -130,7 +130,7 @@ class States:
     def chain_bytes(self, unit: UnitShape, micro_batches: int) -> float:
         """Return the most bytes that a unit's reduction has at once, the sum of tied parameters' ends included.
 
-        There a rank has both ends' OS slices in one buffer (zero/tied.py).
+        There a rank has both ends' OS slices in one buffer (zero/reduce.py).
         """
         ends = 2 * unit.elements / self.shards.os * self.formats.sums if unit.tied else 0.0
         return max(self.reduction_messages(unit, micro_batches), ends)
@@ -172,7 +172,7 @@ def model_states(units: RankUnits, states: States, optimizer: str) -> dict[str, 
     return {
         "parameters": sum(n * states.copy_bytes(u) for u, n in units.counts),
         "gradients": elements / g * sums,
-        "optimizer": elements / os * max(states.formats.width, 4) * (1 + MOMENTS[optimizer]),
+        "optimizer": elements / os * max(states.formats.width, 4) * (1 + OPTIMIZERS[optimizer].moments),
         "residuals": residuals,
     }
 
@@ -189,7 +189,7 @@ def saved_width(dtype: str, optimizer: str, wire: Wire) -> int:
     """Return the bytes that a checkpoint has for each parameter. ``dtype`` is that of the parameters."""
     width, sums = WIDTHS[dtype], max(WIDTHS[dtype], 4)
     master = sums if width != sums or wire.delta else 0
-    return width + master + (MOMENTS[optimizer] + wire.feedback) * sums
+    return width + master + (OPTIMIZERS[optimizer].moments + wire.feedback) * sums
 
 
 def _crossing(grid: Grid) -> int:

@@ -161,7 +161,7 @@ def lines(order: NodeOrder, layout: Layout, folder: str) -> list[str]:
     total = order.total or 1.0
     mapping = layout.config.parallel.use_tp_pp_dp_mapping
     return [
-        f"order of {len(order.hosts)} nodes under {order.leaves} leaf switches: of the "
+        f"placement of {len(order.hosts)} nodes under {order.leaves} leaf switches: of the "
         f"{order.total / 1e9:.1f} GB that cross nodes in a step, {order.before / total:.1%} stay under a "
         f"leaf as the nodes are given, {order.under / total:.1%} in the order of {folder}/hosts",
         f"rank order: {'--use-tp-pp-dp-mapping (tp, pp, dp)' if mapping else 'the default (tp, dp, pp)'}, from the "

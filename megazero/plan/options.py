@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.config import ConfigError, make_config
-from megazero.config.foreign.deepspeed import read_deepspeed
 from megazero.config.options.cluster import Cluster, known_clusters, load_cluster
 from megazero.config.options.fields import fault, option, section_options
-from megazero.config.read.files import read_yaml
 from megazero.config.read.flags import options_help, read_flags, read_section
+from megazero.config.read.parse import read_layers
 from megazero.config.read.resolve import complete_megatron, unfused_gelu
-from megazero.config.read.sources import merge
 from megazero.config.run import all_options
 from megazero.plan.topology import Topology, check_nodes, expand, read_topology
 
@@ -73,11 +71,7 @@ def help_text() -> str:
 
 def read_values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the options that flags and the files that they name say, by name, and the faults."""
-    flags = read_flags(argv)
-    readers = {"deepspeed-config": read_deepspeed, "config": read_yaml}
-    said = merge(
-        [*(read(flags.files[key]) for key, read in readers.items() if key in flags.files), flags.layer]
-    )
+    said = read_layers(read_flags(argv))
     values, errors = dict(said.values), list(said.errors)
     errors += complete_megatron(said, values, [])
     list(unfused_gelu(values))  # its notes are the run's

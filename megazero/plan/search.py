@@ -17,12 +17,13 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
+from megazero.config.layout.shards import QUANTISED
 from megazero.config.options.cluster import Cluster
+from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Chain, Layout
-from megazero.plan.memory import MOMENTS
 from megazero.plan.policies import LOSS_POLICIES, FormatChoice
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
@@ -210,7 +211,7 @@ class Search:
     def _formats_free(self) -> bool:
         """Tell whether messages are to be chosen: neither a flag nor preset zeropp says what they are."""
         quantised = any("quantized" in name for name in self.values)
-        return not quantised and self.values.get("zero_preset") != "zeropp"
+        return not quantised and self.values.get("zero_preset") not in QUANTISED
 
     def _zero_choices(self, choice: ShardChoice, fewest_bits: bool) -> Iterator[tuple[ZeroConfig, str]]:
         base, shard = choice
@@ -237,7 +238,7 @@ class Search:
         model_bytes = base.least_parameters
         width = WIDTHS[base.config.precision.params_dtype]
         sums = max(width, 4)
-        moments = 1 + MOMENTS[base.config.optimizer.optimizer]
+        moments = 1 + OPTIMIZERS[base.config.optimizer.optimizer].moments
         room = self.cluster.device.room - base.least_activations
         legal = [k for k in _divisors(base.d) if base.h % k == 0 or k % base.h == 0]
         for os in legal:

@@ -46,7 +46,7 @@ class WeightGradients(Protocol):
     def discard(self) -> None: ...
 
 
-class Carrier(Protocol):
+class ActivationSlice(Protocol):
     """It says which part of an activation travels between stages, and how the whole is put together again."""
 
     def pack(self, x: Tensor) -> Tensor: ...
@@ -74,7 +74,7 @@ class Pipeline:
         forward: StageForward,
         engine: ShardedParameters,
         links: Links,
-        carrier: Carrier,
+        carrier: ActivationSlice,
         deferred: WeightGradients | None = None,
     ) -> None:
         self.stages, self.schedule, self.forward = stages, schedule, forward

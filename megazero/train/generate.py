@@ -53,20 +53,22 @@ class TextModel:
 
 def load_text_model(
     folder: str | os.PathLike[str],
+    step: int | None = None,
     *,
     device: torch.device | str = "cpu",
     tokenizer_model: FilePath | None = None,
     vocab_file: FilePath | None = None,
     merge_file: FilePath | None = None,
 ) -> TextModel:
-    """Load the model of the newest checkpoint in ``folder`` and its tokenizer, and check them against each other.
+    """Load a checkpoint's model and its tokenizer, and check them against each other.
 
+    folder: that of the checkpoint, or one whose newest is taken, or that of iteration ``step``.
     tokenizer_model, vocab_file, merge_file: a tokenizer to use instead of the checkpoint's own (checkpoints of before
     they held one need it where it is not where it was in training). On CUDA the parameters have the trained dtype; on
     a CPU bf16 and fp16 become fp32, which every CPU is good at. Raises CheckpointError or ValueError for a checkpoint
     or tokenizer that is absent, is damaged or belongs to another.
     """
-    path = store.find_checkpoint(folder)
+    path = store.find_checkpoint(folder, step)
     config = RunConfig.from_dict(store.read_manifest(path).configuration)
     held = held_tokenizer(config.data.tokenizer_type, path, store.read_manifest(path).files)
     given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megazero.config import RunConfig
-from megazero.log.exit_status import ExitStatus
+from megazero.log.exit_status import ExitStatus, tell_torchrun
 from megazero.mesh.launch import Launch
 from megazero.ops.beats import Where
 from megazero.ops.watch import Limit, Watch, connect
@@ -99,6 +99,8 @@ class Lookout:
 
     def _end(self, line: str | None) -> None:
         if line is not None:  # on one rank, which need not be the first
-            print(f"[rank {self.launch.rank}] RankFailure: {line}", file=sys.stderr, flush=True)
+            said = f"[rank {self.launch.rank}] RankFailure: {line}"
+            print(said, file=sys.stderr, flush=True)
+            tell_torchrun(said)
             self.ending.tell(ExitStatus.RANK_LOST, line, first=True)
         os._exit(ExitStatus.RANK_LOST)

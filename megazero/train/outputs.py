@@ -29,8 +29,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
 from megazero.models.attention_kernels import math_note
 from megazero.train.parallelize import DTYPES
-from megazero.train.state.origin import Progress
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.progress import LeftOut, Progress
 from megazero.zero import StepInfo
 
 RESOLVED_FILE = "config.yaml"
@@ -108,13 +107,12 @@ def open_outputs(
     )
     if not first:
         return Outputs(console, Loggers(), None)
-    resolved = redact(config.to_dict())
     undone = [(each.first, each.last) for each in progress.left_out if each.rollback]
     metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts())
     stack.callback(metrics.close)
     events = LineFile(Path(log.log_dir) / EVENTS_FILE)
     stack.callback(events.close)
-    _keep(resolved, Path(log.log_dir) / RESOLVED_FILE, console)
+    resolved = redact(config.to_dict())
     loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
     outputs = Outputs(console, loggers, metrics, events)
@@ -129,11 +127,16 @@ def open_outputs(
     return outputs
 
 
-def _keep(resolved: Mapping[str, Any], file: Path, console: TrainConsole) -> None:
-    """Write the resolved configuration for people. A log disk without room does not stop the run."""
+def _keep(said: Sequence[str], config: RunConfig, file: Path, console: TrainConsole) -> None:
+    """Write every option for people, below what was ``said`` of the start; it is a legal --config file.
+
+    A log disk without room does not stop the run.
+    """
+    head = "".join(f"# {line}\n" for text in said for line in text.splitlines())
     try:
         with replacing(file) as handle:
-            handle.write(yaml.safe_dump(dict(resolved), sort_keys=False).encode())
+            handle.write(redact(head).encode())
+            handle.write(yaml.safe_dump(redact(config.to_dict()), sort_keys=False).encode())
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
@@ -163,25 +166,31 @@ def report_start(
     decoder: Decoder,
     progress: Progress,
     start: Start,
-    console: TrainConsole,
+    outputs: Outputs,
     predicted: Sequence[str] = (),
 ) -> None:
-    """Print what is about to run: the model's size, where it starts, every option, the layout, the notes.
+    """Say what is about to run: where it starts, the decoder, the options that are chosen, the layout, the notes.
 
-    predicted: lines on what the planner predicts of it.
+    LOG_DIR/config.yaml has the same and every option. predicted: lines on what the planner predicts of it.
     """
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
+    file = Path(config.logging.log_dir) / RESOLVED_FILE
     facts: dict[str, object] = {
         **start.header(),
         "device": str(mesh.device),
         "starts after": f"iteration {progress.iteration}, {progress.consumed_samples:,} samples consumed",
+        "options": f"those that are not the default; all of them: {file}",
     }
-    console.header(f"megazero on {world.world_size} ranks", facts)
+    outputs.console.header(f"megazero on {world.world_size} ranks", facts)
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
     math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
     remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
-    for line in (*start.notes, *progress.notes, *config.describe(world), *remarks, *predicted):
-        console.note(line)
+    described = config.describe(world, every=False)
+    lines = [*start.notes, *progress.notes, *described, *remarks, *predicted]
+    for line in lines:
+        outputs.console.note(line)
+    if outputs.metrics is not None:
+        _keep([f"{name}: {fact}" for name, fact in facts.items()] + lines, config, file, outputs.console)
 
 
 def export_note(config: RunConfig) -> str | None:

@@ -50,26 +50,28 @@ class Profiler:
         self.say = say
         self.recorder: torch.profiler.profile | None = None
         self.hooks: list[RemovableHandle] = []
-        self.began: int | None = None  # the iteration that the running trace began after
+        self.first = self.last = 0  # iteration of the running trace; 0 if none is
         self.written = False
 
-    def at(self, iteration: int) -> None:
-        """Begin or end the trace, as is due after ``iteration`` iterations."""
+    def before(self, iteration: int) -> None:
+        """Begin or end the trace, as is due before ``iteration`` is trained. Not called for those left out."""
         options = self.options
         if not options.profile:
             return
-        if self.began is not None and iteration == options.profile_step_end:
-            self._write(iteration)
-        elif self.began is None and options.profile_step_start <= iteration < options.profile_step_end:
-            self.began = iteration
-            if self.rank in options.profile_ranks:
-                self._start()
+        if options.profile_step_start < iteration <= options.profile_step_end:
+            if not self.first:
+                self.first = iteration
+                if self.rank in options.profile_ranks:
+                    self._start()
+            self.last = iteration
+        elif self.first:
+            self._write()
 
-    def finish(self, iteration: int) -> None:
-        """End the trace with the run, which stops after ``iteration``. Say so if there was nothing to trace."""
+    def finish(self) -> None:
+        """End the trace with the run. Say so if there was nothing to trace."""
         options = self.options
-        if self.began is not None:
-            self._write(iteration)
+        if self.first:
+            self._write()
         elif options.profile and not self.written:
             self.say(
                 f"no trace was written: this run has none of the iterations {options.profile_step_start + 1} to "
@@ -86,11 +88,10 @@ class Profiler:
             part.label = label
         self.hooks = [hook for name, module in self.units for hook in _label_forward(name, module)]
 
-    def _write(self, iteration: int) -> None:
-        """End the trace after ``iteration``, and write it if it is this rank that records."""
-        assert self.began is not None
-        ranks, first = ", ".join(map(str, self.options.profile_ranks)), self.began + 1
-        self.began, self.written = None, True
+    def _write(self) -> None:
+        """End the trace, and write it if it is this rank that records."""
+        ranks, first = ", ".join(map(str, self.options.profile_ranks)), self.first
+        self.first, self.written = 0, True
         if self.recorder is not None:
             for hook in self.hooks:
                 hook.remove()
@@ -108,7 +109,7 @@ class Profiler:
                     raise
                 warnings.warn(f"{self.folder}: {error.strerror}; there is no whole trace", stacklevel=2)
                 return
-        self.say(f"iterations {first} to {iteration} of rank {ranks} are traced in {self.folder}")
+        self.say(f"iterations {first} to {self.last} of rank {ranks} are traced in {self.folder}")
 
 
 def label(what: str, of: str) -> record_function:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from typing import NoReturn
 
 from megazero.config import RunConfig
-from megazero.log.exit_status import ExitStatus
+from megazero.log.exit_status import ExitStatus, process_status
 from megazero.log.history import record_end
 from megazero.log.streams import log_each_rank
 from megazero.mesh.launch import Launch
@@ -17,7 +19,8 @@ from megazero.ops.stopping import NotStarted, StopSignals
 def run(config: RunConfig, launch: Launch) -> int:
     """Train as configured, and return the exit status. Under --exit-signal-handler signals are handled from here on.
 
-    A signal during the start, in which torch is loaded, ends the process at once.
+    A signal during the start, in which torch is loaded, ends the process at once. So does Ctrl-C without that flag,
+    or the second one with it: without a trace, of which every rank would print its own.
     """
     if config.logging.log_each_rank:
         try:
@@ -29,9 +32,19 @@ def run(config: RunConfig, launch: Launch) -> int:
         try:
             from megazero.train.setup import main
 
-            return main(config, launch, signals)
+            return process_status(ExitStatus(main(config, launch, signals)))
         except NotStarted as told:
-            if launch.rank == 0:
-                print(told, flush=True)
-                record_end(config.logging.log_dir, told.exit_status, f"{told}")
-            os._exit(told.exit_status)  # other ranks may be waiting for this one in a collective
+            _leave(config, launch, told.exit_status, f"{told}")
+        except KeyboardInterrupt:
+            lost = "interrupted: what was not saved is lost (--exit-signal-handler saves at the first Ctrl-C)"
+            _leave(config, launch, ExitStatus.INTERRUPTED, lost)
+
+
+def _leave(config: RunConfig, launch: Launch, status: ExitStatus, why: str) -> NoReturn:
+    """End at once: other ranks may be waiting for this one in a collective. The first rank says why."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if launch.rank == 0:
+        with suppress(OSError):  # perhaps nobody reads it any more
+            print(why, flush=True)
+        record_end(config.logging.log_dir, status, why)
+    os._exit(process_status(status))

@@ -17,7 +17,7 @@ from megazero.comm.traffic import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
-from megazero.log.exit_status import record_status, status_of
+from megazero.log.exit_status import record_status, status_of, tell_torchrun
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
@@ -39,7 +39,7 @@ from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import find_origin
+from megazero.train.state.origin import find_origin, leave_behind
 from megazero.train.state.rollback import LossSpike
 from megazero.train.trainer import Trainer
 from megazero.zero import Engine
@@ -90,7 +90,9 @@ def _fail(lookout: Lookout, error: Exception, signals: StopSignals | None) -> No
         lookout.ask(f"{error}")
     status, launch, ending = status_of(error), lookout.launch, lookout.ending
     if not _is_told(error):
-        print(f"[rank {launch.rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        said = f"[rank {launch.rank}] {type(error).__name__}: {error}"
+        print(said, file=sys.stderr, flush=True)
+        tell_torchrun(said)
     about_the_first = isinstance(error, RankFailure) and not error.told  # perhaps, which then says nothing
     if launch.rank == 0 or about_the_first:
         ending.tell(status, f"{type(error).__name__}: {error}", first=launch.rank != 0)
@@ -208,16 +210,17 @@ def prepare(
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
     checkpointing = _checkpointing(config, tokenizer, engine, decoder)
+    if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
+        checkpointing.try_saving()
     checkpointing.load(origin)
+    found = (*leave_behind(config, origin, mesh), *found)
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     start = agree_on_start(config, launch, progress)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(
-        config, mesh, decoder, progress, start, outputs.console, forecast.lines() if forecast else ()
-    )
+    report_start(config, mesh, decoder, progress, start, outputs, forecast.lines() if forecast else ())
     exits = ExitConditions.of(config.training, signals, length.halt, began)
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
     if signals is not None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config.model.flops import training_flops
-from megazero.config.options.skipping import iteration_ranges
+from megazero.config.options.skipping import due, iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.log.exit_status import ExitStatus
@@ -37,10 +37,9 @@ from megazero.train.profiling import Profiler
 from megazero.train.schedule.learning_rate import DECOUPLED, LearningRate
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import Progress
+from megazero.train.state.progress import Progress, just_before, leave_out, next_to_leave_out, without_effect
 from megazero.train.state.rollback import go_back
 from megazero.train.state.saver import Saver
-from megazero.train.state.skipping import just_before, leave_out, next_to_leave_out, without_effect
 from megazero.zero import Engine, StepInfo
 
 STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
@@ -105,19 +104,19 @@ class Trainer:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             reason, save_due = self.told, False
             while not reason and self.progress.iteration < self.length.last_iteration:
-                self.profiler.at(self.progress.iteration)
-                if not self._leave_out(batches):
-                    save_due |= self._iterate_or_go_back(batches)
+                since = self.progress.iteration
+                if not self._leave_out(batches) and self._iterate_or_go_back(batches):
+                    since, save_due = self.progress.left_out[-1].first - 1, True
                 iteration = self.progress.iteration
-                self._evaluate_if(self._due(self.config.training.eval_interval, iteration))
-                reason = self.told or self.exits.planned(iteration)
-                save_due |= self._due(self.config.checkpoint.save_interval, iteration)
+                self._evaluate_if(due(self.config.training.eval_interval, since, iteration))
+                reason = self.told or self.exits.planned(since, iteration)
+                save_due |= due(self.config.checkpoint.save_interval, since, iteration)
                 if reason or save_due and not self.spikes.beyond:  # else it may be in a spike
                     saved_at, save_due = self._save(saved_at), False
         self.told = reason
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
-        self.profiler.finish(self.progress.iteration)
+        self.profiler.finish()
         self._compare()
         paid = owed and not self.progress.owes_evaluation
         self._save(-1 if paid and self.progress.iteration == began else saved_at)
@@ -151,6 +150,7 @@ class Trainer:
         there is no way back (any more).
         """
         reached, watching = self.progress.iteration + 1, self.config.skipping.rollback_on_spike
+        self.profiler.before(reached)
         try:
             info = self._iterate(batches)
             updated = watching and not info.skipped
@@ -163,9 +163,9 @@ class Trainer:
             why = f"{error}"
         if why is None:
             return False
-        begin = min(self.spikes.began or reached, self.guard.began or reached)
         self.phase = f"going back from iteration {reached}"
         self.saver.wait()
+        begin = self.spikes.began or reached  # the steps that the guard skipped made no update
         before = go_back(self.checkpointing, self.progress, begin, f"iteration {reached}: {why}")
         self.progress = leave_out(before, reached, self.length.batch_sizes, rollback=True)
         batches.seek(self.progress.consumed_samples)
@@ -330,9 +330,6 @@ class Trainer:
             return
         self.phase = "writing --save-hf"
         self.saver.export(self.progress.iteration)
-
-    def _due(self, interval: int | None, iteration: int) -> bool:
-        return interval is not None and iteration % interval == 0
 
     # -- small parts -----------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ from megazero.train.parallelize import (
 from megazero.train.ranks import make_mesh
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import Progress, find_origin
+from megazero.train.state.origin import find_origin
+from megazero.train.state.progress import Progress
 from megazero.verify.recorder import Recorder, RoundingRecord, StepRecord, UnitSlice, slices
 
 # Of an engine, its pipeline and their configuration: what the steps of a run happen in.

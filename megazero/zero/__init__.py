@@ -12,10 +12,10 @@ from torch import nn
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Mesh
+from megazero.zero.admission import refuse_foreign_parallelism
 from megazero.zero.binding import recurrent_weights_kept
 from megazero.zero.build import Init, UnitSpec, build_units
 from megazero.zero.engine import Engine, StepInfo
-from megazero.zero.foreign import refuse_foreign_parallelism
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
 from megazero.zero.policy import Codecs, Policy
 
@@ -59,7 +59,7 @@ def shard(
 
     Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units
     that nest or mix dtypes, for policies that the shard factors do not allow, for modules that another
-    framework parallelised (``foreign.py``), for parameters and modules that training would damage
+    framework parallelised (``admission.py``), for parameters and modules that training would damage
     (``admission.py``), and for optimizers that are not elementwise: the factory is tried on a few small
     tensors.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import nn
 
@@ -25,6 +27,36 @@ def refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: bool
                 f"module {name or type(inner).__name__!r}: max_norm={inner.max_norm} writes into the weight in every "
                 "forward, past the optimizer's own copy of it: use max_norm=None, and clip rows in the forward"
             )
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse and inner.weight.requires_grad:
+            raise ValueError(
+                f"module {name or type(inner).__name__!r}: sparse=True gives sparse gradients, and what is reduced "
+                "and sharded is dense: use sparse=False"
+            )
+
+
+def refuse_compiled(modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module]) -> None:
+    """Raise ValueError if torch.compile was given a module that is, or holds, one with the engine's hooks.
+
+    modules: all, by name.
+    """
+    wanted = {id(m) for m in hooked}
+    for name, module in modules.items():
+        compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        if compiled and any(id(m) in wanted for m in module.modules()):
+            label = f"module {name!r}" if name else "the module"
+            raise ValueError(f"{label} was given to torch.compile: {_COMPILE}")
+
+
+_COMPILE = (
+    "the engine gathers parameters in hooks, which torch.compile cannot trace yet; leave the sharded module and its "
+    "units as they are, and compile what they call (a function, or a module inside a unit)"
+)
+
+
+@torch.compiler.assume_constant_result
+def refuse_tracing(unit: str) -> None:
+    """Raise RuntimeError. torch.compile calls this as it traces a hook, so the sentence is what it fails with."""
+    raise RuntimeError(f"torch.compile traces unit {unit!r} of a sharded module: {_COMPILE}")
 
 
 def _refuse_dtype(
@@ -51,3 +83,45 @@ def _refuse_dtype(
         f"parameter {name!r} is {kind} and {param.dtype}{becomes}: {kind} parameters are "
         f"{', '.join(str(d).removeprefix('torch.') for d in legal)}; {cure}"
     )
+
+
+# Classes that reduce or shard by themselves: of torch, megatron-core, DeepSpeed and apex. By name: none is imported.
+_WRAPPERS = frozenset(
+    {
+        "DataParallel",
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "TorchFullyShardedDataParallel",
+        "FSDPModule",
+        "ReplicateModule",
+        "DeepSpeedEngine",
+    }
+)
+
+
+def refuse_foreign_parallelism(module: nn.Module) -> None:
+    """Raise ValueError for another framework's data parallelism or DTensors, and for expert-parallel parameters."""
+    for name, inner in module.named_modules():
+        wrapper = next((c for c in _class_names(inner) if c in _WRAPPERS), None)
+        if wrapper is not None:
+            label = f"submodule {name!r}" if name else "the module"
+            raise ValueError(
+                f"{label} is a {wrapper}, which reduces or shards gradients by itself, and zero.shard would do so a "
+                "second time: give zero.shard the plain module (a wrapper's .module; no fully_shard or replicate)"
+            )
+    for name, param in module.named_parameters():
+        if "DTensor" in _class_names(param):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, which another framework has sharded: give zero.shard the module "
+                "with plain parameters (for tensor parallelism this rank's own part, and create_mesh(tp=...))"
+            )
+        if getattr(param, "allreduce", True) is False:
+            raise ValueError(
+                f"parameter {name!r} has allreduce=False, megatron's sign for experts that are split over an "
+                "expert-parallel group: data-parallel ranks hold other experts there, and zero.shard would mix them; "
+                "build the module with expert_model_parallel_size 1"
+            )
+
+
+def _class_names(x: object) -> list[str]:
+    return [c.__name__ for c in type(x).__mro__]

@@ -30,11 +30,18 @@ class Binding:
 
     @property
     def written(self) -> bool:
-        """Whether the user wrote into the parameter since ``accept``. Writes into ``param.data`` are not seen."""
+        """Whether the user wrote into the parameter since ``accept``.
+
+        Writes into ``param.data`` are seen inside ``gathered`` alone (access.py).
+        """
         return self.param._version != self.version
 
     def accept(self) -> None:
         self.version = self.param._version
+
+    def reject(self) -> None:
+        """Note a write that torch's counter has not seen."""
+        self.version = -1
 
     def check_place(self) -> None:
         """Raise RuntimeError if the Parameter's data is not the unit's buffer any more."""
@@ -54,7 +61,7 @@ class Binding:
             f"parameter {self.name!r} was given other data after zero.shard ("
             f"{' and '.join(changes) or 'another tensor of the same dtype and device'}), which the engine does not "
             "train: call module.to(...) and the like before zero.shard, or choose Policy(dtype=...); write values "
-            "inside `with engine.gathered(write=True)`"
+            "in place, inside `with engine.gathered(write=True)`"
         )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec
 from megazero.mesh.mesh import Mesh
-from megazero.zero.admission import refuse_unfit
+from megazero.zero.admission import refuse_compiled, refuse_unfit
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 from megazero.zero.policy import Codecs, Levels, Policy
@@ -51,13 +51,14 @@ def build_units(
     and for what admission.py refuses.
     """
     refuse_unfit(module, policy.dtype, policy.loss_scaled)
+    groups = [tuple(s) if isinstance(s, Sequence) else (s,) for s in specs]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    refuse_compiled(modules, [module, *(m for group in groups for m in group)])
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
         if buffer.device != mesh.device:
             buffer.data = buffer.data.to(mesh.device)
-    groups = [tuple(s) if isinstance(s, Sequence) else (s,) for s in specs]
-    modules = dict(module.named_modules(remove_duplicate=False))
     _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
     names = {id(p): n for n, p in module.named_parameters()}
     _refuse_different_starts(module, mesh)

@@ -1,4 +1,8 @@
-"""Whether an optimizer is elementwise. It is found by running it, because ZeRO gives each rank its own slices."""
+"""What the engine asks of an optimizer is found by running it on a few small tensors.
+
+It must be elementwise, because ZeRO gives each rank its own slices. A checkpoint before its first step takes a state
+that starts as zeros.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +63,44 @@ def refuse_unless_elementwise(
     )
 
 
+def refuse_unless_from_zeros(
+    factory: OptimizerFactory,
+    options: Iterable[tuple[tuple[str, Any], ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise ValueError unless steps after ``make_state`` equal steps without it. Arguments as above."""
+    groups = list(options)
+    values, gradients = _probe(dtype, device)
+    fresh, name = _run(factory, groups, values, gradients, seed=0)
+    made, _ = _run(factory, groups, values, gradients, seed=0, before=make_state)
+    if not torch.equal(fresh, made):
+        raise ValueError(
+            f"{name} has no state before its first step, and its state does not start as zeros: save or load after "
+            f"a step; {NEAREST}"
+        )
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of every parameter, as zeros, by a step at rate 0 with gradients of zeros."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for group, rate in rates:
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for group, rate in rates:
+        group["lr"] = rate
+    for param in params:
+        param.grad = None
+        for name, value in optimizer.state[param].items():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            elif isinstance(value, (int, float)):
+                optimizer.state[param][name] = 0
+
+
 def _probe(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a matrix and its gradients of some steps, all in ``dtype``.
 
@@ -77,8 +119,12 @@ def _run(
     values: torch.Tensor,
     gradients: Sequence[torch.Tensor],
     seed: int,
+    before: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> tuple[torch.Tensor, str]:
-    """Return the values after the steps, [groups, *shape of values], and the optimizer's name."""
+    """Return the values after the steps, [groups, *shape of values], and the optimizer's name.
+
+    before: is called with the optimizer before its first step.
+    """
     params = [nn.Parameter(values.clone()) for _ in groups]
     device = values.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -91,6 +137,8 @@ def _run(
             rate = group.get("lr")
             if rate is not None:
                 group["lr"] = torch.full_like(rate, LR) if isinstance(rate, torch.Tensor) else LR
+        if before is not None:
+            before(optimizer)
         for gradient in gradients:
             for param in params:
                 param.grad = gradient.clone()

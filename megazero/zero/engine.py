@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from megazero.comm.traffic import Traffic
 from megazero.comm.waits import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
+from megazero.zero.access import note, take_written
+from megazero.zero.agreement import Agreement
 from megazero.zero.build import Plan
 from megazero.zero.context import Context
-from megazero.zero.feedback import commit_residual
 from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
 from megazero.zero.hooks import Hooks
@@ -37,7 +39,7 @@ from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.policy import Policy
 from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, IssueHash, Segment
 from megazero.zero.reduce import Reducer
-from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, unit_names
+from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, commit_residual, unit_names
 from megazero.zero.unit import Unit
 
 WRITING = "write inside `with engine.gathered(write=True)`, the same values on every rank"
@@ -88,7 +90,9 @@ class Engine:
         names = unit_names(mesh, self.units)
         self.rounding = Rounding(policy.seed, mesh.rank, mesh.device, self.arena, names)
         self.waits = Waits(mesh.device, timed)
-        self.scalars = StepScalars(mesh, self.waits)
+        self.agreement = Agreement(mesh, self.units, self.issued)
+        self.scalars = StepScalars(mesh, self.waits, partial(self.agreement.check, failed=True))
+        self.gathers.overdue = self.reductions.overdue = self.agreement.check
         self.fallen: dict[str, list[str]] = {}  # units of all stages that send exactly, and which kinds
         self.exact_gradients = False  # set between steps: gradient codecs are off from the next step on
         context = Context(mesh.data_axes, policy, self.rounding, traffic, self.issued, self.arena)
@@ -201,31 +205,36 @@ class Engine:
         """Gather full parameters (of ``module``'s units; by default all) between steps, to read or, with ``write``,
         to write.
 
-        This is collective. Each rank must write the same values: its slices of them become the master weights.
-        Where the weights are rounded, the rest of a parameter that was written in part becomes master weights, too.
-        Clone what is to outlive the block: a numpy view of a parameter would pin its storage, which is then freed.
-        Raises RuntimeError for a write without ``write``.
+        This is collective, and each rank must write the same values: its slices of them become the master weights.
+        What was written is kept, through ``.data``, too, and if the block then raises, too. Where the weights are
+        rounded, the rest of a parameter that was written in part becomes master weights. Each end of the block takes
+        one pass over the values, and no memory of their size. Clone what is to outlive the block: a numpy view of a
+        parameter would pin its storage, which is then freed.
+        Raises RuntimeError when the block ends, for a write without ``write`` (``begin_step`` is then refused until a
+        block with it has ended), for ranks that wrote different values, and for a parameter that got other data.
         """
         self._between_steps("gathered()")
         wanted = {id(p) for p in (module or self.module).parameters()}
         units = [u for u in self.units if any(id(p) in wanted for p in u.params.values())]
-        for unit in units:
-            self.gatherer.ensure(unit)
-            unit.pinned += 1
-        # Rounded weights do not tell which of the masters behind them were written.
-        seen = [unit.full.clone() if write and unit.codecs.weights else None for unit in units]
+        held: list[Unit] = []
         try:
+            for unit in units:
+                if unit.pinned:
+                    take_written(unit)  # in a block around this one
+                else:
+                    self.gatherer.ensure(unit)
+                    note(unit)
+                unit.pinned += 1
+                unit.writers += write
+                held.append(unit)
             yield
-            if write:
-                for unit, before in zip(units, seen, strict=True):
-                    self._take_written(unit, before)
-            for unit in units:
-                if unit.pinned == 1:  # a block around this one may write
-                    unit.check_unwritten("inside gathered()", WRITING)
         finally:
-            for unit in units:
+            for unit in held:
+                take_written(unit)
                 unit.pinned -= 1
+                unit.writers -= write
             self.gatherer.drop_all()
+        self._check_written(units, write)
 
     def invalidate(self) -> None:
         """Make every copy stale: the master weights were changed from outside (a checkpoint was loaded).
@@ -286,22 +295,24 @@ class Engine:
                     f"requires_grad of {changed[0]} changed after zero.shard: freeze parameters before, or shard anew"
                 )
 
-    def _take_written(self, unit: Unit, seen: torch.Tensor | None) -> None:
-        """Take writes into the master. seen: ``full`` [n] before them, where it is not what the master rounds to."""
-        for slot, low, high, at in unit.layout.ranges(unit.levels.os):
-            whole = slice(slot.start, slot.start + slot.numel)
-            if seen is not None and torch.equal(unit.full[whole], seen[whole]):
-                continue
-            values = unit.full[slot.start + low : slot.start + high]
-            own = unit.master[at : at + high - low]
-            # What was not written keeps its bits below the parameters' precision.
-            own.copy_(torch.where(values == own.to(unit.dtype), own, values.to(own.dtype)))
-        if unit.delta and unit.levels.p:  # with P = 1, R is full itself
-            for slot, low, high, at in unit.layout.ranges(unit.levels.p):
-                unit.copy[at : at + high - low].copy_(unit.full[slot.start + low : slot.start + high])
-        unit.master_version += 1
-        for binding in unit.bindings:
-            binding.accept()
+    def _check_written(self, units: Sequence[Unit], write: bool) -> None:
+        """Raise RuntimeError for what a ``gathered`` block that has ended did to these units and should not have."""
+        for unit in units:
+            for binding in unit.bindings:
+                binding.check_place()
+            if not unit.writers:  # else a block around this one may write
+                unit.check_unwritten("inside gathered()", WRITING)
+        if not write or self.mesh.dp_size == 1:
+            return
+        rows = self.mesh.gather_data_rows(
+            torch.tensor([seen for unit in units for seen in unit.seen], device=self.mesh.device)
+        )
+        names = [(slot.name, unit.name) for unit in units for slot in unit.layout.slots]
+        for at in (rows != rows[0]).any(0).nonzero().flatten().tolist():
+            raise RuntimeError(
+                "ranks wrote different values into parameter {!r} of unit {!r} inside gathered(write=True), and each "
+                "keeps its slices of its own: broadcast them, or draw them from one seed".format(*names[at])
+            )
 
     def _open_scalars(self, extra: torch.Tensor | None) -> None:
         """Write this rank's row: norm over unique slices, hash of what was issued, rounding errors, caller's own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,8 +60,9 @@ class StepScalars:
     and the caller's own. Its tensors are used in every step: ``row`` [k] is written, then ``exchange`` sends it.
     """
 
-    def __init__(self, mesh: Mesh, waits: Waits) -> None:
-        self.mesh, self.waits = mesh, waits
+    def __init__(self, mesh: Mesh, waits: Waits, differ: Callable[[], None]) -> None:
+        """differ: raises RuntimeError with what ranks did that issued other collectives."""
+        self.mesh, self.waits, self.differ = mesh, waits, differ
         self.link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
         self.hop = (
             f"exposed_scalar_{self.link.removesuffix('_node')}"  # of waits in an exchange among all ranks
@@ -104,6 +105,7 @@ class StepScalars:
         stage = self.mesh.grid.axis("pp").index
         hashes = [{rows[r][1] for r in range(world) if stage(r) == s} for s in range(self.mesh.pp.size)]
         if any(len(issued) > 1 for issued in hashes):
+            self.differ()
             raise RuntimeError(
                 f"ranks issued different collectives in this step (hashes {[row[1] for row in rows]}): the modules "
                 "must be called in the same order on every rank"

@@ -8,22 +8,28 @@ their unit is in. Nothing is inferred from the hooks' order but the order of use
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from megazero.zero.access import guard_reads
+from megazero.zero.admission import refuse_tracing
 from megazero.zero.build import Plan
 from megazero.zero.gather import Gatherer
-from megazero.zero.graph import brings_gradients
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
-from megazero.zero.registration import register
-from megazero.zero.released import outliving
+from megazero.zero.released import outliving, tensors_in
 from megazero.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from megazero.zero.hooks import Hooks
 
 
 class Hooks:
@@ -171,6 +177,8 @@ class Hooks:
 
     def pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
         """Note that a module that needs these units is about to run."""
+        if torch.compiler.is_compiling():
+            refuse_tracing(needs[0].name if needs else "root")
         if torch._C._current_graph_task_id() != -1:  # a recompute
             for unit in needs:
                 self.gatherer.ensure(unit)
@@ -205,7 +213,8 @@ class Hooks:
                     self._end_use(unit)
 
         for tensor in args:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            own = id(tensor) in self._owner  # a hook on it would stay for ever
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not own:
                 tensor.register_hook(input_done)
 
     def post_forward(self, needs: list[Unit], output: Any) -> Any:
@@ -231,15 +240,18 @@ class Hooks:
         return output
 
     def _watch_backward(self, needs: list[Unit], output: Any) -> None:
-        """Ask for the units again when a gradient reaches the module's output."""
-        tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        """Ask for the units again when a gradient reaches the module's output.
+
+        A leaf (a parameter, an input that is passed on) has no backward here, and a hook on it would stay for ever.
+        """
+        tensors = list(tensors_in(output))
         for tensor in tensors:
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda grad: self._pre_backward(needs))
         if not tensors and any(u.levels.p for u in needs):
             raise TypeError(
                 f"a module of unit {needs[0].name!r} returned a {type(output).__name__}, in which the engine sees "
-                "no tensors: return tensors, tuples, lists or dicts, or register the class as a pytree node"
+                "no tensors: return tensors, containers or objects of them, or register the class as a pytree node"
             )
 
     def _pre_backward(self, needs: list[Unit]) -> None:
@@ -340,3 +352,77 @@ class Hooks:
         """Move on what is in flight (on gloo chains advance only when someone looks)."""
         self.gatherer.lane.poll()
         self.reducer.lane.poll()
+
+
+def register(module: nn.Module, plan: Plan, hooks: Hooks) -> None:
+    """Watch the forwards of the plan's modules and the gradients of its parameters, and guard reads from outside."""
+    handles: dict[nn.Module, list[RemovableHandle]] = {m: [] for m in module.modules()}
+    for hooked, needs in plan.needs:
+        handles[hooked] += _watch_forward(hooked, needs, hooks)
+    _watch_gradients(plan.units, hooks)
+    guard_reads(plan.units, handles)
+
+
+def _watch_forward(module: nn.Module, needs: list[Unit], hooks: Hooks) -> list[RemovableHandle]:
+    return [
+        module.register_forward_pre_hook(lambda m, args: hooks.pre_forward(needs, args)),
+        module.register_forward_hook(
+            lambda m, a, out: hooks.post_forward(needs, out),
+            always_call=True,  # a forward that raised has stopped using its parameters, too
+        ),
+    ]
+
+
+def _watch_gradients(units: list[Unit], hooks: Hooks) -> None:
+    # Python's collector does not see into these hooks: a strong reference would keep the engine, its buffers and
+    # the mesh's communicators for ever.
+    alive = weakref.ref(hooks)
+    for unit in units:
+        for name in unit.trainable:
+            arrived = partial(_gradient_arrived, alive, weakref.ref(unit), name)
+            unit.params[name].register_post_accumulate_grad_hook(arrived)
+
+
+def _gradient_arrived(
+    alive: weakref.ref[Hooks], held: weakref.ref[Unit], name: str, param: nn.Parameter
+) -> None:
+    hooks, unit = alive(), held()
+    if hooks is not None and unit is not None:
+        hooks.grad_ready(unit, name, param)
+
+
+def brings_gradients(params: Container[int]) -> bool:
+    """Whether autograd runs a backward, judged from the graph behind the hook.
+
+    params: the ids of Parameters. ``torch.autograd.grad`` passes by all of them that are in the graph; a
+        graph without
+    any is taken for a backward's.
+    """
+    passed = False
+    for leaf in _leaves(torch._C._current_autograd_node()):
+        if id(leaf.variable) in params:
+            if _accumulates(leaf):
+                return True
+            passed = True
+    return not passed
+
+
+def _leaves(root: Any) -> Iterator[Any]:
+    """Yield the graph's accumulators of gradients, nearest first."""
+    seen, queue = {root}, deque([root])
+    while queue:
+        node = queue.popleft()
+        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+            yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
+
+
+def _accumulates(leaf: Any) -> bool:
+    """Whether autograd, as it runs now, adds to the leaf's gradient."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # what torch says of a leaf whose gradient torch.autograd.grad returns
+        return False

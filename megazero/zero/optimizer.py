@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.zero.elementwise import OptimizerFactory, refuse_unless_elementwise
+from megazero.zero.elementwise import (
+    OptimizerFactory,
+    make_state,
+    refuse_unless_elementwise,
+    refuse_unless_from_zeros,
+)
 from megazero.zero.unit import Unit
 
 
@@ -82,10 +87,6 @@ def default_adamw(**options: Any) -> OptimizerFactory:
     return lambda groups: torch.optim.AdamW(groups, fused=True, **options)
 
 
-# Optimizers whose state starts as zeros, so that it can be made before the first step.
-_ZERO_START = frozenset({"Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "SGD"})
-
-
 class SliceOptimizer:
     """Owns the runs and the torch optimizer over their leaves."""
 
@@ -97,8 +98,9 @@ class SliceOptimizer:
         for each in traits.values():  # every rank has every group, even one it holds no slice of
             if not each.frozen:
                 groups.setdefault(each.options, {"params": [], **dict(each.options)})
-        for unit in units[:1]:
-            refuse_unless_elementwise(factory, groups, unit.sum_dtype, unit.device)
+        self._probe = [(factory, list(groups), unit.sum_dtype, unit.device) for unit in units[:1]]
+        for probe in self._probe:
+            refuse_unless_elementwise(*probe)
         for run in self.runs:
             groups[run.traits.options]["params"].append(run.leaf)
         if not groups:
@@ -137,30 +139,12 @@ class SliceOptimizer:
     # -- state, for checkpoints --------------------------------------------------------------------
 
     def ensure_state(self) -> None:
-        """Create the optimizer's state tensors without changing weights: one step with lr 0 and zero gradients."""
+        """Create the optimizer's state tensors before its first step, without changing weights."""
         if all(self.torch.state.get(r.leaf) for r in self.runs):
             return
-        name = type(self.torch).__name__
-        if name not in _ZERO_START:
-            raise ValueError(
-                f"{name} has no state before its first step, and what it starts from is not known to be zero: save "
-                f"or load after a step, or use one of {', '.join(sorted(_ZERO_START))}"
-            )
-        saved = [(g["lr"], g.get("weight_decay")) for g in self.torch.param_groups]
-        for group in self.torch.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for run in self.runs:
-            run.leaf.grad = torch.zeros_like(run.leaf)
-        self.torch.step()
-        for group, (lr, _) in zip(self.torch.param_groups, saved, strict=True):
-            group["lr"] = lr
-        for run in self.runs:
-            run.leaf.grad = None
-            for name, value in self.torch.state[run.leaf].items():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
-                elif isinstance(value, (int, float)):
-                    self.torch.state[run.leaf][name] = 0
+        for probe in self._probe:
+            refuse_unless_from_zeros(*probe)
+        make_state(self.torch)
 
     def elementwise_state(self, unit: Unit, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the state tensors of the compact OS range [start, stop), which one run holds, by torch's names."""

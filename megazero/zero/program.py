@@ -98,14 +98,23 @@ class Program:
 
 
 class IssueHash:
-    """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange."""
+    """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange.
+
+    history: what it was, for ranks that differ (agreement.py); it is kept until the next step issues something.
+    """
 
     def __init__(self) -> None:
-        self.value = 0
+        self.value = self.taken = 0
+        self.history: list[str] = []
+        self.step = 0  # that history is of
 
     def add(self, text: str) -> None:
+        if self.step != self.taken:
+            self.step, self.history = self.taken, []
+        self.history.append(text)
         self.value = crc32(text.encode(), self.value)
 
     def take(self) -> int:
         value, self.value = self.value, 0
+        self.taken += 1
         return value

@@ -15,11 +15,10 @@ from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.mesh import Axis
 from megazero.zero.context import Context
 from megazero.zero.engine import Engine
-from megazero.zero.hop import Hop, Turn
 from megazero.zero.layout import Slice, Slot
 from megazero.zero.policy import Policy
 from megazero.zero.program import IssueHash
-from megazero.zero.reduce import Reduction
+from megazero.zero.reduce import Hop, Reduction, Turn
 from megazero.zero.rounding import KINDS, Rounding
 from megazero.zero.unit import Unit
 

@@ -16,18 +16,15 @@ from typing import Any
 
 import torch
 
-from megazero.comm.codec import Blockwise, Identity, Noise, decoded, encoded
+from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded, encoded
 from megazero.comm.hops import start_exchange, start_gather
 from megazero.comm.lane import Chain, Lane, Leg, Ticket
 from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
-from megazero.zero.context import Context
-from megazero.zero.feedback import add_residual, lost_slice
-from megazero.zero.hop import Hop, Turn
+from megazero.zero.context import Context, leg
 from megazero.zero.layout import Slice
-from megazero.zero.rounding import GRADIENTS
-from megazero.zero.tied import sum_ends, tied_legs
+from megazero.zero.rounding import GRADIENTS, add_residual, lost_slice
 from megazero.zero.unit import EXACT, Unit
 
 
@@ -95,7 +92,7 @@ class Reducer:
         staging, frame = unit.close_micro_batch(turn.last) or (None, self.context.frame())
         reduction = Reduction(unit, turn, self.context)
         plan, chain = reduction.legs(), reduction.chain(staging)
-        self.context.issued.add(f"r{self.index[unit]}{turn.last}")
+        self.context.issued.add(f"r{self.index[unit]} {turn.last}")
         if not plan:
             deque(chain, maxlen=0)
             return
@@ -324,3 +321,69 @@ class Reduction:
                     torch.sub(row, gone, out=lost[at])
 
         self._others(hop, source, subtract)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Says which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
+
+    index: the number of the micro-batch in the step. exact: codecs are off in this step.
+    """
+
+    index: int
+    last: bool
+    exact: bool = False
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def single(self) -> bool:
+        return self.first and self.last
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective of a reduction: it goes over ``axis``, from level - 1 to ``level``, in the codec's format.
+
+    fused: the sum goes straight into the next hop's messages. feedback: the rounding is fed back.
+    whole: the own row is a message, too. So it is for fused hops and the one after, since no buffer has the sum,
+        and for exact rows that can be sent from where they lie. Else the own row is neither copied nor rounded.
+    """
+
+    axis: Axis
+    level: int
+    codec: Codec
+    fused: bool = False
+    whole: bool = False
+    feedback: bool = False
+
+
+def tied_legs(ends: Axis) -> tuple[Leg, ...]:
+    """Return the one collective of ``sum_ends``."""
+    return (leg("reduce", ends),)
+
+
+def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
+    """Sum a tied parameter's two ends into this rank's OS slice of ``grad``, in the codec of gradients for their
+    link.
+
+    The first and the last pipeline stage hold it (tied embeddings), each in a unit of its own with one name and
+    layout, and each has reduced its own gradients. Both add up the same decoded messages, so masters, moments and
+    what refreshes send (noise goes by name and element) stay the same bits at both.
+    """
+    assert unit.grad is not None
+    codec = (None if exact else unit.codecs.gradients(ends.link)) or Identity(unit.sum_dtype)
+    rounding = context.rounding
+    rows = Slice(unit.layout, unit.grad, unit.levels.g).rows(unit.levels.os, 1)
+    start = unit.layout.pieces(unit.levels.os)[0].start
+    # By end, not by rank: replicas of an end hold the same sum and must send the same bits.
+    noise = rounding.noise(unit, f"end {ends.index}", start)
+    with context.frame() as frame:
+        own = encoded(codec, rows, frame.take, noise)
+        rounding.measure(unit, codec, GRADIENTS, rows[0], lambda take: decoded(codec, own, rows, take)[0])
+        both = frame.take(2 * own.numel(), own.dtype).view(2, -1)
+        yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", context.traffic)
+        first, *rest = (r.view(-1) for r in rows)
+        codec.decode_sum(both, first, False, *rest)

@@ -9,13 +9,16 @@ they raise. Gathered Parameters have their own class, so that forwards pay nothi
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from megazero.zero.unit import Unit
@@ -121,6 +124,37 @@ def outliving(units: Sequence[Unit], output: Any) -> Any:
         strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
         return strided and x.untyped_storage()._cdata in buffers
 
-    if not buffers or not any(map(lies_inside, tree_leaves(output))):
+    copies: dict[int, Any] = {}
+
+    def outside(x: Any) -> Any:
+        if lies_inside(x):
+            return x.clone()
+        if id(x) not in copies and any(map(lies_inside, tensors_in(_attributes(x)))):
+            copies[id(x)] = other = copy.copy(x)
+            for name, value in _attributes(x).items():
+                object.__setattr__(other, name, tree_map(outside, value))  # frozen dataclasses, too
+        return copies.get(id(x), x)
+
+    if not buffers or not any(map(lies_inside, tensors_in(output))):
         return output
-    return tree_map_only(torch.Tensor, lambda x: x.clone() if lies_inside(x) else x, output)
+    return tree_map(outside, output)
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module's output: of pytrees, and of objects (dataclasses, say) in their attributes."""
+    seen, queue = set[int](), tree_leaves(output)
+    for leaf in queue:  # which grows
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            queue += tree_leaves(_attributes(leaf))
+
+
+def _attributes(x: Any) -> Mapping[str, Any]:
+    """Return an object's attributes by name, where they may hold what a module computed."""
+    if isinstance(x, (torch.Tensor, nn.Module, ModuleType, type)):
+        return {}
+    if is_dataclass(x):  # with slots, maybe
+        return {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
+    return getattr(x, "__dict__", {})

@@ -110,6 +110,8 @@ class Unit:
         self.active = 0  # modules in forward that use it now
         self.in_backward = False
         self.pinned = 0  # open gathered() blocks that hold it
+        self.writers = 0  # those of them that are to write
+        self.seen: list[int] = []  # fingerprints of the parameters, in the layout's order, while it is pinned
         self.pending: set[str] = set()  # trainable parameters without a gradient in this micro-batch
         self.touched: set[str] = set()  # parameters whose part of grad was written in this step
         self.backwards = 0  # completed backwards in this step
@@ -260,8 +262,8 @@ class Unit:
 
     @property
     def ready(self) -> bool:
-        """Whether full parameters of the current version are there."""
-        return self.full_present and not self.stale and self.ticket is None
+        """Whether full parameters of the current version are there. What a ``gathered`` block holds is current."""
+        return self.full_present and (self.pinned > 0 or not self.stale) and self.ticket is None
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -271,6 +273,12 @@ class Unit:
         The gradient has the parameter's shape and dtype.
         """
         assert param.grad is not None
+        if param.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {name!r} of unit {self.name!r} is {param.grad.layout}, and what is "
+                "reduced and sharded is dense: leave sparse=True out, or give the parameter a hook first: "
+                "register_hook(lambda gradient: gradient.to_dense())"
+            )
         slot = self.slots[name]
         if self.levels.g:
             if self.staging is None:

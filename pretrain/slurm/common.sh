@@ -45,7 +45,7 @@ run() {
     fi
 }
 
-newest() { ls -d "$RUN"/iter_* 2>/dev/null | tail -1; }
+newest() { ls -d "$RUN"/iter_* 2>/dev/null | grep -v superseded | tail -1; }
 
 # The nodes that the health check of the last start named, one a line.
 bad_nodes() { cat "$RUN/logs/bad_nodes" 2>/dev/null; }

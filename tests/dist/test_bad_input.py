@@ -287,7 +287,7 @@ CHECKPOINTS = {
     "another trainer's": (
         lambda r: (shutil.rmtree(newest(r)), (r / "latest").write_text("global_step2")),
         {},
-        "no complete checkpoint; 'latest' there is DeepSpeed's.*in a folder without it",
+        "no complete checkpoint; 'latest' there is DeepSpeed's, whose checkpoints are not read here$",
     ),
     "no manifest": (
         lambda r: remove(r, "manifest.json"),
@@ -316,6 +316,28 @@ CHECKPOINTS = {
         f"'state.json' has checksum .*{CURE}",
     ),
     "a flipped bit in .metadata": (lambda r: flip(r, ".metadata"), {}, f"'.metadata' has checksum .*{CURE}"),
+    "named, and damaged": (lambda r: flip(r, "*.distcp"), {"ckpt_step": 2}, f"distcp' has checksum .*{CURE}"),
+    "named, and short": (
+        lambda r: (shutil.copytree(newest(r), r / "iter_0000001"), shorten(r, "*.distcp")),
+        {"ckpt_step": 2},
+        "iter_0000002' is incomplete.*bytes long",
+    ),
+    "named, and absent": (None, {"ckpt_step": 1}, "holds no checkpoint of step 1; nearest: 2"),
+    "one folder above": (
+        lambda r: shutil.move(newest(r), r / "checkpoint" / "iter_0000002"),
+        {"save": None, "allow_fresh_start": True},
+        "no complete checkpoint; a checkpoint lies at .*: name .*/checkpoint to load it$",
+    ),
+    "superseded": (
+        lambda r: newest(r).rename(r / "iter_0000002.superseded"),
+        {},
+        "no complete checkpoint; a checkpoint lies at .*superseded: name .*superseded to load it$",
+    ),
+    "a folder of Hugging Face": (
+        lambda r: (shutil.rmtree(newest(r)), (r / "config.json").write_text("{}")),
+        {"save": None, "allow_fresh_start": True},
+        "no complete checkpoint; 'config.json' there is Hugging Face's: --load hf:.* starts from its weights$",
+    ),
     "another width": (
         None,
         {"hidden_size": 64},

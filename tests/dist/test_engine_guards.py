@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megazero import zero
+from megazero.comm import lane
+from megazero.comm.codec import Blockwise
 from megazero.mesh.mesh import create_mesh
+from megazero.zero.access import fingerprint
 from megazero.zero.records import save_records
 from tests.dist.capture import weights
 from tests.dist.pool import run_ranks
@@ -45,9 +50,13 @@ def assert_says(answers: list[list[str]], expected: list[tuple[str, ...]]) -> No
 def moved(shards):
     def after(change) -> str:
         model, engine = make(shards)
-        with engine.gathered():
-            change(model)
-        return said_by(engine.begin_step)[0]
+
+        def inside():
+            with engine.gathered():
+                change(model)
+
+        said = said_by(inside, engine.begin_step)
+        return said[0] if said[0] == said[1] else "nothing"
 
     def other_tensor(model):
         model.layers[1].bias.data = model.layers[1].bias.data.clone()
@@ -308,6 +317,130 @@ def test_writes_that_a_layout_would_lose_are_refused_on_all(shards):
         assert all(value == {0.25} for value in values.values())
 
 
+NODES = {"ranks_per_node": 1}  # rounded between the ranks
+ROUNDED = zero.Codecs(weights=Blockwise(8, 8))
+DELTA = zero.Codecs(weights=Blockwise(4, 8), delta=True)
+# By name: shard factors, dtype, policy and mesh. The master weights are the parameters (fp32), a part of the P copy,
+# or apart; the P copy holds parameters, messages or R; it stays, or goes with the step.
+WRITABLE = {
+    "ddp": ((1, 1, 1), torch.float32, {}, {}),
+    "ddp, bf16": ((1, 1, 1), torch.bfloat16, {}, {}),
+    "zero1": ((1, 1, 2), torch.float32, {}, {}),
+    "zero1, bf16": ((1, 1, 2), torch.bfloat16, {}, {}),
+    "zero2, lifetime step": ((1, 2, 2), torch.bfloat16, {"lifetime": "step"}, {}),
+    "zero1, rounded": ((1, 1, 2), torch.bfloat16, {"codecs": ROUNDED}, NODES),
+    "zero1, differences": ((1, 1, 2), torch.bfloat16, {"codecs": DELTA}, NODES),
+    "zero3": ((2, 2, 2), torch.float32, {}, {}),
+    "zero3, bf16": ((2, 2, 2), torch.bfloat16, {}, {}),
+    "zero3, rounded": ((2, 2, 2), torch.bfloat16, {"codecs": ROUNDED}, NODES),
+    "hpz": ((2, 2, 4), torch.bfloat16, {}, {"ranks_per_node": 2}),
+    "hpz, rounded": ((2, 2, 4), torch.bfloat16, {"codecs": ROUNDED}, {"ranks_per_node": 2}),
+    "hpz, differences": ((2, 4, 4), torch.bfloat16, {"codecs": DELTA}, {"ranks_per_node": 2}),
+}
+
+
+def surprises(name):
+    """What is said of writes that no counter sees and of blocks that raise, and the master weights after them."""
+    shards, dtype, policy, nodes = WRITABLE[name]
+    model = Stack().to(dtype)
+    engine = zero.shard(
+        model,
+        mesh=create_mesh(shards=shards, **nodes),
+        policy=zero.Policy(block=8, exact_numel=0, **policy),
+        units=model.layers,
+        optimizer=SGD,
+    )
+    layers = model.layers
+
+    def past_the_counter():
+        with engine.gathered():
+            layers[3].bias.data.fill_(7.0)
+            layers[2].weight.data.view(-1)[:2] = 64.0
+
+    def broken_off():
+        with engine.gathered(write=True), torch.no_grad():
+            layers[3].bias.data.fill_(0.5)
+            layers[0].weight.fill_(0.25)
+            raise ValueError("in the middle")
+
+    def by_rank():
+        with engine.gathered(write=True), torch.no_grad():
+            layers[1].bias.fill_(dist.get_rank())
+
+    def replaced():
+        with engine.gathered(write=True):
+            layers[1].bias.data = torch.ones(8, dtype=dtype)
+
+    def nested():
+        with engine.gathered(write=True):
+            layers[0].bias.data.fill_(1.0)
+            with engine.gathered(layers[0]):
+                layers[0](torch.ones(8, dtype=dtype))
+            with engine.gathered(layers[0], write=True):
+                layers[0].bias.data[1] = 2.0
+            layers[0].bias.data[2] = 3.0
+            layers[0](torch.ones(8, dtype=dtype))
+
+    def train():
+        engine.begin_step()
+        model(torch.ones(3, 8, dtype=dtype)).sum().backward()
+        engine.step()
+
+    found = []
+    for act in (past_the_counter, engine.begin_step, broken_off, nested):
+        found.append((said_by(act), {n: w.to(dtype) for n, w in weights(engine).items()}))
+    with engine.gathered():
+        shown = {n: p.detach().clone() for n, p in model.named_parameters()}
+    said = said_by(train, by_rank, engine.evaluation().__enter__, replaced)
+    return found, shown, said
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_writes_in_gathered_are_kept_on_every_layout(name):
+    """Without ``write`` they are errors, too."""
+    shards, dtype, policy, _ = WRITABLE[name]
+    lost = ("inside gathered()", "write=True")
+    for found, shown, said in run_ranks(max(2, *shards), surprises, name):
+        plain = Stack().to(dtype).state_dict()
+        plain["layers.3.bias"].fill_(7.0)
+        plain["layers.2.weight"].view(-1)[:2] = 64.0
+        for i, (words, values) in enumerate(found):
+            if i == 2:
+                plain["layers.3.bias"].fill_(0.5)
+                plain["layers.0.weight"].fill_(0.25)
+            if i == 3:
+                plain["layers.0.bias"].copy_(torch.tensor([1.0, 2, 3, 1, 1, 1, 1, 1]))
+            expected = [("'layers.2.weight'", *lost), ("'layers.2.weight'", "since the last step")]
+            assert_says([words], [[*expected, ("in the middle",), ("nothing",)][i]])
+            for key, value in values.items():
+                if "codecs" in policy and key in ("layers.2.weight", "layers.0.bias"):
+                    continue  # written in part: the rest is as it was rounded
+                assert torch.equal(value, plain[key]), (i, key)
+        for key, value in shown.items():
+            if "codecs" not in policy:
+                assert torch.equal(value, plain[key])
+        different = ("different values into parameter 'layers.1.bias'", "broadcast")
+        assert_says([said], [("nothing",), different, ("nothing",), ("'layers.1.bias'", "another tensor")])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
+def test_a_fingerprint_sees_every_change(dtype):
+    values = torch.randn(70_001).mul(100).to(dtype)
+    before = int(fingerprint(values))
+    assert int(fingerprint(values.clone())) == before and int(fingerprint(values[:0])) == 0
+    for change in (
+        lambda v: v[-1:].add_(1),
+        lambda v: v[3:].copy_(v[:-3].clone()),
+        lambda v: v[66_000:].copy_(v[66_000:].flip(0)),
+        lambda v: v.copy_(v.flip(0)),
+        lambda v: v.zero_(),
+        lambda v: v.neg_(),
+    ):
+        other = values.clone()
+        change(other)
+        assert int(fingerprint(other)) != before
+
+
 # -- torch.autograd.grad ------------------------------------------------------------------------------
 
 
@@ -363,6 +496,227 @@ def partial_backward():
 
 def test_a_backward_for_some_parameters_is_one():
     assert all(norm > 0 for norms in run_ranks(2, partial_backward) for norm in norms)
+
+
+# -- what modules return --------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """Returns its own parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.weight = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self):
+        return self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    tensors: Any
+
+
+class Plain:
+    def __init__(self, held):
+        self.held, self.itself = held, self
+
+
+class Hiding(nn.Module):
+    """Returns what has no gradient beside objects that hold what it computed, and a view of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.second(self.first(x).tanh())
+        return x.detach(), Held([{"y": Plain(y)}]), Held({"rows": self.second.weight[:3]})
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.hiding = Table(), nn.ModuleList(Hiding() for _ in range(3))
+
+    def forward(self, extra):
+        x = self.table()
+        for layer in self.hiding:
+            _, held, rows = layer(x)
+            x = held.tensors[0]["y"].held + rows.tensors["rows"]
+        return (x * extra).square().sum()
+
+
+def odd_outputs(shards):
+    """Largest difference from plain torch, and how many hooks are left on the parameters."""
+    model, plain = Odd(), Odd()
+    mesh, units = create_mesh(shards=shards), [model.table, *model.hiding]
+    engine = zero.shard(model, mesh=mesh, policy=zero.Policy(block=4), units=units, optimizer=SGD)
+    optimizer = SGD(plain.parameters())
+    for _ in range(3):
+        engine.begin_step(2, divisor=4)
+        for extra in (1.0, 0.5):
+            model(extra).backward()
+        engine.step()
+        optimizer.zero_grad()
+        ((plain(1.0) + plain(0.5)) / 2).backward()
+        optimizer.step()
+    got = weights(engine)
+    far = max(float((got[n] - p.detach().double()).abs().max()) for n, p in plain.named_parameters())
+    return far, sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
+def test_parameters_and_hidden_tensors_are_returned(shards):
+    for far, hooks in run_ranks(2, odd_outputs, shards):
+        assert far < 1e-4 and not hooks
+
+
+# -- sparse gradients -----------------------------------------------------------------------------------
+
+
+class SparseLookup(nn.Embedding):
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.weight, sparse=True)
+
+
+def sparse(shards):
+    mesh, values = create_mesh(shards=shards), torch.zeros(4, 4)
+    frozen = nn.Embedding(4, 4, sparse=True, _weight=values)
+    frozen.weight.requires_grad_(False)
+    named = nn.Sequential(nn.Embedding(4, 4, sparse=True, _weight=values))
+    said = said_by(
+        lambda: zero.shard(named, mesh=mesh),
+        lambda: zero.shard(nn.EmbeddingBag(4, 4, sparse=True, mode="sum"), mesh=mesh),
+        lambda: zero.shard(frozen, mesh=mesh),
+    )
+    model = nn.Sequential(SparseLookup(4, 4, _weight=values))
+    engine = zero.shard(model, mesh=create_mesh(shards=shards), units=[model[0]])
+    engine.begin_step()
+    return said + said_by(lambda: model(torch.tensor([1, 2])).sum().backward())
+
+
+@pytest.mark.parametrize("shards", LAYOUTS, ids=str)
+def test_sparse_gradients_are_refused(shards):
+    dense = ("'0.weight' of unit '0'", "torch.sparse_coo", "dense")
+    expected = [("module '0'", "sparse=False"), ("'EmbeddingBag'", "sparse=False"), ("nothing",), dense]
+    assert_says(run_ranks(2, sparse, shards), expected)
+
+
+# -- units that some ranks use --------------------------------------------------------------------------
+
+
+def skipped(shards, dtype):
+    model = Stack().to(dtype)
+    policy = zero.Policy(block=4, prefetch_bytes=0)
+    engine = zero.shard(
+        model, mesh=create_mesh(shards=shards), policy=policy, units=model.layers, optimizer=SGD
+    )
+    every = [0, 1, 2, 3]
+    patience, lane.PATIENCE = lane.PATIENCE, lane.PATIENCE / 20
+
+    def train(order):
+        engine.begin_step()
+        model(torch.ones(3, 8, dtype=dtype), order=order).sum().backward()
+        engine.step()
+
+    try:
+        said = said_by(lambda: train(every), lambda: train([0, 2, 3] if dist.get_rank() else every))
+    finally:
+        lane.PATIENCE = patience
+    store = dist.distributed_c10d._get_default_store()  # nobody leaves before the other has been told
+    store.set(f"told {dist.get_rank()}", "")
+    store.wait(["told 0", "told 1"])
+    return said
+
+
+@pytest.mark.parametrize("shards", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str)
+def test_a_unit_that_one_rank_skips_is_named(shards):
+    for dtype in (torch.float32, torch.bfloat16):
+        answers = run_ranks(2, skipped, shards, dtype, timeout=30)
+        assert_says(answers, [("nothing",), ("different collectives", "unit 'layers.1'", "where rank")])
+
+
+# -- torch.compile --------------------------------------------------------------------------------------
+
+
+def compiled(every):
+    said = []
+    compile_ = partial(torch.compile, backend="eager")
+    x = torch.ones(3, 8)
+    for shards in every:
+
+        def attempt(before, after, shards=shards):
+            torch._dynamo.reset()
+            model = before(Stack())
+            mesh, policy = create_mesh(shards=shards), zero.Policy(block=4)
+            engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers, optimizer=SGD)
+            call = after(model)
+            engine.begin_step()
+            call(x).sum().backward()
+            engine.step()
+
+        def replace(model, wrap=compile_):
+            model.layers[1] = wrap(model.layers[1])
+            return model
+
+        def in_place(model):
+            model.layers[2].compile(backend="eager")
+            return model
+
+        def inside(model):
+            return replace(model, lambda layer: Outer(compile_(layer)))
+
+        same = lambda model: model  # noqa: E731
+        said.append(
+            said_by(
+                *(
+                    partial(attempt, before, after)
+                    for before, after in (
+                        (compile_, same),
+                        (replace, same),
+                        (in_place, same),
+                        (same, compile_),
+                        (same, replace),
+                        (same, in_place),
+                        (same, lambda model: compile_(lambda x: model(x).sum())),
+                        (inside, same),
+                        (same, lambda model: lambda x: compile_(torch.sin)(model(x))),
+                    )
+                )
+            )
+        )
+    return said
+
+
+class Outer(nn.Module):
+    """A unit, in which another module was compiled."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_compiled_units_are_refused():
+    before, after = "was given to torch.compile: ", "torch.compile traces unit "
+    expected = [
+        ("the module " + before,),
+        ("module 'layers.1' " + before,),
+        ("module 'layers.2' " + before,),
+        (after + "'root'",),
+        (after + "'layers.1'",),
+        (after + "'layers.2'",),
+        (after + "'root'",),
+        ("nothing",),
+        ("nothing",),
+    ]
+    for said in run_ranks(2, compiled, [(1, 1, 1), (1, 1, 2), (2, 2, 2)], timeout=240):
+        assert_says(said, expected)
 
 
 # -- a save's memory ----------------------------------------------------------------------------------

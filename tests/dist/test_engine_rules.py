@@ -97,6 +97,8 @@ def test_refusals_name_the_cure():
 
 
 class Opaque:
+    __slots__ = ("x",)
+
     def __init__(self, x):
         self.x = x
 

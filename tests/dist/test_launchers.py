@@ -6,12 +6,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from megazero.config import RunConfig
+from megazero.log.exit_status import ExitStatus, read_status
 from tests.dist.runs import free_port
 from tests.sizes import LEAST
 
@@ -56,3 +60,80 @@ def test_a_launcher_starts_one_world(tmp_path: Path, launcher: str) -> None:
     ) in text
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2]
+
+
+# -- how ranks end -----------------------------------------------------------------------------------
+
+OWN = [sys.executable, PROGRAM, "--nproc-per-node", "2"]
+UNDER_TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    PROGRAM,
+]
+
+
+def start(words: list[str], folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """Two ranks, in a process group of their own, as a shell starts a job."""
+    return subprocess.Popen(
+        [*words, *FLAGS.replace("--train-iters 2", "").split(), "--log-dir", str(folder), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
+
+
+@pytest.mark.parametrize("words, status", [(OWN, ExitStatus.STOPPED), (UNDER_TORCHRUN, 0)])
+def test_a_planned_stop_shows_no_trace(tmp_path: Path, words: list[str], status: int) -> None:
+    run = start(words, tmp_path, "--train-iters", "9", "--exit-interval", "2")
+    text, _ = run.communicate(timeout=300)
+    assert run.returncode == status, text
+    assert "Traceback" not in text and "exitcode" not in text, text
+    lines = text.splitlines()
+    assert lines[-1].startswith(" ended at iteration 2/9"), text
+    assert read_status(str(tmp_path)) == ExitStatus.STOPPED
+    first = next(i for i, line in enumerate(lines) if line.startswith(" iteration"))
+    assert first <= 25, text
+    kept = (tmp_path / "config.yaml").read_text()
+    assert all(
+        f"# {line.strip()}" in kept
+        for line in lines
+        if line.startswith((" decoder", " layout", " predicted"))
+    )
+    assert RunConfig.from_dict(yaml.safe_load(kept)).optimizer.lr == 1e-3  # below its comments, every option
+
+
+@pytest.mark.parametrize("handler, status", [(True, ExitStatus.STOPPED), (False, ExitStatus.INTERRUPTED)])
+def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus) -> None:
+    save = ["--save", str(tmp_path / "save")] + (["--exit-signal-handler"] if handler else [])
+    run = start(OWN, tmp_path, "--train-iters", "20000", *save)
+    assert run.stdout is not None
+    seen = []
+    while not seen or (seen[-1] and not seen[-1].startswith(" iteration")):
+        seen.append(run.stdout.readline())
+    os.killpg(run.pid, signal.SIGINT)
+    text = "".join(seen) + run.communicate(timeout=300)[0]
+    assert run.returncode == status and read_status(str(tmp_path)) == status, text
+    assert "Traceback" not in text and "RankFailure" not in text, text
+    last = text.splitlines()[-1]
+    assert "why: received SIGINT" in last if handler else "interrupted: what was not saved is lost" in last, (
+        text
+    )
+    assert any((tmp_path / "save").glob("iter_*")) == handler
+
+
+def test_torchruns_report_of_a_mistake_ends_with_it(tmp_path: Path) -> None:
+    run = start(UNDER_TORCHRUN, tmp_path, "--train-iters", "2", "--num-layrs", "3", "--min-lr", "-1")
+    text, _ = run.communicate(timeout=300)
+    assert run.returncode == 1
+    said, report = text.split("Root Cause (first observed failure)")
+    assert said.startswith("2 configuration errors:"), text
+    for fault in ("--num-layrs", "--min-lr"):
+        assert fault in said and fault in report, text
+    assert "NO_OTHER_FAILURES" in said, text  # the other rank has nothing to add

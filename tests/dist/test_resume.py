@@ -420,19 +420,91 @@ def test_a_chain_of_jobs_starts_fresh_in_its_own_folder(tmp_path: Path) -> None:
     assert not second.notes and first.losses + second.losses == whole.losses
 
 
-def test_a_run_that_is_complete_or_rolled_back(tmp_path: Path) -> None:
-    """Resuming a finished run trains nothing; one from an older folder writes its iterations again."""
+def test_a_run_that_is_complete_or_taken_back(tmp_path: Path) -> None:
+    """Resuming a finished run trains nothing, nor does the command again that began elsewhere; another one that does
+    begins there, and leaves the newer checkpoint behind."""
     base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3", "train_iters": 4}
     jobs = [
         {**base, "save": str(tmp_path / "a"), "exit_interval": 2},
         {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
         {**base, "load": str(tmp_path / "b"), "save": str(tmp_path / "b")},
         {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
+        {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b"), "clip_grad": 1e6},
     ]
-    _, second, done, again = run_ranks(2, train_all, jobs, timeout=300)[0]
-    assert done.start == 4 and not done.losses
-    assert again.losses == second.losses
-    latest = store.latest(tmp_path / "b")
-    assert latest is not None and latest.name == "iter_0000004" and len(list((tmp_path / "b").iterdir())) == 1
+    _, second, done, same, again = run_ranks(2, train_all, jobs, timeout=300)[0]
+    assert done.start == same.start == 4 and not done.losses and not same.losses
+    assert again.start == 2 and again.losses[0] == second.losses[0]
+    assert names(tmp_path / "b") == ["iter_0000004", "iter_0000004.superseded"]
     assert [line["iteration"] for line in read_metrics(tmp_path / "logs")] == [1, 2, 3, 4]
     assert TINY["global_batch_size"] * 4 == read_metrics(tmp_path / "logs")[-1]["consumed_samples"]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    """By its step or its folder. Newer ones are renamed, and their lines moved; the same command goes on from what it
+    has saved since, and another one that names the same goes back again."""
+    root, logs = tmp_path / "run", tmp_path / "logs"
+    base = {
+        "log_dir": str(logs),
+        "zero_preset": "zero3",
+        "train_iters": 8,
+        "save": str(root),
+        "save_interval": 2,
+    }
+    back = {
+        **base,
+        "load": str(root),
+        "ckpt_step": 2,
+        "exit_interval": 3,
+    }  # stops after 3 and 6, as a requeue would
+    folder = {**base, "load": str(root / "iter_0000002"), "save_keep_last": 1}
+    first, again, requeued, once_more = run_ranks(
+        2, train_all, [{**base, "exit_interval": 6}, back, back, {**back, "lr": 2e-3}], timeout=300
+    )[0]
+    assert [each.start for each in (first, again, requeued, once_more)] == [0, 2, 3, 2]
+    assert "iter_0000006.superseded, iter_0000004.superseded" in again.notes[0]
+    assert "began there before, and goes on from" in requeued.notes[0]
+    assert again.losses + requeued.losses == first.losses[2:] and once_more.losses[0] == first.losses[2]
+    aside = [
+        f"iter_000000{each}" for each in ("3.superseded", "4.superseded", "4.superseded.2", "6.superseded")
+    ]
+    assert names(root) == sorted(["iter_0000002", "iter_0000003", *aside, "iter_0000006.superseded.2"])
+    assert [line["iteration"] for line in read_metrics(logs)] == [1, 2, 3]
+    moved = read_metrics(logs / "metrics.superseded.jsonl")
+    assert [line["iteration"] for line in moved] == [3, 4, 5, 6, 3, 4, 5, 6]
+
+    (last,) = run_ranks(2, train_all, [folder], timeout=300)[0]
+    assert last.start == 2 and last.losses == first.losses[2:] + last.losses[4:]
+    left = [name for name in names(root) if "superseded" not in name]
+    assert left == ["iter_0000008"]  # retention took what was named, too
+    (done,) = run_ranks(2, train_all, [folder], timeout=300)[0]
+    assert done.start == 8 and len([name for name in names(root) if "superseded" in name]) == 6
+    (superseded,) = run_ranks(
+        2,
+        train_all,
+        [{**base, "load": str(root / "iter_0000004.superseded"), "exit_interval": 5}],
+        timeout=300,
+    )[0]
+    assert superseded.start == 4 and superseded.losses == first.losses[4:5]
+
+
+def test_a_restart_goes_on_from_its_own_checkpoints_wherever_it_began(tmp_path: Path) -> None:
+    """A new run from old weights, a branch of a run, and one that began its optimizer anew: each begins once."""
+    base = {"log_dir": str(tmp_path / "logs"), "train_iters": 6, "exit_interval": 2, "global_batch_size": 2}
+    old = {"load": str(tmp_path / "old")}
+    starts = {
+        "tuned": {**old, "finetune": True},
+        "branch": {"load": str(tmp_path / "old" / "iter_0000002")},
+        "anew": {**old, "load_optim": False},
+    }
+    jobs = [{**base, "save": str(tmp_path / "old")}]
+    for name, start in starts.items():
+        jobs += [{**base, **start, "save": str(tmp_path / name)}] * 2
+        jobs += [{**base, **start, "save": str(tmp_path / f"{name} whole"), "exit_interval": None}]
+    _, *seen = run_ranks(1, train_all, jobs, timeout=300)[0]
+    for name, (once, twice, whole) in zip(starts, (seen[:3], seen[3:6], seen[6:]), strict=True):
+        assert once.start == (0 if name == "tuned" else 2) and twice.start == once.start + 2, name
+        assert once.losses + twice.losses == whole.losses[:4], name

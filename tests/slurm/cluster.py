@@ -81,6 +81,9 @@ class Cluster:
         self.lab, self.folder = Lab(nodes), folder
         self.grace, self.kill_wait = grace, kill_wait
         self.environ = {**SOCKETS, "SLURM_CONF": f"{folder}/slurm.conf", "OMP_NUM_THREADS": "1"}
+        self.environ["SBATCH_OUTPUT"] = (
+            f"{folder}/%x-%j.out"  # before the script's own word: never the checkout
+        )
         self.daemons: list[subprocess.Popen] = []
         self.disks = [folder / f"disk-{i}" for i in range(disks)]
 

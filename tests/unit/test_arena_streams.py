@@ -7,6 +7,7 @@ must come after all of them.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from megazero.kernels.arena import Frame
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.comm.lane import Lane
-from megazero.zero.reduce import Reduction
+from megazero.zero.reduce import Reducer, Reduction
 from megazero.zero.unit import Unit
-from tests.gpu.test_hpz_race import Wire
+from tests.gpu.test_hpz_race import CPU, LAYERS, Cluster, Landing, Wire
 from tests.unit.test_lane_streams import Streams, Watch
 
 QUANTISED = zero.Codecs(gradients_intra=Blockwise(8), gradients_inter=Blockwise(4))
@@ -133,3 +134,57 @@ def test_staging_that_is_let_go_before_the_wait_is_found(monkeypatch: pytest.Mon
     for _ in range(3):
         watch.step()
     assert watch.wrong
+
+
+def stepped(
+    shards: tuple[int, int, int], policy: dict[str, Any], patch: pytest.MonkeyPatch
+) -> list[torch.Tensor]:
+    """Return the norms and the masters of steps of a rank that receives what it sends."""
+    torch.manual_seed(5)
+    cluster = Cluster(CPU, 3, patch, shards=shards, policy=zero.Policy(**policy))
+    patch.setattr(
+        Wire, "gather", lambda wire, out, own: Landing(wire, partial(out.copy_, own.repeat(wire.size)))
+    )
+    patch.setattr(Cluster, "_compute", lambda *_: None)  # it looks for other ranks' parameters
+    engine, norms = cluster.engine, []
+    for _ in range(3):
+        engine.begin_step(2)
+        for _ in range(2):
+            cluster.module(cluster.inputs).sum().backward()
+        norms.append(engine.step().grad_norm)
+    return [torch.tensor(norms), *(unit.master for unit in engine.units)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_buffer_is_read_before_it_is_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding included: the norm would count what the memory held before."""
+    expected = stepped(*LAYOUTS[name], monkeypatch)
+    take = Frame.take
+
+    def spoiled(frame: Frame, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = take(frame, numel, dtype)
+        buffer.view(torch.uint8).fill_(255)  # NaN in every float dtype
+        return buffer
+
+    monkeypatch.setattr(Frame, "take", spoiled)
+    for got, wanted in zip(stepped(*LAYOUTS[name], monkeypatch), expected, strict=True):
+        assert wanted.isfinite().all() and torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_a_backward_waits_for_the_oldest_of_too_many_reductions(
+    bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is on staging memory: that of one more unit is the one whose gradients arrive."""
+    seen, submit = [], Reducer._submit
+
+    def watched(reducer: Reducer, unit: Unit) -> None:
+        submit(reducer, unit)
+        seen.append(len(reducer.pending))
+
+    monkeypatch.setattr(Reducer, "_submit", watched)
+    stepped((4, 4, 4), {"pending_reductions": bound}, monkeypatch)
+    assert max(seen) == bound
+    seen.clear()
+    stepped((1, 1, 4), {"pending_reductions": bound}, monkeypatch)
+    assert max(seen) == LAYERS, "without staging there is no bound"

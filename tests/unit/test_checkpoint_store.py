@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -12,10 +13,11 @@ from math import prod
 import pytest
 import torch
 
-from megazero.checkpoint import directory, planners, storage, store
+from megazero.checkpoint import directory, planners, reading, storage, store
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.checkpoint.records import SliceRecord
+from megazero.convert import inspection
 
 torch.set_num_threads(1)
 
@@ -154,6 +156,43 @@ def test_tensors_converted_as_they_are_written_give_the_same_files(tmp_path, mon
     assert most == [1] * 4
 
 
+def test_what_two_checkpoints_differ_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection, "pieces", lambda shape: reading.pieces(shape, limit=2))
+    w, moved = (
+        torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]),
+        torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.5]]),
+    )
+
+    def made(folder, step, layout, tensors):
+        records = [
+            SliceRecord(Placement.plain(name, tuple(x.shape)), 0, x.numel(), {kind: x.reshape(-1)})
+            for (kind, name), x in tensors.items()
+        ]
+        return store.save(tmp_path / folder, store.Snapshot(step, records, layout=layout))
+
+    kept = {("weights", "same"): w, ("weights", "w"): w, ("master", "m"): w}
+    one = made("one", 3, {"tp": 1}, kept)
+    assert not [*inspection.differences(one, one)]
+    other = made("two", 4, {"tp": 2}, {**kept, ("weights", "w"): moved, ("master", "m"): w.double()})
+    assert [*inspection.differences(one, other)] == [
+        "step: 3, 4",
+        "layout.tp: 1, 2",
+        "master/m: equal values in torch.float32 and torch.float64",
+        "weights/w: 1 elements differ, relative 1.00e-01, largest 5.00e-01",
+    ]
+    less = made("three", 3, {"tp": 1}, {("weights", "same"): w, ("weights", "w"): w[:2]})
+    assert [*inspection.differences(one, less)] == [
+        f"master: only in {one}",
+        "weights/w: (3, 2), (2, 2)",
+    ]
+    words = [line.split() for line in inspection.describe(other, tensors=True)]
+    assert ["weights", "2", "tensors,", "12", "elements,", "48", "bytes,", "float32"] in words
+    assert {line[-1] for line in words if "crc32" in line} == {"good"}
+    file = next(file for file in other.glob("*.distcp"))
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+    assert f"{file.name} DAMAGED" in [f"{w[0]} {w[-1]}" for w in map(str.split, inspection.describe(other))]
+
+
 def test_another_model_is_named_tensor_by_tensor(tmp_path):
     path = saved(tmp_path)
     others = [record("embed", (9, 4), 0.0), record("head", (2,), 0.0)]
@@ -278,6 +317,19 @@ def test_retention(tmp_path):
             store.Retention(**keywords)
 
 
+def test_retention_where_nothing_was_saved_at_the_multiple(tmp_path):
+    """The first at or after 30 and 60 stay, whenever they were saved; and the newest from before 65, while asked."""
+    rule = store.Retention(keep_last=1, interval=30)
+    for step in (10, 34, 40, 59, 62, 64):
+        saved(tmp_path, step, retention=rule)
+    assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == ["34", "62", "64"]
+    for step, left in ((66, ["34", "62", "64", "66"]), (70, ["34", "62", "64", "70"])):
+        saved(tmp_path, step, retention=store.Retention(1, 30, way_back=65))
+        assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == left
+    saved(tmp_path, 80, retention=store.Retention(1, way_back=2))
+    assert [path.name[-2:] for path in store.checkpoints(tmp_path)] == ["80"]
+
+
 def test_unjsonable_state_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="state must be plain JSON"):
         store.save(tmp_path, store.Snapshot(1, model(), {"x": torch.zeros(1)}))
@@ -395,3 +447,45 @@ def test_error_at_every_write_is_one_clear_error(tmp_path, monkeypatch):
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
         directory.shutil.rmtree(tmp_path / "iter_0000002", ignore_errors=True)
     assert failures > 5
+
+
+def test_one_checkpoint_is_named_by_its_folder_or_its_step(tmp_path):
+    three, six = saved(tmp_path, 3), saved(tmp_path, 6)
+    assert store.find_checkpoint(tmp_path) == six
+    assert store.find_checkpoint(three) == store.find_checkpoint(tmp_path, 3) == three
+    assert store.find_checkpoint(three, 3) == three
+    (three / "manifest.json").unlink()  # damaged: it is still the one that is meant
+    assert store.find_checkpoint(three) == store.find_checkpoint(tmp_path, 3) == three
+    with pytest.raises(CheckpointError, match="is the checkpoint of step 6, not of 3"):
+        store.find_checkpoint(six, 3)
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 7; nearest: 3 or 6$"):
+        store.find_checkpoint(tmp_path, 7)
+    os.rename(six, tmp_path / ".iter_0000006.replaced-1a2b3c4d")  # killed while a new one took its place
+    assert store.find_checkpoint(tmp_path, 6).name == ".iter_0000006.replaced-1a2b3c4d"
+
+
+def test_what_is_superseded_is_kept_and_not_in_the_way(tmp_path):
+    for step in (1, 2, 3):
+        saved(tmp_path, step, float(step))
+    (tmp_path / "iter_0000009" / "mp_rank_00").mkdir(parents=True)  # Megatron-LM's own
+    shutil.copytree(
+        tmp_path / "iter_0000003", tmp_path / ".iter_0000003.replaced-1a2b3c4d"
+    )  # not yet deleted
+    one = tmp_path / "iter_0000001"
+    renamed = directory.supersede(tmp_path, one)
+    assert [path.name for path in renamed] == ["iter_0000003.superseded", "iter_0000002.superseded"]
+    assert store.latest(tmp_path) == one and not directory.supersede(tmp_path, one)
+    saved(tmp_path, 2, 20.0, retention=store.Retention(keep_last=1))
+    # taken up again: what was saved since is of another way, though its step is not a later one
+    again = directory.supersede(tmp_path, tmp_path / "iter_0000003.superseded")
+    assert [path.name for path in again] == ["iter_0000002.superseded.2"]
+    names = [
+        "iter_0000002.superseded",
+        "iter_0000002.superseded.2",
+        "iter_0000003.superseded",
+        "iter_0000009",
+    ]
+    assert sorted(os.listdir(tmp_path)) == names and store.latest(tmp_path) is None
+    assert value_of(tmp_path / names[0]) == 2.0 and value_of(tmp_path / names[1]) == 20.0
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; .*3.superseded' to take what was"):
+        store.find_checkpoint(tmp_path, 3)

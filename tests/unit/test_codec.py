@@ -159,6 +159,26 @@ def test_sums_and_the_middle_of_two_hops(
     assert torch.equal(fused, following.encode(sums.view(rows, -1), exact_sums.view(rows, -1), noise=noise))
 
 
+@pytest.mark.parametrize("codec", [Blockwise(8, 32), Identity(torch.float32)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_own_row_is_added_before_the_messages(codec: Blockwise | Identity, accumulate: bool) -> None:
+    own, x, exact = drawn(15, 1, 64, 1.0)[0], drawn(16, 2, 64, 1.0), drawn(17, 2, 3, 1.0)
+    messages = codec.encode(x, exact)
+    decoded, exact_back = torch.empty(2, 64), torch.empty(2, 3)
+    codec.decode(messages, decoded, exact_back)
+    sums, exact_sums = torch.full((64,), 5.0), torch.full((3,), 5.0)
+    codec.decode_sum(messages, sums, accumulate, exact_sums, own=(own, own[:3]))
+    for out, first, rows in ((sums, own, decoded), (exact_sums, own[:3], exact_back)):
+        assert torch.equal(out, (5.0 + first if accumulate else first) + rows[0] + rows[1])
+
+
+def test_exact_sums_in_fp64_stay_so_between_two_hops() -> None:
+    codec = Blockwise(8, 32, exact_dtype=torch.float64)
+    exact = 1 + torch.tensor([[2.0**-40, 2.0**-45], [2.0**-50, 0.0]], dtype=torch.float64)
+    fused = codec.decode_sum_encode(codec.encode(drawn(18, 2, 64, 1.0), exact), 64, codec, 2, exact=2)
+    assert torch.equal(codec.exact(fused, 32, 1).flatten(), exact[0] + exact[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_decode_rounds_the_fp32_value_once(dtype: torch.dtype) -> None:
     codec = Blockwise(8)

@@ -80,8 +80,8 @@ def test_what_is_said_otherwise_is_refused_all_at_once(tmp_path):
     save(tmp_path, run(f"{MODEL} --ffn-hidden-size 48"))
     found = errors(f"--load {tmp_path} --swiglu --num-layers 3 --model-family llama --norm-epsilon 1e-6")
     assert found == tuple(
-        f"{wanted} is not the model of the checkpoint in {tmp_path}, which has {has}; leave it out to continue that "
-        "model, or name another folder"
+        f"{wanted} is not the model of the checkpoint in {tmp_path}/iter_0000010, which has {has}; leave it out to "
+        "continue that model, or name another folder"
         for wanted, has in (
             ("--model-family llama", "--model-family gpt"),
             ("--num-layers 3", "--num-layers 2"),
@@ -134,3 +134,24 @@ def test_the_form_of_gelu_is_that_of_the_checkpoint_older_ones_included(tmp_path
     assert not RunConfig.from_dict(stored).model.openai_gelu
     del stored["model"]["openai_gelu"]
     assert RunConfig.from_dict(stored).model.openai_gelu
+
+
+def test_a_checkpoint_that_is_named_decides_and_is_not_passed_over(tmp_path):
+    for step, norm in ((10, "RMSNorm"), (20, "LayerNorm")):
+        save(tmp_path, run(f"{MODEL} --normalization {norm}"), step=step)
+    for flags in (
+        f"{tmp_path}/iter_0000010",
+        f"{tmp_path} --ckpt-step 10",
+        f"{tmp_path} --load-iteration 10",
+        f"{tmp_path} --override-ckpt-iteration 10",
+    ):
+        assert run(f"--load {flags}").model.normalization == "RMSNorm", flags
+    assert run(f"--load {tmp_path}").model.normalization == "LayerNorm"
+    assert (
+        "holds no checkpoint of step 15; nearest: 10 or 20" in errors(f"--load {tmp_path} --ckpt-step 15")[0]
+    )
+    assert "of step 10, not of 20" in errors(f"--load {tmp_path}/iter_0000010 --ckpt-step 20")[0]
+    (tmp_path / "iter_0000010" / "manifest.json").unlink()
+    assert "is no complete checkpoint" in errors(f"--load {tmp_path} --ckpt-step 10")[0]
+    assert "--load is not given" in errors("--ckpt-step 10")[0]
+    assert "is a Hugging Face folder" in errors("--load hf:x --ckpt-step 10")[-1]

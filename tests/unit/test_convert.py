@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +19,15 @@ import pytest
 import torch
 
 from megazero.checkpoint import store
+from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.records import SliceRecord
 from megazero.config import parse
-from megazero.convert import export, shards
+from megazero.convert import export, importing, shards
 from megazero.convert.command import main
 from megazero.convert.export import finish, write_folder
-from megazero.convert.folder import Folder
-from megazero.convert.importing import Published, write_checkpoint
+from megazero.convert.folder import Entry, Folder
+from megazero.convert.importing import Published, fill, write_checkpoint
 from megazero.convert.source import Source
 from megazero.train.generate import load_text_model
 from tests.hugging_face import save_model, weights_digest
@@ -110,6 +115,76 @@ def killed(renames, *words):
     )
     command = [sys.executable, "-c", program, str(renames), *map(str, words)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+
+
+def test_padding_is_zero_after_an_import(folder):
+    """Whatever the buffer held: an embedding's padded rows, in slices that begin and end anywhere."""
+    published = Published.open(folder)
+    name = next(name for name in published.names if published.names[name].endswith("embed_tokens.weight"))
+    weights = published.tensor(name)
+    rows, width = weights.shape
+    whole = torch.cat([weights.float(), torch.zeros(5, width)]).view(-1)
+    end = rows * width
+    placement = Placement.plain(name, (rows, width), (rows + 5, width))
+    for start, stop in ((0, len(whole)), (end - 3, end + 7), (end + 1, len(whole)), (5, end)):
+        held = {kind: torch.full((stop - start,), torch.nan) for kind in ("master", "exp_avg")}
+        fill(published, [SliceRecord(placement, start, stop, held)], ("master",))
+        assert torch.equal(held["master"], whole[start:stop])
+        assert held["exp_avg"].isnan().all(), "a kind that was not asked for"
+
+
+def test_a_folder_has_the_dtype_of_most_elements_not_of_most_tensors(tmp_path):
+    many = {f"norm.{i}": Entry(tmp_path, "F32", (8,), 0, 32) for i in range(9)}
+    assert (
+        Folder(tmp_path, {}, {**many, "matrix": Entry(tmp_path, "BF16", (16, 16), 0, 512)}).dtype
+        == torch.bfloat16
+    )
+
+
+def test_bytes_behind_the_tensors_are_refused(folder):
+    """Another file's end, or a header that lost a tensor: what is not described is not a part of the model."""
+    file = next(folder.glob("*.safetensors"))
+    with file.open("ab") as stream:
+        stream.write(bytes(8))
+    with pytest.raises(
+        ValueError, match=f"{file.name}' is {file.stat().st_size} bytes long and its header says"
+    ):
+        Folder.open(folder)
+
+
+def test_an_imported_model_is_as_long_as_its_window(folder):
+    """Positions beyond it are computed otherwise than the model that was published."""
+    whole = Folder.open(folder)
+    known = {
+        name: value for name, value in whole.config.items() if name not in ("attention_bias", "mlp_bias")
+    }
+    for window, longest in ((24, 24), (None, 64), (100, 64)):
+        config = {**known, "model_type": "mistral", "sliding_window": window}
+        assert Published(replace(whole, config=config)).model.seq_length == longest
+
+
+def test_files_of_the_trained_weights_do_not_stay_in_a_folder_of_the_masters(folder, tmp_path, monkeypatch):
+    """An export that broke off after the weights left them finished; names, shapes and dtypes are the same."""
+    whole = importing._whole
+
+    def with_masters(published):
+        for record in whole(published):
+            masters = {"master": record.tensors["weights"].float() + 1}
+            yield replace(record, tensors={**record.tensors, **masters})
+
+    monkeypatch.setattr(importing, "_whole", with_masters)
+    checkpoint = write_checkpoint(Published.open(folder), tmp_path / "ck")
+    trained, master = (Source(checkpoint, weights, torch.bfloat16) for weights in ("trained", "master"))
+    with monkeypatch.context() as broken, pytest.raises(CheckpointError, match="no more space"):
+        broken.setattr(export, "_describe", partial(raises, OSError("no more space")))
+        write_folder(trained, tmp_path / "out", shard_bytes=9_000)
+    made = Folder.open(write_folder(master, tmp_path / "out", shard_bytes=9_000))
+    for name in made.entries:
+        assert torch.equal(made.tensor(name), (trained.stored.read(name).float() + 1).bfloat16()), name
+
+
+def raises(error, *_):
+    raise error
 
 
 def test_a_killed_import_harms_nothing_and_the_same_command_does_it(folder, tmp_path):

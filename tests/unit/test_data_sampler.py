@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.data.sampler import Batches
+from megazero.mesh.grid import make_grid
+from megazero.mesh.mesh import Mesh
 from megazero.train.data.feeding import Feeding
 
 
@@ -107,6 +109,20 @@ def test_one_step_is_prepared_in_the_background() -> None:
     assert data.read == list(range(8))
 
 
+@pytest.mark.parametrize("to", [0, 3, 4, 12])
+def test_a_seek_drops_what_was_prepared(to: int) -> None:
+    """Behind, within and beyond the batches that the thread has ready."""
+    with Batches(Counting(20), micro_batch_size=1) as loader:
+        assert global_step([loader], 2) == [0, 1]
+        for future in loader._ready:
+            future.result()
+        assert len(loader._ready) == 2
+        loader.seek(to)
+        assert global_step([loader], 3) == [to, to + 1, to + 2]
+        assert loader.consumed == to + 3
+        assert global_step([loader], 1) == [to + 3]
+
+
 def test_limit_and_errors() -> None:
     loader = Batches(Counting(10), micro_batch_size=2, limit=5)
     loader.next_step(2)
@@ -149,3 +165,16 @@ def test_batches_are_pinned_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, devi
             (batch,) = batches.next_step(1)
         copied = feeding.to_device(batch)
         assert copied == dict.fromkeys(("tokens", "labels", "loss_mask"), (device, device == "cuda", True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_tokens_count_once_whatever_stages_read_them(masked: bool) -> None:
+    """Of 2 stages x 2 data-parallel ranks, in the order pp, dp: the second stage computes the loss."""
+    mesh = Mesh(make_grid(4, 4, pp=2), 0, torch.device("cpu"), {})
+    told = torch.tensor([[100.0], [200.0], [3.0], [4.0]], dtype=torch.float64)
+    fake: Any = SimpleNamespace(gather_rows=lambda row: told, stage_rows=mesh.stage_rows, dp_size=2)
+    feeding = Feeding(fake, micro_batch_size=1, loss_rank=1, masked=masked)
+    step = [{"loss_mask": torch.ones(1, 5)}] * 3
+    assert feeding.valid_tokens(step) == (7 if masked else 2 * 3 * 5)
+    told.zero_()
+    assert feeding.valid_tokens(step) == (1 if masked else 30), "never divide by nothing"

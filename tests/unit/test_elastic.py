@@ -130,12 +130,13 @@ def test_where_a_ramp_up_goes_on_is_read_from_one_state_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
-    assert directory.newest_state(tmp_path) == {} == directory.newest_state(tmp_path / "none")
+    assert directory.latest(tmp_path, directory.described) is None
     monkeypatch.undo()
     saved(tmp_path, consumed=0, batch=16, step=120)
     saved(tmp_path, consumed=32, batch=16, step=90)  # since: the run was taken back
     monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
-    assert directory.newest_state(tmp_path) == {"consumed_samples": 32}
+    newest = directory.latest(tmp_path, directory.described)
+    assert newest is not None and directory.stated(newest) == {"consumed_samples": 32}
     (tmp_path / "iter_0000090" / "state.json").write_text("{")
     ramp = {"rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "load": str(tmp_path)}
     with pytest.raises(

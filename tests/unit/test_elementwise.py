@@ -1,4 +1,4 @@
-"""Which optimizers are taken for elementwise: found by running them, whatever their names."""
+"""What the engine finds out about optimizers by running them, and what the table says of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from megazero.config.options.optimizers import OPTIMIZERS, OptimizerConfig
-from megazero.zero.elementwise import refuse_unless_elementwise
+from megazero.train.lion import Lion
+from megazero.zero.elementwise import make_state, refuse_unless_elementwise, refuse_unless_from_zeros
 from megazero.zero.optimizer import default_adamw
 
 GROUPS = [(), (("weight_decay", 0.0),)]
@@ -132,3 +133,68 @@ def test_the_users_own_mistakes_and_random_numbers_are_left_alone():
     with pytest.raises(ValueError, match="Noisy"):
         refuse(Noisy)
     assert torch.equal(before, torch.get_rng_state())
+
+
+FROM_ZEROS = {
+    **{
+        name: own for name, own in ELEMENTWISE.items() if name.startswith(("--optimizer", "Adam", "Nesterov"))
+    },
+    **{name: getattr(torch.optim, name) for name in ("Adadelta", "Adamax", "RAdam", "RMSprop")},
+    "momentum and decay": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+NOT_FROM_ZEROS = {
+    "NAdam": torch.optim.NAdam,  # a product that starts at 1
+    "Rprop": torch.optim.Rprop,  # step sizes that start at the rate
+    "Adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),  # a first step without dampening
+}
+
+
+@pytest.mark.parametrize("name", FROM_ZEROS)
+def test_a_state_of_zeros_made_before_the_first_step_changes_nothing(name):
+    refuse_unless_from_zeros(FROM_ZEROS[name], GROUPS, torch.float64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", NOT_FROM_ZEROS)
+def test_a_state_that_starts_from_something_else_is_refused(name):
+    with pytest.raises(
+        ValueError, match=f"{name} has no state before its first step, and its state does not"
+    ):
+        refuse_unless_from_zeros(NOT_FROM_ZEROS[name], GROUPS, torch.float64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_table_counts_the_states_that_an_optimizer_holds(name):
+    """plan/memory.py takes the count for its bytes."""
+    weight = nn.Parameter(torch.ones(6))
+    own = OPTIMIZERS[name]
+    optimizer = resolve_name(own.factory)([weight], **OptimizerConfig(name, lr=0.1).arguments)
+    make_state(optimizer)
+    held = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    assert sum(value.shape == weight.shape for value in held) == own.moments
+    assert all(value.dtype == weight.dtype for value in held if value.shape == weight.shape)
+
+
+def test_lion_is_the_rule_of_its_paper():
+    """Algorithm 2 of Chen et al. 2023, one number after the other."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(40, generator=generator, dtype=torch.float64)
+    gradients = torch.randn(7, 40, generator=generator, dtype=torch.float64)
+    gradients[2, :5] = 0
+    rate, beta1, beta2, decay = 0.02, 0.9, 0.99, 0.3
+    weight = nn.Parameter(start.clone())
+    optimizer = Lion([weight], lr=rate, weight_decay=decay)  # betas are the paper's
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    expected = []
+    for w, own in zip(start.tolist(), gradients.T.tolist(), strict=True):
+        m = 0.0
+        for g in own:
+            c = beta1 * m + (1 - beta1) * g
+            w = w - rate * ((c > 0) - (c < 0) + decay * w)
+            m = beta2 * m + (1 - beta2) * g
+        expected.append(w)
+    torch.testing.assert_close(
+        weight.detach(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.checkpoint import directory, image, saving, store
+from megazero.checkpoint import directory, image, saving, storage, store
 from megazero.checkpoint.manifest import checksum
 from megazero.checkpoint.placement import Placement, Segment
 from megazero.log.exit_status import ExitStatus, status_of
@@ -33,6 +34,22 @@ def records(scale: float = 1.0) -> list[store.SliceRecord]:
         store.SliceRecord(other, 0, 12, {"weights": flat[48:].to(torch.float64)}),
         store.SliceRecord(other, 0, 12, {"weights": flat[48:].to(torch.float64)}, owner=False),
     ]
+
+
+def test_tensors_of_no_elements_are_written_as_torch_writes_them() -> None:
+    given = [torch.arange(3.0), torch.empty(0), torch.empty(0, 4, dtype=torch.int8), torch.arange(2)]
+    frame, saved = image.Frame(), b""
+    with storage._plain_zip():
+        starts = [frame.add(each.shape, each.dtype)[0] for each in given]
+        for each in given:
+            torch.save(each, file := io.BytesIO())
+            saved += file.getvalue()
+    written = torch.zeros(frame.size, dtype=torch.uint8)
+    frame.fill(written, [lambda each=each: each for each in given])
+    assert bytes(written.tolist()) == saved
+    for each, start, end in zip(given, starts, [*starts[1:], frame.size], strict=True):
+        read = torch.load(io.BytesIO(bytes(written[start:end].tolist())))
+        assert torch.equal(read, each) and read.shape == each.shape and read.dtype == each.dtype
 
 
 def snapshot(step: int, scale: float = 1.0) -> store.Snapshot:
@@ -157,6 +174,40 @@ def test_what_writes_ends_with_its_rank(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, timeout=60)
     assert ended.returncode == -9 and ended.stderr == b""
     assert 0 < (tmp_path / "file").stat().st_size < 1_000_000
+
+
+SPINS = """
+import os, sys, time
+print(1, flush=True)
+until = time.monotonic() + 20
+while time.monotonic() < until and not os.path.exists(sys.argv[0] + ".seen"):
+    pass
+print("crc32 7")
+"""
+
+
+def test_what_waits_for_a_processor_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that says nothing while it could run is told from one that waits for the disk."""
+    program, seen = tmp_path / "image_writer.py", tmp_path / "image_writer.py.seen"
+    program.write_text(SPINS)
+    monkeypatch.setattr(image, "PROGRAM", program)
+    monkeypatch.setattr(image, "LOOK_S", 0.01)
+    ticks: list[int] = []
+
+    def tick() -> None:
+        ticks.append(1)
+        if len(ticks) == 100:  # it says two lines; 20 s without this end it, too
+            seen.touch()
+
+    image.write_image(tmp_path / "file", store.Staging().room(1, False), tick)
+    assert seen.exists()
+
+    with subprocess.Popen(["sleep", "60"]) as sleeping:
+        while image.runnable(sleeping.pid):
+            pass
+        assert not image.runnable(sleeping.pid)
+        sleeping.kill()
+    assert not image.runnable(sleeping.pid)
 
 
 def test_a_disk_is_waited_for_in_small_pieces(tmp_path: Path) -> None:

@@ -55,9 +55,10 @@ def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=300)
     (wheel,) = tmp_path.glob("megazero-*.whl")
     with zipfile.ZipFile(wheel) as packed:
-        held = {name for name in packed.namelist() if name.endswith(".py")}
+        held = {name for name in packed.namelist() if name.endswith((".py", ".tsv", ".yaml"))}
         packed.extractall(target)
-    own = {path.relative_to(source).as_posix() for path in source.glob("mega*/**/*.py")}
+    files = [path for path in source.glob("mega*/**/*") if path.suffix in (".py", ".tsv", ".yaml")]
+    own = {path.relative_to(source).as_posix() for path in files}
     assert held == own | {f"megazero/kernels/{path.name}" for path in source.glob("kernels/*.py")}
     files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, target, *PACKAGES)
     assert files == [

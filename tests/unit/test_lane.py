@@ -1,12 +1,17 @@
-"""What a lane keeps of the waits on CUDA, with events and streams that only count."""
+"""In which order a lane issues collectives, whatever ends first, and what it keeps of the waits on CUDA. No ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
 
 from megazero.comm import lane as lane_module
-from megazero.comm.lane import Lane, Leg, Ticket
+from megazero.comm.lane import Chain, Lane, Leg, Ticket, no_timing
 
 
 class Event:
@@ -53,3 +58,133 @@ def test_the_host_does_not_wait_for_waits_that_are_not_over(monkeypatch: pytest.
     assert lane.take_stalls() == {}
     landed.over = True
     assert lane.take_stalls() == pytest.approx({"exposed_gather_intra": 2e-3})
+
+
+def test_chains_of_one_unit_follow_each_other_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take turns on two streams, and add to the same sums."""
+    entered: list[Any] = []
+
+    @contextmanager
+    def enter(stream: Any) -> Iterator[None]:
+        entered.append(stream)
+        yield
+
+    waited: list[tuple[Any, Any]] = []
+
+    class Noting(Stream):
+        def wait_event(self, event: Event) -> None:
+            waited.append((self, event))
+
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    lane = Lane("reduce", torch.device("cpu"), 0, no_timing)
+    lane.streams = [Noting(), Noting()]
+    first, other, second = (lane.submit(unit, (), iter(())) for unit in "uvu")  # type: ignore[arg-type]
+    third = lane.submit("u", (), iter(()))  # type: ignore[arg-type]
+    assert entered[0] is entered[2] is not entered[1] is entered[3]
+    assert waited == [(entered[2], first.event), (entered[3], second.event)] and third.done and other.done
+
+
+class Wire:
+    """Collectives that are over when the test says so, or when somebody waits. log: (unit, axis), as they began."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.works: list[Work] = []
+        self.lane = Lane("reduce", torch.device("cpu"), 0, no_timing)
+
+    def submit(self, unit: str, axes: str) -> Ticket:
+        plan = tuple(Leg(axis, "reduce_intra") for axis in axes)
+        return self.lane.submit(unit, plan, self._chain(unit, axes))
+
+    def _chain(self, unit: str, axes: str) -> Chain:
+        for axis in axes:
+            self.log.append((unit, axis))
+            self.works.append(Work())
+            yield self.works[-1]  # type: ignore[misc]
+        self.log.append((unit, "end"))
+
+    def units_on(self, axis: str) -> list[str]:
+        return [unit for unit, at in self.log if at == axis]
+
+
+class Work:
+    over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.over = True
+
+
+def endings(wire: Wire, order: tuple[int, ...]) -> Iterator[Work]:
+    """Collectives end one after the other: of those under way the one whose number is the first in ``order``."""
+    while going := [work for work in wire.works if not work.over]:
+        place = next(number for number in order if number < len(wire.works) and not wire.works[number].over)
+        assert wire.works[place] in going
+        yield wire.works[place]
+
+
+CHAINS: dict[str, tuple[tuple[str, str], ...]] = {  # units with the axes that their chains use, in order
+    "one way": (("u", "ab"), ("v", "ab"), ("w", "ab")),
+    "there and back": (("u", "abba"), ("v", "abba")),
+    "a short one between": (("u", "ab"), ("v", "b"), ("w", "ba")),
+    "without the first axis": (("u", "abc"), ("v", "c"), ("w", "bc")),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_axes_are_used_in_the_order_of_the_chains_whatever_ends_first(name: str) -> None:
+    """Ranks whose collectives end in other orders would meet in different ones, or hang."""
+    chains = CHAINS[name]
+    count = sum(len(axes) for _, axes in chains)
+    seen: set[tuple[Any, ...]] = set()
+    for order in (
+        permutations(range(count)) if count < 7 else (tuple(range(count)), tuple(range(count))[::-1])
+    ):
+        wire = Wire()
+        for unit, axes in chains:
+            wire.submit(unit, axes)
+        for work in endings(wire, order):
+            work.over = True
+            wire.lane.poll()
+        assert not wire.lane.tickets and len(wire.works) == count
+        for axis in "abc":
+            assert wire.units_on(axis) == [unit for unit, axes in chains for each in axes if each == axis]
+        seen.add(tuple(wire.log))
+    assert len(seen) > 1 or name == "there and back", "the orders of endings make no difference"
+
+
+def test_a_chain_goes_on_while_an_older_one_needs_other_axes() -> None:
+    wire = Wire()
+    wire.submit("u", "ab")
+    wire.submit("v", "ca")
+    assert wire.log == [("u", "a"), ("v", "c")]
+    wire.works[1].over = True  # a is the older chain's until that has begun there
+    wire.lane.poll()
+    assert wire.log == [("u", "a"), ("v", "c"), ("v", "a")], "u has begun on a, and does not come back to it"
+
+
+def test_a_units_sums_come_in_the_order_of_its_chains() -> None:
+    """A later micro-batch's messages may be under way, but are added when the ones before are."""
+    wire = Wire()
+    first = wire.submit("u", "a")
+    second = wire.submit("u", "b")
+    other = wire.submit("v", "c")
+    for work in wire.works[1:]:
+        work.over = True
+    wire.lane.poll()
+    assert other.done and not second.done, "only chains of one unit wait for each other"
+    wire.works[0].over = True
+    wire.lane.poll()
+    assert first.done and second.done
+    assert [at for at in wire.log if at[1] == "end"] == [("v", "end"), ("u", "end"), ("u", "end")]
+
+
+def test_a_wait_finishes_older_chains_first() -> None:
+    wire = Wire()
+    first, second = wire.submit("u", "ab"), wire.submit("v", "ab")
+    wire.lane.wait(second)
+    assert first.done and second.done and not wire.lane.busy
+    assert wire.units_on("a") == wire.units_on("b") == ["u", "v"]

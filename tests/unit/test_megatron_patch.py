@@ -19,12 +19,12 @@ from megatron_core_patch import chains, names, patch
 from megatron_core_patch.__main__ import main, parse, split
 from megatron_core_patch.carrier import Carrier
 from megatron_core_patch.chains import Passing, Tile, reduce_columns
+from megatron_core_patch.checks import GRADIENTS, WEIGHTS, MessageChecks
 from megatron_core_patch.options import from_words
 from megatron_core_patch.refusals import ddp_problems, module_problems, optimizer_problems, wrapper_problems
 from megatron_core_patch.report import Teller, start_line
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups, ranks_on_a_node
-from megatron_core_patch.watch import GRADIENTS, WEIGHTS, Watch
 from megazero.comm.codec import Blockwise
 from megazero.comm.traffic import Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
@@ -208,7 +208,7 @@ def test_first_steps_are_compared_with_exact_ones(
     """One rank of one: what is 'sent' is off by a tenth, then exact; the third step is not looked at."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    watch, hops = Watch(from_words(verify_first_steps=2)), Config(ranks=(0,), index=0)
+    watch, hops = MessageChecks(from_words(verify_first_steps=2)), Config(ranks=(0,), index=0)
     copy = lambda out, source, **_: out.copy_(source)  # noqa: E731
     for updates, factor in ((0, 1.1), (1, 1.0), (2, 1.1)):
         bucket = Config(grad_data=torch.ones(4), param_data=torch.ones(4, dtype=torch.bfloat16))
@@ -237,7 +237,7 @@ def test_checksums_tell_replicas_apart(change: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 2)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
-    watch, hops = Watch(from_words(checksum_interval=3)), Config(ranks=(0, 1), index=0)
+    watch, hops = MessageChecks(from_words(checksum_interval=3)), Config(ranks=(0, 1), index=0)
     bucket = Config(param_data=torch.randn(10, dtype=torch.bfloat16))
     assert not watch.weights(bucket, hops, 2, None, None)
     (check,) = watch.weights(bucket, hops, 3, None, None)

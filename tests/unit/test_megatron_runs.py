@@ -17,7 +17,7 @@ from megazero.config.model.parameters import parameter_count
 from megazero.train.data.datasets import tokenizer_info, with_vocabulary
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.run_length import run_length
-from megazero.train.state.origin import Progress
+from megazero.train.state.progress import Progress
 
 GPT2, BLOOM = "--vocab-size 50257", "--vocab-size 250680 --pad-vocab-size-to 250880"
 LLAMA = (

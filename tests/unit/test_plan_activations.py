@@ -64,3 +64,12 @@ def test_activations_go_as_the_backward_proceeds() -> None:
     (stage,) = config.stages()
     sizes = {kind: sum(items.values()) for kind, items in activations(config, 4, [stage], 1).items()}
     assert set(sizes) == {EMBEDDING, LAYER, HEAD} and sizes[EMBEDDING] < min(sizes[LAYER], sizes[HEAD])
+
+
+def test_at_the_embedding_only_other_micro_batches_hold_layers() -> None:
+    def at(moment: str, layers: int, peak: int) -> float:
+        config = make_config({**SIZES, "num_layers": layers}, World(1, 1))
+        return sum(activations(config, 4, config.stages(), peak)[moment].values())
+
+    assert at(EMBEDDING, 4, 1) == at(EMBEDDING, 1, 1), "the last micro-batch's have gone"
+    assert at(EMBEDDING, 4, 3) - at(EMBEDDING, 4, 1) == at(LAYER, 4, 3) - at(LAYER, 4, 1) > 0

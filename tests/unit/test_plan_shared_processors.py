@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from megazero.config import World, make_config
@@ -16,11 +18,12 @@ from megazero.config.options.cluster import (
 )
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.layout import Layout, TimedHop
+from megazero.plan.gathers import gathers
+from megazero.plan.layout import Chain, Layout, TimedHop
 from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
 from megazero.plan.shared_processors import Machine, fair_level
-from megazero.plan.simulate import BILL, simulate
+from megazero.plan.simulate import BILL, ENGINE, _Lane, _run, simulate
 from megazero.pp.schedules import make_schedule, sends
 from tests.sizes import PLANNED
 
@@ -118,3 +121,31 @@ def test_bounds_hold_and_search_finds_the_best() -> None:
                 everything.append(seconds)
     found = [f.timing.seconds for f in search.best(3)]
     assert sorted(found) == pytest.approx(sorted(everything)[:3])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("preset", ["hpz", "zero3", "zero1"])
+def test_a_step_sends_each_message_as_often_as_the_engine(
+    preset: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit is refreshed once, whatever its gathers, and summed across nodes with the last micro-batch alone."""
+    plan = layout(lab(None), zero_preset=preset, global_batch_size=4 * micro_batches, zero_prefetch_bytes=0)
+    sent = Counter[str]()
+
+    def note(lane: _Lane, chain: Chain, start: float, links: dict[str, float]) -> float:
+        for hop in chain:
+            sent[hop.link] += hop.seconds
+        return start
+
+    monkeypatch.setattr(_Lane, "run", note)
+    _run(plan, ENGINE, micro_batches)
+    works = [plan.chains_of(unit) for unit in plan.units(0).shapes]
+    often = gathers(plan.copies(0), plan.program(0, micro_batches), [work.ahead_bytes for work in works])
+    expected = Counter[str]()
+    for number, work in enumerate(works):
+        for chain, times in (
+            (work.refresh, 1), (work.gather, often[number]), (work.every, micro_batches - 1), (work.last, 1),
+        ):  # fmt: skip
+            for hop in chain:
+                expected[hop.link] += times * hop.seconds
+    assert sent == pytest.approx(expected) and sent[INTER] > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 
 from megazero.comm.lane import no_timing
 from megazero.comm.traffic import Traffic
+from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
-from megazero.pp.schedules import SCHEDULES, make_evaluation, make_schedule, schedule_problem
+from megazero.pp.partition import partition
+from megazero.pp.schedules import SCHEDULES, Message, make_evaluation, make_schedule, schedule_problem
 from megazero.pp.timeline import post_after
 from tests.pipeline_walk import depends, ends, posted
 
@@ -74,6 +78,50 @@ def test_when_nothing_else_moves_it_waits_for_the_message_alone():
 
     links(poll)._wait(work, 1)
     assert polls == [True]
+
+
+def test_each_direction_has_its_own_communicator(monkeypatch):
+    """On NCCL a communicator takes its messages in one order: sends one way would wait for receives of the other."""
+    used = []
+    for name in ("isend", "irecv"):
+        note = partial(lambda name, tensor, peer, group: used.append((name, peer, group)), name)
+        monkeypatch.setattr(torch.distributed, name, note)
+    monkeypatch.setattr(Links, "_watched", lambda *_: Future())
+    between = links(lambda: False)
+    between.mesh.pp = SimpleNamespace(ranks=(4, 5, 6), index=1, gather_group="on", reduce_group="back")
+    on, back = Message("activation", 0, 1, 0), Message("gradient", 2, 1, 0)
+    between.open({0: [on], 2: [back]}, {on: 0, back: 0})
+    for target in (2, 0):
+        between.send(torch.zeros(1), target)
+    assert used == [("irecv", 4, "on"), ("irecv", 6, "back"), ("isend", 6, "on"), ("isend", 4, "back")]
+
+
+def test_a_step_that_raises_leaves_nothing_of_itself():
+    """Neither graphs nor gradients of weights that were put off: they hold a step's activations."""
+    kept, calls = [], []
+    noted = {
+        name: partial(lambda name, *_: calls.append(name), name)
+        for name in ("abort", "open", "connect", "advance")
+    }
+    mesh = SimpleNamespace(
+        device=torch.device("cpu"), rank=1, pp=SimpleNamespace(index=1, size=2, ranks=(0, 1))
+    )
+    between = SimpleNamespace(mesh=mesh, receive=lambda *_: torch.ones(1), **noted)
+    put_off = SimpleNamespace(discard=lambda: calls.append("discard"))
+    engine = SimpleNamespace(segment=lambda *_: nullcontext())
+
+    def forward(stage, x, micro_batch):
+        if micro_batch == "bad":
+            kept.extend(pipeline.saved)
+            raise ValueError(micro_batch)
+        return x.square().sum()
+
+    carrier = SimpleNamespace(unpack=lambda x: x.clone())
+    pipeline = Pipeline(partition(2, 2), "gpipe", forward, engine, between, carrier, put_off)
+    with pytest.raises(ValueError, match="bad"):
+        pipeline.step(["good", "bad"])
+    assert kept == [(1, 0)] and not pipeline.saved
+    assert calls == ["connect", "open", "advance", "abort", "discard"]
 
 
 def early(posts, needed) -> tuple[int, int]:

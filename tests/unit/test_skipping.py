@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from megazero.config import ConfigError, make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.options.skipping import iteration_ranges, range_around
+from megazero.config.options.skipping import due, iteration_ranges, range_around
 from megazero.train.schedule.run_length import RunLength
-from megazero.train.state.origin import Progress
-from megazero.train.state.skipping import LeftOut, just_before, leave_out, next_to_leave_out, without_effect
+from megazero.train.state.progress import (
+    LeftOut,
+    Progress,
+    just_before,
+    leave_out,
+    next_to_leave_out,
+    without_effect,
+)
 from tests.sizes import TINY
 
 
@@ -47,6 +55,13 @@ def test_samples_follow_the_ramp_up_and_the_schedule_waits() -> None:
     assert by_iterations.scheduled(twice) == 2 and by_iterations.position(twice) == 6
     assert next_to_leave_out(((3, 8),), begin, 100) == 8 and next_to_leave_out(((3, 8),), begin, 5) == 5
     assert next_to_leave_out(((4, 8),), begin, 100) is None
+
+
+def test_a_multiple_that_is_passed_over_is_due() -> None:
+    for interval, since, iteration in product(range(1, 9), range(20), range(20)):
+        passed = any(at % interval == 0 for at in range(since + 1, iteration + 1))
+        assert due(interval, since, iteration) == passed or iteration < since
+    assert not due(None, 0, 100)
 
 
 def test_ranges_without_effect_are_said() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megazero.log.exit_status import ExitStatus
+from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "pretrain" / "slurm").glob("*.sbatch"))
@@ -101,6 +102,14 @@ def test_a_launchers_status_counts_where_the_run_said_none(scripts) -> None:
     (scripts.run / "logs" / "exit_status").write_text("75\n")  # of an earlier job
     assert scripts.end("pretrain.sbatch", ends=1)[0] == 1
     assert "scontrol requeue 7" not in scripts.calls
+
+
+def test_torchruns_success_does_not_count_where_the_run_said_nothing(scripts) -> None:
+    """It is that of a planned stop, too, which could not be written down."""
+    assert scripts.end("torchrun.sbatch", ends=0)[0] == 1
+    assert scripts.end("torchrun.sbatch", ends=0, SAID=75)[0] == 75
+    assert "scontrol requeue 7" in scripts.calls
+    assert scripts.end("torchrun.sbatch", ends=0, SAID=0)[0] == 0
 
 
 def test_ranks_that_were_all_killed_are_lost(scripts) -> None:
@@ -245,3 +254,12 @@ def test_the_table_of_what_was_tried_has_events_of_the_matrix() -> None:
     begin = page.index(head) + 2
     tried = [row.split(" | ")[0].removeprefix("| ") for row in page[begin : page.index("", begin)]]
     assert len(set(tried)) == len(tried) and set(tried) <= set(EVENTS) and "not run" not in "".join(page)
+
+
+def test_no_job_writes_into_the_checkout(tmp_path) -> None:
+    """The scripts write beside themselves; in the tests' SLURM another folder goes before what they say."""
+    assert Cluster(tmp_path).environ["SBATCH_OUTPUT"] == f"{tmp_path}/%x-%j.out"
+    tracked = subprocess.run(["git", "ls-files", "*.log", "*.out"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("no git checkout")
+    assert tracked.stdout == ""

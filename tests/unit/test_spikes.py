@@ -13,12 +13,11 @@ import pytest
 from megazero.config import ConfigError, make_config
 from megazero.config.options.skipping import SkippingConfig
 from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
-from megazero.ops.guards import LocalStep, NonFiniteGuard
 from megazero.train.outputs import open_outputs
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state import rollback
-from megazero.train.state.origin import Origin, Progress
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.origin import Origin
+from megazero.train.state.progress import LeftOut, Progress
 from tests.sizes import TINY
 from tests.unit.test_train_metrics import _line
 
@@ -80,12 +79,6 @@ def test_where_a_spike_began_is_remembered_over_what_lies_between() -> None:
     monitor = steady()
     assert [monitor.observe(at, 4.0, 1.0) is not None for at in (12, 14, 17)] == [False, False, True]
     assert (monitor.beyond, monitor.began) == (3, 12)
-    guard = NonFiniteGuard()
-    for at in (20, 24, 25):
-        guard.check_norm(at, math.inf, LocalStep(0, 1.0, ()), lambda own: [own])
-    assert guard.began == 20
-    guard.check_norm(26, 1.0, LocalStep(0, 1.0, ()), lambda own: [own])
-    assert guard.began == 0
 
 
 def test_going_back_counts_and_forgets_what_was_beyond(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ has a run of it."""
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from typing import Any
@@ -115,6 +116,7 @@ class FakeEvent:
     """An event of a stream whose time is a count."""
 
     now = 0.0
+    reached = math.inf  # by the device
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -123,9 +125,10 @@ class FakeEvent:
         self.at = FakeEvent.now
 
     def query(self) -> bool:
-        return True
+        return self.at <= FakeEvent.reached
 
     def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.query() and later.query(), "CUDA raises an error"
         return later.at - self.at
 
 
@@ -146,6 +149,17 @@ def test_waits_are_spans_on_a_cpu_and_events_on_cuda(monkeypatch: pytest.MonkeyP
     assert timer.take_stalls() == {}
     with Waits(torch.device("cuda"))("exposed_tp_intra"):  # nobody watches
         pass
+
+
+def test_a_wait_that_is_not_over_is_left_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
+    timer = Waits(torch.device("cuda"), TimeBill().span)
+    with timer("exposed_tp_intra"):
+        FakeEvent.now += 4
+    assert timer.take_stalls() == {}
+    monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
+    assert timer.take_stalls() == pytest.approx({"exposed_tp_intra": 4e-3})
 
 
 def test_the_meter_stops() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megazero.log.exit_status import ExitStatus
+from megazero.ops import stopping
 from megazero.ops.guards import (
     LocalStep,
     NonFiniteGuard,
@@ -23,15 +24,20 @@ from megazero.ops.guards import (
 from megazero.ops.stopping import ExitConditions, NotStarted, StopSignals
 
 
-def alone(conditions: ExitConditions, iteration: int) -> str | None:
+def alone(conditions: ExitConditions, iteration: int, since: int | None = None) -> str | None:
     """The reason of the only rank."""
-    own = conditions.own_reason()
-    return conditions.told(own, own is not None) or conditions.planned(iteration)
+    own, since = conditions.own_reason(), iteration - 1 if since is None else since
+    return conditions.told(own, own is not None) or conditions.planned(since, iteration)
 
 
 def test_exit_interval() -> None:
     conditions = ExitConditions(exit_interval=5)
     assert [i for i in range(1, 16) if alone(conditions, i)] == [5, 10, 15]
+    passed = alone(conditions, 12, since=8)
+    assert (
+        passed == "iteration 10 is a multiple of --exit-interval 5"
+        and alone(conditions, 14, since=11) is None
+    )
     assert alone(ExitConditions(), 1) is None
 
 
@@ -68,7 +74,9 @@ def test_one_ranks_signal_stops_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_signals_are_noted_and_handlers_restored(number: signal.Signals) -> None:
+def test_signals_are_noted_and_handlers_restored(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     with StopSignals() as signals:
         signals.hold()
@@ -76,6 +84,8 @@ def test_signals_are_noted_and_handlers_restored(number: signal.Signals) -> None
         assert alone(conditions, 1) is None
         os.kill(os.getpid(), number)
         assert alone(conditions, 2) == f"received {number.name}"
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C signals all ranks, and torchrun hands it on to them
+        monkeypatch.setattr(stopping, "SAME_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert {n: signal.getsignal(n) for n in before} == before
@@ -132,6 +142,15 @@ def test_norms_skip_and_stop_after_a_row() -> None:
         guard.check_norm(6, math.inf, GOOD, _gathers(GOOD))
     with pytest.raises(ValueError, match="at least 1"):
         NonFiniteGuard(0)
+
+
+def test_a_row_of_skips_begins_after_the_last_good_step() -> None:
+    """A rollback goes back to before it: a beginning of an earlier row would undo good steps."""
+    guard, began = NonFiniteGuard(max_skips=9), []
+    for iteration, norm in enumerate([1.0, math.inf, math.nan, 1.0, 1.0, math.inf, math.inf, 1.0], 1):
+        guard.check_norm(iteration, norm, GOOD, _must_not_gather)
+        began.append(guard.began)
+    assert began == [0, 2, 2, 0, 0, 6, 6, 0]
 
 
 def test_overflows_that_a_lower_loss_scale_may_cure_do_not_count() -> None:

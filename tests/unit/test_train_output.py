@@ -17,7 +17,7 @@ from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalar
 from megazero.log.metrics import MetricsWriter, read_metrics
 from megazero.log.plot import plot_loss
 from megazero.train.outputs import Outputs
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.progress import LeftOut
 from tests.unit.test_train_metrics import _line
 
 
@@ -47,6 +47,16 @@ def test_plain_lines_without_a_terminal() -> None:
     assert "  model  llama [tiny]" in lines
     assert " evaluation at 7 on validation | loss 2.0000 | perplexity 7.389" in lines
     assert " warning: a [bracketed] warning" in lines
+
+
+def test_an_interval_whose_end_was_left_out_ends_with_the_next_iteration() -> None:
+    stream = io.StringIO()
+    with TrainConsole(total=20, begin=4, log_interval=5, stream=stream) as console:
+        for iteration in (8, 9, 11, 12, 16):
+            console.iteration(_line(iteration))
+    assert [line.split("|")[0].strip() for line in stream.getvalue().splitlines()] == [
+        "iteration  8/20", "iteration 11/20", "iteration 16/20",
+    ]  # fmt: skip
 
 
 def test_terminal_draws_a_bar_and_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.options.optimizers import DECAY_STYLES, WSD_STYLES
 from megazero.train.schedule.learning_rate import LearningRate
+
+# Megatron's: a style that megazero alone has needs a test by hand.
+STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
 @pytest.mark.parametrize(
-    ("style", "wsd_style"),
-    [(s, "exponential") for s in DECAY_STYLES if s != "WSD"] + [("WSD", w) for w in WSD_STYLES],
+    ("style", "wsd_style"), [(s, "exponential") for s in STYLES] + [("WSD", w) for w in WSD_STYLES]
 )
 @pytest.mark.parametrize(("warmup", "init"), [(0, 0.0), (1, 0.0), (37, 1e-5), (4.22, 0.0)])
 @pytest.mark.parametrize("minimum", [0.0, 3e-5])

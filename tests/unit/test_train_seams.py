@@ -16,7 +16,6 @@ import torch
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.flops import training_flops
-from megazero.config.options.optimizers import DECAY_STYLES, WSD_STYLES
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
 from megazero.data.tokenizer import NullTokenizer
@@ -29,6 +28,7 @@ from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.trainer import Trainer
 from tests.sizes import TINY
+from tests.unit.test_train_schedule import STYLES, WSD_STYLES
 
 SMALL = {**TINY, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
 SMALL |= {"ffn_hidden_size": 8, "seq_length": 4}
@@ -89,9 +89,7 @@ def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -
         decay = {"lr_decay_samples": 70, "min_lr": 1e-3}
         wsd = {"lr_wsd_decay_samples": 40}
     styles = [{"lr_decay_style": "constant"}]
-    styles += [
-        {"lr_decay_style": style, **decay} for style in DECAY_STYLES if style not in ("constant", "WSD")
-    ]
+    styles += [{"lr_decay_style": style, **decay} for style in STYLES if style != "constant"]
     styles += [{"lr_decay_style": "WSD", "lr_wsd_decay_style": w, **decay, **wsd} for w in WSD_STYLES]
     for number, style in enumerate(styles):
         folder = tmp_path / str(number)
@@ -116,6 +114,19 @@ def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -
         assert [([line[name] for name in names], line["batch_size"]) for line in lines] == wanted, style
 
 
+class PlainLion(torch.optim.Optimizer):
+    """Chen et al. 2023, algorithm 2, as it is printed."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+            for p in group["params"]:
+                m, g, w = self.state[p].get("m", torch.zeros_like(p)), p.grad, p.detach()
+                c = beta1 * m + (1 - beta1) * g
+                w.copy_(w - rate * (torch.sign(c) + decay * w))
+                self.state[p]["m"] = beta2 * m + (1 - beta2) * g
+
+
 def reference(config: RunConfig) -> list[dict[str, Any]]:
     """The lines of an uninterrupted run: whole batches, autograd, torch.optim, clip_grad_norm_."""
     o, training, batch = config.optimizer, config.training, config.batch
@@ -135,6 +146,8 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
     optimizer: torch.optim.Optimizer
     if o.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=o.sgd_momentum)
+    elif o.optimizer == "lion":
+        optimizer = PlainLion(groups, {"lr": 0.0, "betas": (o.lion_beta1, o.lion_beta2)})
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     total = training.train_samples or 0
@@ -186,12 +199,15 @@ ADAMW = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-2}
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
 
 
+LION = {"optimizer": "lion", "lion_beta1": 0.6, "lion_beta2": 0.7}
 DECOUPLED = {**ADAMW, "decoupled_lr": 0.2, "decoupled_min_lr": 0.03}
 UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": True}
 
 
 @pytest.mark.parametrize(
-    "options", [ADAMW, SGD, DECOUPLED, UNTIED], ids=["adamw", "sgd", "decoupled", "decoupled, untied"]
+    "options",
+    [ADAMW, SGD, LION, DECOUPLED, UNTIED],
+    ids=["adamw", "sgd", "lion", "decoupled", "decoupled, untied"],
 )
 def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
@@ -288,6 +304,42 @@ def test_steps_that_are_not_finite_are_skipped_told_and_ten_in_a_row_the_end(tmp
     lines = read_metrics(tmp_path)
     assert updated == [2, 4]  # the first has rate 0
     assert [line["iteration"] for line in lines if line.get("skipped")] == [3, *range(5, 14)]
+
+
+def test_what_is_due_among_iterations_left_out_comes_after_them(tmp_path: Path) -> None:
+    """Evaluation, save, exit and the end of the trace: none is passed over with them."""
+    told: list[str] = []
+    recording: dict[int, bool] = {}
+
+    def watch(trainer: Trainer) -> None:
+        iterate, profiler = trainer._iterate, trainer.profiler
+        profiler.say = told.append
+
+        def note(batches: Any) -> Any:
+            recording[trainer.progress.iteration + 1] = profiler.recorder is not None
+            return iterate(batches)
+
+        trainer._iterate = note  # type: ignore[method-assign]
+
+    values = {
+        **SMALL, "train_iters": 12, "skip_train_iteration_range": ("4-6",), "eval_interval": 4, "eval_iters": 1,
+        "save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "save_interval": 5,
+        "log_dir": str(tmp_path), "profile": True, "profile_step_start": 2,
+    }  # fmt: skip
+    run({**values, "exit_interval": 5, "profile_step_end": 4}, watch)
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [1, 2, 3, 6]
+    assert recording == {1: False, 2: False, 3: True}
+    run({**values, "profile_step_end": 4}, watch)
+    evaluated = [line["iteration"] for line in read_metrics(tmp_path) if "eval_lm_loss" in line]
+    assert evaluated == [6, 8, 12]
+    assert [path.name[-2:] for path in store.checkpoints(tmp_path / "run")] == ["06", "10", "12"]
+    fresh = {**values, "save": None, "load": None, "save_interval": None}
+    run({**fresh, "profile_step_end": 4}, watch)
+    assert [at for at, records in recording.items() if records] == [3]
+    run({**fresh, "profile_step_start": 3, "profile_step_end": 6}, watch)
+    assert [" ".join(line.split()[:4]) for line in told] == [
+        "iterations 3 to 3", "no trace was written:", "iterations 3 to 3", "no trace was written:",
+    ]  # fmt: skip
 
 
 def test_a_run_of_a_given_duration_ends_and_is_saved(tmp_path: Path) -> None:

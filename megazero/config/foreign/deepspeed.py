@@ -7,113 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row, rows
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.fields import show
 from megazero.config.read.sources import Layer
 from megazero.config.run import all_options
 
-OFFLOAD = "offload is not built; shard further instead (--zero-preset zero3)"
-ZERO = "zero_optimization."
-
-# DeepSpeed key -> our field, the value taken as it is.
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "train_batch_size": "global_batch_size",
-        "train_micro_batch_size_per_gpu": "micro_batch_size",
-        "gradient_clipping": "clip_grad",
-        ZERO + "stage": "zero_stage",
-        ZERO + "zero_quantized_weights": "zero_quantized_weights",
-        ZERO + "zero_quantized_gradients": "zero_quantized_gradients",
-    }
-)
-# Keys whose only value here is a fact. null, DeepSpeed's default, asks for nothing.
-ALWAYS: Mapping[str, tuple[Any, str]] = MappingProxyType(
-    {"data_types.grad_accum_dtype": ("fp32", "gradients always accumulate in at least fp32")}
-)
-# Keys that say how DeepSpeed works or what it prints, not what is trained: any value is taken, with one note.
-LOGS = "what is printed: --log-interval; the time bill is always in metrics.jsonl"
-LEGACY = "of DeepSpeed's own inner workings"
-CHECKPOINTS = "a checkpoint always loads on any layout"
-NO_EFFECT: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown"), LOGS),
-        **dict.fromkeys(("comms_logger", "flops_profiler"), "bytes and FLOP/s are always in metrics.jsonl"),
-        "activation_checkpointing": "how, where --recompute-granularity asks for it",
-        "prescale_gradients": "the divisor is applied once, to sums in fp32",
-        "gradient_predivide_factor": "the divisor is applied once, to sums in fp32",
-        "communication_data_type": "sums are in fp32; formats are --zero-quantized-gradients and its kin",
-        "seq_parallel_communication_data_type": "activations travel in the parameters' dtype",
-        "zero_allow_untested_optimizer": "every --optimizer works with every preset",
-        "zero_force_ds_cpu_optimizer": "there is no offload",
-        "aio": "there is no offload",
-        "disable_allgather": LEGACY,
-        "elastic_checkpoint": CHECKPOINTS,
-        "checkpoint": CHECKPOINTS,
-        "bf16.immediate_grad_update": LEGACY,
-        "bf16.check_grad_overflow": "a step whose gradients are not finite is always skipped",
-        ZERO + "overlap_comm": "communication always overlaps",
-        ZERO + "reduce_scatter": "gradients are always reduce-scattered",
-        ZERO + "contiguous_gradients": "gradients always lie in flat buffers",
-        ZERO + "reduce_bucket_size": "a module's gradients are one message",
-        ZERO + "allgather_bucket_size": "a module's parameters are one message",
-        ZERO + "allgather_partitions": "parameters are always gathered",
-        ZERO + "stage3_param_persistence_threshold": "units are gathered whole",
-        ZERO + "stage3_model_persistence_threshold": "units are gathered whole",
-        ZERO + "stage3_module_granularity_threshold": "units are gathered whole",
-        ZERO + "stage3_max_live_parameters": "--zero-prefetch-bytes bounds what is gathered ahead",
-        ZERO + "stage3_max_reuse_distance": "--zero-params-lifetime says when parameters are dropped",
-        ZERO + "stage3_gather_16bit_weights_on_model_save": CHECKPOINTS,
-        ZERO + "stage3_gather_fp16_weights_on_model_save": CHECKPOINTS,
-        ZERO + "elastic_checkpoint": CHECKPOINTS,
-        ZERO + "load_from_fp32_weights": "fp32 master weights are always saved and loaded",
-        ZERO + "mics_hierarchical_params_gather": "gathers always follow the node boundary",
-        ZERO + "cpu_offload_use_pin_memory": "there is no offload",
-        **dict.fromkeys(
-            (
-                ZERO + "sub_group_size",
-                ZERO + "round_robin_gradients",
-                ZERO + "ignore_unused_parameters",
-                ZERO + "memory_efficient_linear",
-                ZERO + "legacy_stage1",
-                ZERO + "use_multi_rank_bucket_allreduce",
-                ZERO + "stage3_use_all_reduce_for_fetch_params",
-                ZERO + "use_all_reduce_for_fetch_params",
-            ),
-            LEGACY,
-        ),
-    }
-)
-# Keys that users have, with what to do instead. What is switched off (see _asks) is accepted.
-UNSUPPORTED: Mapping[str, str] = MappingProxyType(
-    {
-        ZERO
-        + "zero_quantized_nontrainable_weights": "frozen weights are sent as the others are; leave it out",
-        ZERO + "offload_optimizer": OFFLOAD,
-        ZERO + "offload_param": OFFLOAD,
-        ZERO + "cpu_offload": OFFLOAD,
-        ZERO + "cpu_offload_params": OFFLOAD,
-        "fp16.consecutive_hysteresis": "overflows are counted until the scale grows, as in Megatron; leave it out",
-        "bf16.bf16_master_weights_and_grads": "master weights are always fp32; leave it out",
-        "fp16.fp16_master_weights_and_grads": "master weights and gradients are in at least fp32; leave it out",
-        "amp": "apex is not used; use bf16 or fp16",
-        "optimizer": "use --optimizer, --lr, --weight-decay, --adam-beta1, --adam-beta2, --adam-eps",
-        "scheduler": "use --lr-decay-style, --lr-warmup-iters",
-        "curriculum_learning": "lengths that grow are not built; leave it out to train at --seq-length throughout",
-        "data_efficiency": "its sampling and token dropping are not built; leave it out",
-        "progressive_layer_drop": "layers are never dropped; leave it out",
-        "eigenvalue": "it serves quantised training, which is not built; leave it out",
-        "quantize_training": "training with quantised weights is not built; leave it out",
-        "compression_training": "compression is not built; leave it out",
-        "sparse_attention": "attention is dense; leave it out",
-        "sparse_gradients": "gradients are dense; leave it out",
-        "elasticity": "the batch is --global-batch-size on any number of ranks; leave it out",
-        "autotuning": "sizes are not searched; leave it out",
-        "tensorboard": "use --tensorboard-dir",
-        "wandb": "use --wandb-project",
-        "csv_monitor": "metrics.jsonl has every value; leave it out",
-        "comet": "use --tensorboard-dir or --wandb-project",
-    }
-)
+FILE = "deepspeed.tsv"
+CONVERT = "convert"  # a heading of it
 ALWAYS_ON = ("optimizer", "scheduler", "sparse_attention", "compression_training")  # blocks without a switch
 # Of the block fp16: key -> (our field, DeepSpeed's own default). It decides the loss scale alone: flags do not.
 LOSS_SCALE: Mapping[str, tuple[str, Any]] = MappingProxyType(
@@ -133,25 +34,11 @@ FP16_TUNING = (
     *("fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads"),
 )
 OLD_NAMES: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16"})
-# Keys that need a word of translation (in _special).
-SPECIAL: Mapping[str, str] = MappingProxyType(
-    {
-        "gradient_accumulation_steps": "`--global-batch-size` through micro-batch and ranks, or a check of it",
-        "bf16.enabled": "`--bf16`",
-        "fp16.enabled": "`--fp16`, with the block's loss scale",
-        "fp16.auto_cast": "has no effect: inputs are tokens",
-        "fp16.loss_scale": "`--loss-scale`",
-        "fp16.initial_scale_power": "n: `--initial-loss-scale` 2^n",
-        "fp16.loss_scale_window": "`--loss-scale-window`",
-        "fp16.hysteresis": "`--hysteresis`",
-        "fp16.min_loss_scale": "`--min-loss-scale`",
-        ZERO + "mics_shard_size": "k: `--zero-shard k,k,k`; -1: off",
-        ZERO + "zero_hpz_partition_size": "k: `--zero-preset hpz --zero-hpz-partition-size k`; 1: off",
-        ZERO
-        + "zeropp_loco_param": "`--zero-gradient-rounding feedback`; its err_beta and reset_T are not taken",
-        ZERO + "stage3_prefetch_bucket_size": "elements: `--zero-prefetch-bytes` in bytes",
-    }
-)
+
+
+def keys() -> Mapping[str, Row]:
+    """Return the row of each key that is known."""
+    return {name: row for name, (row,) in rows(FILE).items()}
 
 
 def read_deepspeed(path: str) -> Layer:
@@ -160,10 +47,10 @@ def read_deepspeed(path: str) -> Layer:
     content = _load(layer, path)
     if content is None:
         return layer
-    keys = dict(_flat(layer, content))
-    for key, value in keys.items():
-        _put(layer, key, value, keys)
-    _group(layer, keys)
+    said = dict(_flat(layer, content))
+    for key, value in said.items():
+        _put(layer, key, value, said)
+    _group(layer, said)
     if "zero_shard" in layer.values:  # MiCS is a form of stage 3
         layer.values.pop("zero_stage", None)
     return layer
@@ -192,29 +79,35 @@ def _asks(key: str, value: Any) -> bool:
     return switch not in (False, None, "none")
 
 
-def _group(layer: Layer, keys: Mapping[str, Any]) -> None:
+def _group(layer: Layer, said: Mapping[str, Any]) -> None:
     """Write one line for all keys that have one cause."""
-    without = [key for key in keys if key in NO_EFFECT]
+    known = {key: keys()[key] for key in said if key in keys()}
+    without = [key for key in known if _without_effect(known[key])]
     if without:
         layer.notes.append(
             f"{layer.source}: no effect here, where it is always so or is decided elsewhere (docs/flags.md): "
             f"{', '.join(without)}"
         )
     causes: dict[str, list[str]] = {}
-    for key, value in keys.items():
-        if key in UNSUPPORTED and value != "auto" and _asks(key, value):
-            causes.setdefault(UNSUPPORTED[key], []).append(key)
+    for key, row in known.items():
+        if row.kind == REFUSE and said[key] != "auto" and _asks(key, said[key]):
+            causes.setdefault(row.text, []).append(key)
     for cure, asked in causes.items():
         verb = "is" if len(asked) == 1 else "are"
         layer.errors.append(f"{layer.source}: {', '.join(asked)} {verb} not supported: {cure}")
-    automatic = [key for key, value in keys.items() if value == "auto" and key not in NO_EFFECT]
+    automatic = [key for key, value in said.items() if value == "auto" and key not in without]
     if automatic:
-        flags = [all_options()[RENAMED[key]].flag for key in automatic if key in RENAMED]
+        mapped = (keys()[key].options for key in automatic if key in keys())
+        flags = [all_options()[name].flag for options in mapped for name in options]
         use = f" and use {', '.join(flags)}" if flags else ""
         layer.errors.append(
             f"{layer.source}: {', '.join(automatic)} cannot be 'auto', which Hugging Face's Trainer fills in: write "
             f"the value, or leave the key out{use}"
         )
+
+
+def _without_effect(row: Row) -> bool:
+    return row.kind == ACCEPT and not row.value
 
 
 def _load(layer: Layer, path: str) -> dict[str, Any] | None:
@@ -240,28 +133,25 @@ def _load(layer: Layer, path: str) -> dict[str, Any] | None:
     return content
 
 
-def _put(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
-    where = f"{layer.source}: {key}"
-    if value == "auto" or key in NO_EFFECT or key in UNSUPPORTED:
+def _put(layer: Layer, key: str, value: Any, said: Mapping[str, Any]) -> None:
+    where, row = f"{layer.source}: {key}", keys().get(key)
+    if value == "auto" or (row is not None and (row.kind == REFUSE or _without_effect(row))):
         return  # _group
-    known = [*RENAMED, *SPECIAL, *ALWAYS, *NO_EFFECT, *UNSUPPORTED]
-    if key not in known:
-        layer.errors.append(f"{where} is not supported{did_you_mean(key, known)}; leave it out")
+    if row is None:
+        layer.errors.append(f"{where} is not supported{did_you_mean(key, keys())}; leave it out")
     elif value is None:  # as if it were not there
         return
-    elif key in RENAMED:
-        option = all_options()[RENAMED[key]]
+    elif row.kind == MAP:
+        option = all_options()[next(iter(row.options))]
         layer.put(option, _whole(value) if option.kind == "int" else value, where)
-    elif key in ALWAYS:
-        wanted, text = ALWAYS[key]
-        if value == wanted:
-            layer.notes.append(f"{where}: {text}")
-        else:
-            layer.errors.append(
-                f"{where} cannot be {value!r}: {text}; leave it out or set {json.dumps(wanted)}"
-            )
+    elif row.kind == CONVERT:
+        _convert(layer, row, _whole(value), said)
+    elif value == row.value:
+        layer.notes.append(f"{where}: {row.text}")
     else:
-        _special(layer, key, _whole(value), keys)
+        layer.errors.append(
+            f"{where} cannot be {value!r}: {row.text}; leave it out or set {json.dumps(row.value)}"
+        )
 
 
 def _whole(value: Any) -> Any:
@@ -273,7 +163,8 @@ def _whole(value: Any) -> Any:
     return int(number) if number is not None and number.is_integer() else value
 
 
-def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> None:
+def _convert(layer: Layer, row: Row, value: Any, said: Mapping[str, Any]) -> None:
+    key = row.name
     where = f"{layer.source}: {key}"
     put: Callable[[str, Any], None] = lambda name, v: layer.put(all_options()[name], v, where)  # noqa: E731
     if key.endswith(".enabled"):
@@ -282,12 +173,12 @@ def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> Non
         elif value:
             put("params_dtype", key.removesuffix(".enabled"))
             if key == "fp16.enabled":
-                _loss_scale(layer, keys)
+                _loss_scale(layer, said)
     elif key in LOSS_SCALE:
-        if keys["fp16.enabled"] is not True:  # else they are read with it
+        if said["fp16.enabled"] is not True:  # else they are read with it
             layer.notes.append(f"{where} {show(value)} is left out: fp16.enabled is not true")
     elif key == "fp16.auto_cast":
-        layer.notes.append(f"{where} {SPECIAL[key]}")
+        layer.notes.append(f"{where} {row.text}")
     elif key.endswith("zeropp_loco_param"):
         _loco(layer, where, value)
     elif not isinstance(value, int) or isinstance(value, bool):
@@ -303,17 +194,17 @@ def _special(layer: Layer, key: str, value: Any, keys: Mapping[str, Any]) -> Non
         if value != 1:  # 1, DeepSpeed's default, is off
             put("zero_hpz_partition_size", value)
     else:
-        width = 2 if True in (keys.get("bf16.enabled"), keys.get("fp16.enabled")) else 4
+        width = 2 if True in (said.get("bf16.enabled"), said.get("fp16.enabled")) else 4
         layer.notes.append(
             f"{where}: {value} elements of {width} bytes are --zero-prefetch-bytes {value * width}"
         )
         put("zero_prefetch_bytes", value * width)
 
 
-def _loss_scale(layer: Layer, keys: Mapping[str, Any]) -> None:
+def _loss_scale(layer: Layer, said: Mapping[str, Any]) -> None:
     """Take over the whole block about the loss scale, with DeepSpeed's defaults for the keys that it leaves out."""
     for key, (name, default) in LOSS_SCALE.items():
-        value, where = keys.get(key, default), f"{layer.source}: {key}"
+        value, where = said.get(key, default), f"{layer.source}: {key}"
         if value == "auto":
             value = default
         if key == "fp16.initial_scale_power":

@@ -15,9 +15,10 @@ from itertools import islice
 from math import gcd, log
 from typing import Any
 
-from megazero.checkpoint.directory import newest_state
+from megazero.checkpoint.directory import stated
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.layout.shards import IN_NODE, PARTITIONED
+from megazero.config.layout.shards import IN_NODE, PARTITIONED, QUANTISED
+from megazero.config.model.loaded import continued
 from megazero.config.options.fields import typed
 from megazero.config.options.sections import ParallelConfig, ZeroConfig
 from megazero.config.rules import batch_multiples
@@ -95,11 +96,9 @@ def _legal(config: RunConfig, world: World, sizes: Sequence[int]) -> Iterator[Ru
 
 def _sizes_to_come(config: RunConfig) -> list[int]:
     """Return the global batches from where the run goes on, the one in use first and the full one last."""
-    files, sizes = config.checkpoint, BatchSizeRampup.of(config, 1)
-    consumed = 0
-    if config.batch.rampup_batch_size and files.load and not files.finetune:
-        consumed = newest_state(files.load).get("consumed_samples", 0)
-    return sizes.sizes_from(consumed)
+    path = continued(config.values()) if config.batch.rampup_batch_size else None
+    consumed = stated(path).get("consumed_samples", 0) if path else 0
+    return BatchSizeRampup.of(config, 1).sizes_from(consumed)
 
 
 def _layouts(config: RunConfig, world: World) -> list[ParallelConfig]:
@@ -144,7 +143,7 @@ def _shards(config: RunConfig, world: World) -> Iterator[ZeroConfig]:
         yield replace(zero, zero_shard=nearest_shards((p, g, os), d, h))
     elif zero.zero_preset in PARTITIONED and zero.zero_hpz_partition_size and h > 1:
         yield replace(zero, zero_hpz_partition_size=nearest_divisor(h, zero.zero_hpz_partition_size))
-    elif zero.zero_preset == "zeropp":  # one rank a node: the same messages
+    elif zero.zero_preset in QUANTISED:  # one rank a node: the same messages
         changed: dict[str, Any] = {"zero_quantized_weights_delta": True, "zero_quantized_gradients": True}
         yield replace(zero, zero_preset="zero1", zero_hpz_partition_size=None, **changed)
     elif zero.zero_preset in IN_NODE:

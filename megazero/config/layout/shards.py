@@ -12,18 +12,49 @@ stay inside the node until the step's last micro-batch; wire.py says what it sen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from megazero.mesh.grid import copy_lifetime, shard_problem
 
-PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "hpz", "zeropp")
-AUTO = "auto"  # chosen by the planner at the start; until then it is judged as zero1, which is always legal
-STAGE_PRESETS = ("ddp", "zero1", "zero2", "zero3")
+
+class Preset(NamedTuple):
+    """This is one preset. ``p``, ``g`` and ``os`` are '1', 'h' or 'd'.
+
+    ``stage`` is DeepSpeed's number for it. With ``partitioned``, P may be chosen. With ``quantised``, changes of
+    weights and gradients are sent quantised across nodes where nothing else is said.
+    """
+
+    p: str
+    g: str
+    os: str
+    stage: int | None = None
+    partitioned: bool = False
+    quantised: bool = False
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "ddp": Preset("1", "1", "1", stage=0),
+        "zero1": Preset("1", "1", "d", stage=1),
+        "zero2": Preset("1", "d", "d", stage=2),
+        "zero3": Preset("d", "d", "d", stage=3),
+        "mics": Preset("h", "h", "h"),
+        "hsdp": Preset("h", "h", "h"),
+        "hpz": Preset("h", "d", "d", partitioned=True),
+        "zeropp": Preset("h", "h", "d", partitioned=True, quantised=True),
+    }
+)
+STAGE_PRESETS = {preset.stage: name for name, preset in PRESETS.items() if preset.stage is not None}
+IN_NODE = tuple(name for name, preset in PRESETS.items() if preset.p == "h")  # P is ranks of one node
+PARTITIONED = tuple(name for name, preset in PRESETS.items() if preset.partitioned)
+QUANTISED = tuple(name for name, preset in PRESETS.items() if preset.quantised)
 DEFAULT_PRESET = "zero1"  # the fewest bytes of the exact presets, and less memory than ddp
+AUTO = "auto"  # chosen by the planner at the start; until then it is judged as zero1, which is always legal
 LIFETIMES = ("use", "step", "resident", "gathered")
 GRADIENT_LIFETIMES = ("micro-batch", "step")  # of whole gradients
-IN_NODE = ("mics", "hsdp", "hpz", "zeropp")  # shard parameters over the ranks of one node
-PARTITIONED = ("hpz", "zeropp")  # P may be chosen
 
 
 @dataclass(frozen=True)
@@ -105,33 +136,24 @@ def _triple(policy: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _preset_factors(preset: str, d: int, h: int, partition: int | None) -> tuple[int, int, int]:
-    table = {
-        "ddp": (1, 1, 1),
-        "zero1": (1, 1, d),
-        "zero2": (1, d, d),
-        "zero3": (d, d, d),
-        "mics": (h, h, h),
-        "hsdp": (h, h, h),
-        "hpz": (partition or h, d, d),
-        "zeropp": (partition or h, h, d),
-        AUTO: (1, 1, d),
-    }
+    table = {**PRESETS, AUTO: PRESETS["zero1"]}
     if preset not in table:
         raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-    factors = table[preset]
+    sizes, chosen = {"1": 1, "h": h, "d": d}, table[preset]
+    p = partition or h if chosen.partitioned else sizes[chosen.p]
     room = min(partition or h, h)
     if preset in IN_NODE and room == 1:
         nearest = "preset: zero3"
-        if preset == "zeropp":
+        if chosen.quantised:
             same = "preset: zero1, with --zero-quantized-weights-delta --zero-quantized-gradients the same messages"
             nearest = same if h == 1 else f"factors: --zero-shard 1,{h},{d}"
         raise ValueError(
             f"preset {preset} shards parameters over ranks of one node, but only {room} data-parallel rank shares a "
             f"node here; nearest legal {nearest}"
         )
-    if preset in PARTITIONED and factors[0] > h:
+    if chosen.partitioned and p > h:
         raise ValueError(
             f"a partition of {partition} ranks would straddle nodes: {h} data-parallel ranks share one; "
             f"nearest: --zero-hpz-partition-size {h}"
         )
-    return factors
+    return p, sizes[chosen.g], sizes[chosen.os]

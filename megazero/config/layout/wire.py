@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.layout.shards import Shards, gradients_cross, weights_cross
+from megazero.config.layout.shards import QUANTISED, Shards, gradients_cross, weights_cross
 from megazero.config.options.sections import ZeroConfig
 
 DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}  # of kernels/format.py, which needs torch; a test keeps the two equal
@@ -61,7 +61,9 @@ class Wire:
 def quantizes_weights(zero: ZeroConfig) -> bool:
     """Tell whether quantised weights are asked for, whether or not some hop exists to send them."""
     asked = zero.zero_quantized_weights
-    return zero.zero_preset == "zeropp" or bool(zero.zero_quantized_weights_delta) if asked is None else asked
+    return (
+        zero.zero_preset in QUANTISED or bool(zero.zero_quantized_weights_delta) if asked is None else asked
+    )
 
 
 def quantizes_changes(zero: ZeroConfig) -> bool:
@@ -73,7 +75,7 @@ def quantizes_changes(zero: ZeroConfig) -> bool:
     if asked is not None:
         return asked
     return (
-        zero.zero_preset == "zeropp"
+        zero.zero_preset in QUANTISED
         and quantizes_weights(zero)
         and lifetime in (None, "resident", "gathered")
     )
@@ -81,7 +83,7 @@ def quantizes_changes(zero: ZeroConfig) -> bool:
 
 def quantizes_gradients(zero: ZeroConfig) -> bool:
     asked = zero.zero_quantized_gradients
-    return zero.zero_preset == "zeropp" if asked is None else asked
+    return zero.zero_preset in QUANTISED if asked is None else asked
 
 
 def rounding(zero: ZeroConfig) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from megazero.checkpoint.directory import newest_manifest
+from megazero.checkpoint.directory import Look, described, latest, named
+from megazero.checkpoint.manifest import Manifest, read_manifest, to_json
 from megazero.config.model.architecture import from_hf_config
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
 from megazero.config.model.section import ModelConfig, as_trained, complete
 from megazero.config.options.fields import typed
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
+from megazero.config.secrets import redact
 
 # Options of the model that decide neither which parameters there are nor what is computed of them. All others are
 # its architecture. Learned positions are parameters, others go as far as they are asked to.
@@ -30,6 +33,56 @@ SHAPELESS = ("rotary_", "norm_epsilon")
 _FRESH = (
     "--load {}: the weights come from there; optimizer states, schedule and data start fresh (--finetune)"
 )
+
+
+# A command that has the same of these, and the same optimizer and skipped iterations, begins at the same place in the
+# same way. Ranks and layout may be others.
+BEGINNING = ("load", "ckpt_step", "finetune", "load_optim", "load_rng")
+
+
+class Chosen(NamedTuple):
+    """The checkpoint that --load means, or None. named: its folder or --ckpt-step says which. again: this command has
+    begun before, and saved it since."""
+
+    path: Path | None
+    named: bool = False
+    again: bool = False
+
+
+def checkpoint_to_load(values: Mapping[str, Any], look: Look = described) -> Chosen:
+    """Return the checkpoint that a run with these options by name begins from.
+
+    A restart goes on from what it has saved itself, wherever it began: so a job that is queued again does not go back
+    to --ckpt-step, or to another folder, again. Otherwise --load names one by its folder or by --ckpt-step, or the
+    newest that ``look`` takes for one counts. Raises CheckpointError if there is none of that step.
+    """
+    load, save, step = values.get("load"), values.get("save"), values.get("ckpt_step")
+    if load is None:
+        return Chosen(None)
+    own = latest(save, look=look) if save else None
+    if own is not None and _begins_alike(values, read_manifest(own)):
+        return Chosen(own, again=True)
+    if is_published(load):
+        return Chosen(None)
+    one = named(load, step)
+    return Chosen(one, named=True) if one is not None else Chosen(latest(load, look=look))
+
+
+def continued(values: Mapping[str, Any]) -> Path | None:
+    """Return the checkpoint whose run goes on, or None where a new one begins (--finetune)."""
+    chosen = checkpoint_to_load(values)
+    return chosen.path if chosen.again or not values.get("finetune") else None
+
+
+def _begins_alike(values: Mapping[str, Any], saved: Manifest) -> bool:
+    """Tell whether a checkpoint was saved by a run of this command: it began at the same place in the same way."""
+    said = {**values, "finetune": bool(values.get("finetune")) or is_published(values.get("load"))}
+    decide = [
+        o for o in all_options().values() if o.name in BEGINNING or o.section in ("optimizer", "skipping")
+    ]
+    now = redact({o.name: o.default if said.get(o.name) is None else said[o.name] for o in decide})
+    stored = {o.name: saved.configuration.get(o.section, {}).get(o.name, o.default) for o in decide}
+    return to_json(now, "the command") == to_json(stored, "a configuration")  # where tuples are lists
 
 
 @dataclass(frozen=True)
@@ -50,14 +103,15 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     values, load = dict(said), said.get("load")
     notes, errors = list[str](), list[str]()
     try:
-        loaded = _published(said) if is_published(load) else _checkpoint(said)
+        chosen = checkpoint_to_load(said)
+        loaded = _published(said) if is_published(load) else _checkpoint(said, chosen.path)
     except (ValueError, OSError) as error:
         return values, [], [f"--load {load}: {error}"]
     if loaded is None:
         return values, [], []
     if is_published(load):
         values["finetune"] = True
-        notes.append(_FRESH.format(load))
+        notes += [] if chosen.again else [_FRESH.format(load)]
     options = all_options()
     for name, value in loaded.architecture.items():
         if said.get(name) in (None, value):
@@ -81,16 +135,14 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     return values, notes, errors
 
 
-def _checkpoint(said: Mapping[str, Any]) -> Loaded | None:
-    """Return the model of the newest checkpoint. The data's tokenizer decides the vocabulary if one is named."""
-    load = said.get("load")
-    manifest = newest_manifest(load) if load else None
-    if manifest is None:
+def _checkpoint(said: Mapping[str, Any], path: Path | None) -> Loaded | None:
+    """Return the model of a checkpoint. The data's tokenizer decides the vocabulary if one is named."""
+    if path is None:
         return None
-    saved = _architecture(_trained(manifest.configuration.get("model", {})))
+    saved = _architecture(_trained(read_manifest(path).configuration.get("model", {})))
     if said.get("tokenizer_type") is not None:
         saved.pop("vocab_size", None)
-    return Loaded(f"the checkpoint in {load}", saved, {})
+    return Loaded(f"the checkpoint in {path}", saved, {})
 
 
 def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,12 +153,12 @@ def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def batch_to_keep(said: Mapping[str, Any]) -> int | None:
-    """Return the global batch of the newest checkpoint under --load, if the run continues one, else None."""
-    load = said.get("load")
-    if not load or is_published(load) or said.get("finetune"):
+    """Return the global batch of the checkpoint that the run continues, if it does, else None."""
+    try:
+        path = continued(said)
+        return read_manifest(path).configuration.get("batch", {}).get("global_batch_size") if path else None
+    except (ValueError, OSError):  # as take_architecture has said
         return None
-    manifest = newest_manifest(load)
-    return manifest.configuration.get("batch", {}).get("global_batch_size") if manifest else None
 
 
 def _published(said: Mapping[str, Any]) -> Loaded:

@@ -1,12 +1,13 @@
-"""This module lists the optimizers, their options, and which of the options each optimizer reads.
+"""This module lists the optimizers and the shapes of the learning rate, with everything that is known of each.
 
 An optimizer is an entry of OPTIMIZERS. The engine gives it slices of the weights, so it must be elementwise:
-zero/elementwise.py runs it to see.
+zero/elementwise.py runs it to see. A shape is an entry of FALLING.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ class Optimizer:
 
     ``arguments`` are those of the factory, by name; each is an option, or a tuple of options.
     ``fixed`` are arguments that are not a choice.
+    ``moments`` is how many values it keeps beside each master weight, in the master's dtype.
     ``aliases`` are further names on the command line, each with what the notes say about it.
     ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
     verify).
@@ -27,6 +29,7 @@ class Optimizer:
 
     factory: str
     arguments: Mapping[str, str | tuple[str, ...]]
+    moments: int
     small_rate: float
     fixed: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +51,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 "eps": "adam_eps",
                 "weight_decay": "weight_decay",
             },
+            moments=2,
             small_rate=1e-3,
             fixed={"fused": True},  # CPU and CUDA builds of torch >= 2.4 have it
             aliases={"adam": "weight decay is decoupled, as in Megatron"},
@@ -55,13 +59,33 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
         "sgd": Optimizer(
             "torch.optim:SGD",
             {"lr": "lr", "momentum": "sgd_momentum", "weight_decay": "weight_decay"},
+            moments=1,
             small_rate=2e-2,
+        ),
+        "lion": Optimizer(
+            "megazero.train.lion:Lion",
+            {"lr": "lr", "betas": ("lion_beta1", "lion_beta2"), "weight_decay": "weight_decay"},
+            moments=1,
+            small_rate=1e-4,
         ),
     }
 )
-# Shapes of train/schedule/learning_rate.py.
-DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+# What is left of peak - minimum when a share r of the decay is over, by the style's name.
+FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "linear": lambda r: 1.0 - r,
+        "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1.0),
+    }
+)
+# The same of WSD's last phase.
+WSD_FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "exponential": lambda r: 2.0 * math.pow(0.5, r) - 1.0,
+        **FALLING,
+        "minus_sqrt": lambda r: 1.0 - math.sqrt(r),
+    }
+)
+DECAY_STYLES = ("constant", *FALLING, "inverse-square-root", "WSD")
 
 
 @dataclass(frozen=True)
@@ -81,16 +105,20 @@ class OptimizerConfig:
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
     lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
     lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
-    lr_wsd_decay_style: str = option("exponential", "WSD: shape of the last phase", choices=WSD_STYLES)
+    lr_wsd_decay_style: str = option(
+        "exponential", "WSD: shape of the last phase", choices=tuple(WSD_FALLING)
+    )
     lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the last phase", low=1)
     lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the last phase", low=1)
     weight_decay: float = option(
-        0.01, "weight decay, decoupled for adamw (norms and biases have none)", low=0
+        0.01, "weight decay, decoupled but for sgd (norms and biases have none)", low=0
     )
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
+    lion_beta1: float = option(0.9, "share of the momentum in lion's update", low=0, below=1)
+    lion_beta2: float = option(0.99, "decay of lion's momentum", low=0, below=1)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
 
     @property

@@ -300,8 +300,15 @@ class CheckpointConfig:
     save: str | None = option(None, "folder to save checkpoints in")
     load: str | None = option(
         None,
-        "folder to load the newest complete checkpoint from; none there is an error, but a start from random weights "
-        "where it is the folder of --save. hf:DIR starts from the weights and the model of a Hugging Face folder",
+        "folder to load the newest complete checkpoint from, or that of one checkpoint; none there is an error, but "
+        "a start from random weights where it is the folder of --save. hf:DIR starts from the weights and the model "
+        "of a Hugging Face folder",
+    )
+    ckpt_step: int | None = option(
+        None,
+        "iteration of the checkpoint in --load to go on from, instead of the newest. Newer ones in --save are "
+        "renamed, and the same command, started again, goes on from what it has saved since",
+        low=0,
     )
     accept_field: tuple[str, ...] = option(
         (),
@@ -320,7 +327,8 @@ class CheckpointConfig:
     save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
     save_retain_interval: int | None = option(
         None,
-        "iterations between checkpoints that are kept for ever; of the others the newest is, or --save-keep-last",
+        "iterations between checkpoints that are kept for ever (the first at or after each multiple); of the others "
+        "the newest is, or --save-keep-last",
         low=1,
     )
     save_keep_last: int | None = option(

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megazero.config.options.fields import option
-
-if TYPE_CHECKING:  # it has this section
-    from megazero.config.run import RunConfig
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -22,13 +18,13 @@ class SkippingConfig:
     skip_train_iteration_range: tuple[str, ...] = option(
         (),
         "iterations to leave out, such as 101-200 251: their samples are consumed without an update, and the "
-        "learning rate's schedule waits",
+        "learning rate's schedule waits, and what is due at one of them (an evaluation, a save) comes after the last",
         aliases=("iterations-to-skip",),
     )
     rollback_on_spike: bool = option(
         False,
-        "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint from before it, and "
-        "leave out the iterations from there to its end",
+        "after a spike (or a loss or norms that are not finite) go back to the newest checkpoint without its updates "
+        "(it is never deleted), and leave out the iterations from there to its end",
     )
     max_rollbacks: int = option(
         3, "times that a run goes back, after which a spike ends it with an error", low=1
@@ -86,9 +82,9 @@ def range_around(ranges: Iterable[tuple[int, int]], iteration: int) -> tuple[int
     return next((each for each in ranges if each[0] <= iteration <= each[1]), None)
 
 
-def legal_ranges(config: RunConfig) -> Iterator[str]:
-    """Report words of --skip-train-iteration-range that are no iterations."""
-    try:
-        iteration_ranges(config.skipping.skip_train_iteration_range)
-    except ValueError as error:
-        yield f"--skip-train-iteration-range {error}"
+def due(interval: int | None, since: int, iteration: int) -> bool:
+    """Tell whether a multiple of ``interval`` is among the iterations after ``since``, up to ``iteration``.
+
+    All that comes at intervals asks this: a multiple may be among iterations that are passed over. None: never.
+    """
+    return interval is not None and iteration // interval > since // interval

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from megazero.config.read.sources import Layer, all_switches
+from megazero.config.read.sources import Layer, Unknown, all_switches
 from megazero.config.run import section_types
 
 
@@ -30,7 +30,6 @@ def read_yaml(path: str) -> Layer:
                 _put(layer, path, str(inner), inner_value, section=key)
         else:
             _put(layer, path, str(key), value)
-    layer.conclude()
     return layer
 
 
@@ -60,17 +59,9 @@ def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> N
     key, where = name.replace("_", "-"), f"{path}: {section + '.' if section else ''}"
     switch = all_switches().get(key)
     if switch is None:
-        if value is None or value is False:
-            from megazero.config.foreign.megatron.table import rows
-
-            if value is False and f"no-{key}" in rows():
-                key = f"no-{key}"  # a switch that is on by default, off
-            elif key in rows():
-                return  # a switch of Megatron that is off says nothing
-        items = (
-            value if isinstance(value, list) else [] if isinstance(value, bool) or value is None else [value]
-        )
-        layer.other(key, where, [str(item) for item in items], () if section else tuple(section_types()))
+        words = [] if value is True else value if isinstance(value, list) else [value]
+        said = value if value is False or value is None else [str(word) for word in words]
+        layer.unknown.append(Unknown(key, where, said, () if section else tuple(section_types())))
     elif section and switch.option.section != section:
         layer.errors.append(f"{where}{name} belongs to section {switch.option.section}")
     elif value is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megazero.config.options.fields import Option, fault, section_options, show
-from megazero.config.read.sources import Layer, Switch, all_switches, switches
+from megazero.config.read.sources import Layer, Switch, Unknown, all_switches, switches
 from megazero.config.run import all_options, section_types
 from megazero.families import FAMILIES
 
@@ -44,7 +44,6 @@ def read_flags(argv: Sequence[str]) -> Flags:
         else:
             strays = (f"{word!r} does not belong to a flag; flags start with --" for word in typed)
             flags.layer.errors.extend(strays)
-    flags.layer.conclude()
     return flags
 
 
@@ -110,7 +109,7 @@ def _put(flags: Flags, word: str, words: list[str]) -> None:
         else:
             flags.files[key] = words[0]
     elif switch is None:
-        layer.other(key, "--", words, ("help", *FILES))
+        layer.unknown.append(Unknown(key, "--", words, ("help", *FILES)))
     else:
         _put_switch(layer, switch, word, words)
 
@@ -172,6 +171,7 @@ def options_help(options: Iterable[Option]) -> Iterator[str]:
 def help_text(program: str) -> str:
     """Return the help of all flags, by section."""
     lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)"]
+    lines += ["  --nproc-per-node N starts N ranks on this machine, without a launcher"]
     lines += ["  --local-rank N, which some launchers add, is read with their variables", "", "files"]
     lines += [f"  --{key} FILE\n        {text}" for key, text in FILES.items()]
     for section, cls in section_types().items():

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megazero.config.errors import ConfigError
-from megazero.config.foreign.deepspeed import read_deepspeed
+from megazero.config.foreign import megatron
 from megazero.config.layout.elastic import fit
 from megazero.config.nearest import did_you_mean
 from megazero.config.read.files import read_yaml
-from megazero.config.read.flags import help_text, read_flags
+from megazero.config.read.flags import Flags, help_text, read_flags
 from megazero.config.read.resolve import resolve
 from megazero.config.read.sources import Layer, merge
 from megazero.config.run import RunConfig, World, all_options
@@ -33,9 +34,39 @@ def parse(argv: Sequence[str], world: World | None = None) -> RunConfig:
     if flags.help:
         print(help_text(os.path.basename(sys.argv[0])))
         raise SystemExit(0)
-    readers = {"deepspeed-config": read_deepspeed, "config": read_yaml}
-    layers = [read(flags.files[key]) for key, read in readers.items() if key in flags.files]
-    return _finish(merge([*layers, flags.layer]), world)
+    return _finish(read_layers(flags), world)
+
+
+def read_layers(flags: Flags) -> Layer:
+    """Return what flags and the files that they name say. Faults are in its errors."""
+    layers = []
+    if "deepspeed-config" in flags.files:
+        from megazero.config.foreign.deepspeed import read_deepspeed  # 2 ms, which --help does not pay
+
+        layers.append(read_deepspeed(flags.files["deepspeed-config"]))
+    if "config" in flags.files:
+        layers.append(read_yaml(flags.files["config"]))
+    for layer in (*layers, flags.layer):
+        settle(layer)
+    return merge([*layers, flags.layer])
+
+
+def settle(layer: Layer) -> None:
+    """Take the words of a source that are no options: Megatron's, or errors with what was probably meant."""
+    taken = []
+    for word in layer.unknown:
+        key, said = word.key, word.said
+        if said is False and f"no-{key}" in megatron.flags():
+            key, said = f"no-{key}", []  # a switch that is on by default, off
+        if key not in megatron.flags():
+            from megazero.config.foreign.typos import suggestion  # 3 ms, only after an error
+
+            layer.errors.append(
+                f"{word.prefix}{key} does not exist{suggestion(key, word.prefix, word.others)}"
+            )
+        elif isinstance(said, Sequence):  # a switch of Megatron that is off says nothing
+            taken.append((key, f"{word.prefix}{key}", said))
+    megatron.settle(layer, taken)
 
 
 def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
@@ -45,6 +76,28 @@ def parse_or_exit(argv: Sequence[str], world: World | None = None) -> RunConfig:
     except ConfigError as error:
         print(f"{error}\n--help lists every flag", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def run_command(
+    name: str, argv: Sequence[str], usage: Callable[[], str], run: Callable[[], int], rank: int = 0
+) -> int:
+    """Run a command that has flags like these and return its exit status: 2 for a ValueError, whose text is printed.
+
+    usage: the text of --help. rank: rank 0 speaks for all; the others wait a second, because a launcher ends all
+    ranks with the first that leaves.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(usage())
+        return 0
+    try:
+        return run()
+    except ValueError as error:
+        hint = f"\n--help lists the flags of {name}" if isinstance(error, ConfigError) else ""
+        if rank:
+            time.sleep(1)
+        else:
+            print(f"{error}{hint}", file=sys.stderr, flush=True)
+        return 2
 
 
 def make_config(values: Mapping[str, Any], world: World | None = None) -> RunConfig:
@@ -60,6 +113,7 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
             layer.put(all_options()[name], value, name)
         else:
             layer.errors.append(f"{name} does not exist{did_you_mean(name, all_options())}")
+    settle(layer)
     return _finish(layer, world)
 
 

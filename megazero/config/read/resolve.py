@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megazero.config.foreign.megatron.mapped import DERIVED, UNFUSED_GELU
+from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
+from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.model.loaded import batch_to_keep, take_architecture
 from megazero.config.model.section import ModelConfig, complete, has_gelu
@@ -48,9 +49,6 @@ def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> 
     """Complete what Megatron's flags say, and note those that change nothing. Returns error lines."""
     if not said.facts and not any(name in values for name in DERIVED):
         return []
-    from megazero.config.foreign.megatron.apply import accepted_note, unmet_conditions
-    from megazero.config.foreign.megatron.derived import complete_derived
-
     notes += accepted_note(said.facts)
     errors = complete_derived(values, notes)
     return errors + unmet_conditions(said.facts, complete(values))

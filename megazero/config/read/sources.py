@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.options.fields import Option, convert, show
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -59,20 +59,32 @@ def switches(options: Iterable[Option]) -> Mapping[str, Switch]:
     return MappingProxyType(table)
 
 
+class Unknown(NamedTuple):
+    """This is a name that is no option. ``prefix`` is what stood before it: dashes, or where in a file it stands.
+
+    ``said`` are the words after it; False and None are YAML's, for what is off and what is left unset.
+    ``others`` are names that are legal in the same place beside those of options.
+    """
+
+    key: str
+    prefix: str
+    said: Sequence[str] | bool | None
+    others: Sequence[str] = ()
+
+
 @dataclass
 class Layer:
     """This is what one source says: values by field name, errors and notes.
 
     ``final`` has the values that stronger sources do not override, by field name, each with the reason.
-    Of Megatron's flags, ``facts`` change nothing here, and ``refused`` are not built, by what to do instead;
-    ``implied`` has options with the values that mapped flags give them, and how these were typed.
+    ``unknown`` are the words that are no options here, which parse.py settles. ``facts`` are the flags of Megatron
+    among them that change nothing here.
     """
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
+    unknown: list[Unknown] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    refused: dict[str, list[str]] = field(default_factory=dict)
-    implied: list[tuple[str, Any, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
@@ -95,41 +107,13 @@ class Layer:
             self.notes.append(f"{name} {show(value)} replaces the earlier {show(self.values[opt.name])}")
         self.values[opt.name] = value
 
-    def other(self, key: str, prefix: str, words: Sequence[str], extra: Sequence[str] = ()) -> None:
-        """Take a name that is no option: one of Megatron's, or one that does not exist, with what is meant by it."""
-        from megazero.config.foreign.megatron import apply, table  # 0.01 s, only for such names
-        from megazero.config.foreign.suggest import suggestion
-
-        if key in table.rows():
-            apply.take(self, table.rows()[key], f"{prefix}{key}", words)
-        else:
-            self.errors.append(f"{prefix}{key} does not exist{suggestion(key, prefix, extra)}")
-
-    def conclude(self) -> None:
-        """Settle what Megatron's flags mean, after the whole source is read."""
-        if self.implied or self.refused:
-            from megazero.config.foreign.megatron import apply
-
-            apply.conclude(self)
-
 
 def _unaliased(layer: Layer, opt: Option, value: Any) -> Any:
-    """Return megazero's name for an alias of an optimizer or another program's name of a value, and note it.
-
-    Every other value is returned as it is. Raises ValueError for a value of Megatron's that is not built here.
-    """
+    """Return megazero's name for an alias of an optimizer, and note it. Every other value is returned as it is."""
     for name, optimizer in OPTIMIZERS.items() if opt.name == "optimizer" else ():
         if value in optimizer.aliases:
             layer.notes.append(f"--optimizer {value} is {name}: {optimizer.aliases[value]}")
             return name
-    if opt.choices and value not in opt.choices:
-        from megazero.config.foreign.megatron.mapped import UNBUILT, VALUES
-
-        if (opt.name, value) in VALUES:
-            layer.notes.append(f"{opt.flag} {value} is {VALUES[opt.name, value]}")
-            return VALUES[opt.name, value]
-        if (opt.name, value) in UNBUILT:
-            raise ValueError(f"{value} is Megatron's, not built here: {UNBUILT[opt.name, value]}")
     return value
 
 

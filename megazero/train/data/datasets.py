@@ -15,7 +15,7 @@ from megazero.data.gpt import SampleSpec
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo
 from megazero.data.tokenizer_files import tokenizer_options
 from megazero.train.schedule.run_length import RunLength
-from megazero.train.state.origin import Progress
+from megazero.train.state.progress import Progress
 
 Sources = dict[tuple[str, str], Blend | None]  # by part (train, valid, test) and name; None is mock data
 

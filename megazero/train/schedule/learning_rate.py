@@ -10,22 +10,12 @@ has the rate of the uninterrupted one by construction. Weight decay is constant.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
+from megazero.config.options.optimizers import FALLING, WSD_FALLING
 
 DECOUPLED = "decoupled"  # the mark of an optimizer's group whose rate is that of --decoupled-lr
-_FALLING: dict[str, Callable[[float], float]] = {
-    "linear": lambda ratio: 1.0 - ratio,
-    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
-}
-_WSD_FALLING: dict[str, Callable[[float], float]] = {
-    **_FALLING,
-    "exponential": lambda ratio: 2.0 * math.pow(0.5, ratio) - 1.0,
-    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +28,11 @@ class LearningRate:
 
     ======================  ==================================================================
     constant                peak
-    linear, cosine          minimum + (peak - minimum) * (1 - r), or * (1 + cos(pi r)) / 2
+    FALLING's               minimum + (peak - minimum) * FALLING[style](r): linear, cosine
     inverse-square-root     max(minimum, peak * sqrt(max(warmup, 1) / max(consumed, 1)))
     WSD                     peak until decay - wsd_decay, then over the last `wsd_decay`, with
-                            w = (consumed - decay + wsd_decay) / wsd_decay, the factor of
-                            `wsd_style`: linear 1 - w, cosine (1 + cos(pi w)) / 2,
-                            exponential 2 * 0.5**w - 1, minus_sqrt 1 - sqrt(w)
+                            w = (consumed - decay + wsd_decay) / wsd_decay, minimum +
+                            (peak - minimum) * WSD_FALLING[wsd_style](w)
     ======================  ==================================================================
 
     It trusts its values: config/rules.py says which are legal.
@@ -95,7 +84,7 @@ class LearningRate:
     def _fraction(self, consumed: int) -> float:
         """The factor of (peak - minimum), for the styles that scale it."""
         if self.style != "WSD":
-            return _FALLING[self.style]((consumed - self.warmup) / (self.decay - self.warmup))
+            return FALLING[self.style]((consumed - self.warmup) / (self.decay - self.warmup))
         assert self.wsd_decay is not None
         into = consumed - (self.decay - self.wsd_decay)
-        return 1.0 if into <= 0 else _WSD_FALLING[self.wsd_style](into / self.wsd_decay)
+        return 1.0 if into <= 0 else WSD_FALLING[self.wsd_style](into / self.wsd_decay)

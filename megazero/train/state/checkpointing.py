@@ -8,6 +8,7 @@ error feedback, its own residuals.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from megazero.checkpoint import store
-from megazero.checkpoint.directory import checkpoint_name
+from megazero.checkpoint.directory import TRIAL, checkpoint_name
 from megazero.checkpoint.errors import agree
 from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
 from megazero.config.options.skipping import SkippingConfig
 from megazero.config.secrets import redact
@@ -27,9 +29,11 @@ from megazero.convert.export import converted_from, finish, write_folder
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
 from megazero.mesh.mesh import Mesh
+from megazero.train.parallelize import DTYPES
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.spikes import SpikeMonitor
-from megazero.train.state.origin import Origin, Progress, world_group
+from megazero.train.state.origin import Origin, world_group
+from megazero.train.state.progress import Progress
 from megazero.zero import Engine
 from megazero.zero.records import (
     MASTER,
@@ -86,6 +90,34 @@ class Checkpointing:
         """Do as ``save`` does from a copy, but yield the parts that are this rank's own work. Collective."""
         return store.saving(self._root, self._snapshot(progress), staging=staging, **self._manner)
 
+    def try_saving(self) -> None:
+        """Write a small checkpoint from every rank, by the way that this run saves, and remove it. Collective.
+
+        Raises CheckpointError on every rank if that cannot be.
+        """
+        root, rank = Path(self._root) / TRIAL, self.mesh.rank
+        count, dtype = 8, DTYPES[self.config.precision.params_dtype]
+        values = {WEIGHTS: torch.zeros(count, dtype=dtype, device=self.mesh.device)}
+        record = SliceRecord(Placement.plain(f"rank {rank}", (count,)), 0, count, values)
+        configuration = redact(self.config.to_dict())
+        small = store.Snapshot(
+            0, [record], {}, _generator_states(self.mesh.device), self._layout, configuration
+        )
+        staging = store.Staging() if self.config.checkpoint.async_save else None
+        try:
+            if rank == 0:
+                shutil.rmtree(root, ignore_errors=True)  # of a start that was killed
+            store.save(root, small, group=world_group(), staging=staging)
+        except store.CheckpointError as error:
+            raise store.CheckpointError(
+                f"--save {self._root}: this run could not save, so it does not begin; of a small checkpoint: {error}"
+            ) from error
+        finally:
+            if staging is not None:
+                staging.release()
+            if rank == 0:
+                shutil.rmtree(root, ignore_errors=True)
+
     def _snapshot(self, progress: Progress) -> store.Snapshot:
         """Return what a checkpoint holds now: its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
@@ -123,14 +155,14 @@ class Checkpointing:
     @property
     def _manner(self) -> dict[str, Any]:
         options = self.config.checkpoint
-        retention = store.Retention(options.save_keep_last, options.save_retain_interval)
+        way_back = self.spikes.began or None
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval, way_back)
         # A run that resumed from an older checkpoint writes its iterations again.
         return {"group": world_group(), "retention": retention, "overwrite": True}
 
-    def load(self, origin: Origin, whole: bool = False) -> None:
+    def load(self, origin: Origin) -> None:
         """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.
 
-        whole: the checkpoint is this run's own: load all of it, whatever the flags leave out at the start.
         Raises CheckpointError if the checkpoint does not fit this run.
         """
         if origin.published is not None:
@@ -140,7 +172,7 @@ class Checkpointing:
         if path is None or manifest is None:
             return
         options = self.config.checkpoint
-        if whole:
+        if origin.own:
             options = replace(options, finetune=False, load_optim=True, load_rng=True)
         with_optimizer = options.load_optim and not options.finetune
         moments = self._moments(manifest.kinds, path) if with_optimizer else []

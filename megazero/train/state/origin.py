@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megazero.checkpoint import store
-from megazero.checkpoint.errors import agree_local
+from megazero.checkpoint.directory import complete, supersede
+from megazero.checkpoint.errors import agree, agree_local
 from megazero.checkpoint.manifest import check_sizes
 from megazero.config import RunConfig
-from megazero.config.model.published import is_published, published_folder
+from megazero.config.model.loaded import Chosen, checkpoint_to_load
+from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
 from megazero.config.options.sections import CheckpointConfig
 from megazero.config.secrets import redact
 from megazero.convert.importing import Published
 from megazero.mesh.mesh import Mesh
-from megazero.train.state.skipping import LeftOut
+from megazero.train.state.progress import LeftOut, Progress
 
 Answer = TypeVar("Answer")
 # Files by which other trainers find their newest checkpoint.
@@ -44,35 +46,12 @@ RUN_LENGTH = (
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far training has come.
-
-    run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
-    the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
-    was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
-    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
-    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
-    checkpoint: the last one of this progress. rollbacks: how often the run has gone back from a spike.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    run_id: str = ""
-    notes: tuple[str, ...] = ()
-    ordered_for: Mapping[str, int] = field(default_factory=dict)
-    owes_evaluation: bool = False
-    losses: Mapping[str, float] = field(default_factory=dict)
-    left_out: tuple[LeftOut, ...] = ()
-    checkpoint: str = ""
-    rollbacks: int = 0
-
-
-@dataclass(frozen=True)
 class Origin:
     """What a run begins from.
 
     path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
-    published: a folder of Hugging Face, instead of a checkpoint.
+    published: a folder of Hugging Face, instead of a checkpoint. own: this command saved the checkpoint: all of it is
+    loaded, whatever the flags leave out where the run begins.
     """
 
     progress: Progress = Progress()
@@ -80,10 +59,11 @@ class Origin:
     manifest: store.Manifest | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     published: Published | None = None
+    own: bool = False
 
 
 def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
-    """Find the newest complete checkpoint under --load, or begin from random weights (``_start_fresh``). Collective.
+    """Find the checkpoint that --load means, or begin from random weights (``_start_fresh``). Collective.
 
     The run begins from random weights if --load is not given, or where ``_start_fresh`` permits it. Raises the same
     CheckpointError on every rank if a checkpoint is wanted and there is none, if it cannot be read, or if --save
@@ -103,7 +83,9 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     options = config.checkpoint
     if options.load is None:
         return Origin()
-    if is_published(options.load):
+    values = config.values()
+    chosen = _of_first_rank(mesh, lambda: checkpoint_to_load(values, complete))
+    if chosen.path is None and is_published(options.load):
         folder = published_folder(options.load)
         opened = agree_local(
             world_group(),
@@ -111,15 +93,15 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
             lambda: Published.open(folder, options.accept_field),
         )
         return Origin(published=opened)
-    path = _agreed_latest(options.load, mesh)
-    if path is None:
+    if chosen.path is None:
         return _start_fresh(options, mesh)
-    origin = _opened(path)
+    origin = replace(_opened(chosen.path), own=chosen.again)
     assert origin.manifest is not None
-    if options.finetune:
+    if options.finetune and not origin.own:
         return replace(origin, progress=Progress())
     notes = (
-        *_incomplete(options.load, origin.manifest.step),
+        *_gone_on(options, chosen),
+        *(() if chosen.named else _incomplete(chosen.path.parent, origin.manifest.step)),
         *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
     )
     return replace(origin, progress=replace(origin.progress, notes=notes))
@@ -131,17 +113,37 @@ def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
     Raises CheckpointError on every rank if there is none.
     """
 
-    def newest() -> Path | None:
-        older = [path for path in store.checkpoints(save) if store.read_manifest(path).step < iteration]
-        return older[-1] if older else None
-
-    path = _of_first_rank(mesh, newest)
+    path = _of_first_rank(mesh, lambda: store.latest(save, iteration))
     if path is None:
         raise store.CheckpointError(
-            f"--save {save} holds no checkpoint from before iteration {iteration}; lower --save-interval, or keep "
-            "more of them (--save-keep-last)"
+            f"--save {save} holds no checkpoint from before iteration {iteration}; lower --save-interval"
         )
-    return _opened(path)
+    return replace(_opened(path), own=True)
+
+
+def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh) -> tuple[str, ...]:
+    """Rename the checkpoints in --save that are newer than where the run goes on from. Returns a note. Collective."""
+    save, path = config.checkpoint.save, origin.path
+    if save is None or path is None or not origin.progress.checkpoint:
+        return ()
+    renamed = _of_first_rank(mesh, lambda: supersede(Path(save), path))
+    names = ", ".join(each.name for each in renamed)
+    return (
+        (f"the run goes on from {path.name}; what was newer is never loaded or deleted: {names}",)
+        if names
+        else ()
+    )
+
+
+def _gone_on(options: CheckpointConfig, chosen: Chosen) -> Iterator[str]:
+    """Say that a restart does not begin where --load says, which it did before."""
+    elsewhere = os.path.realpath(options.load or "") != os.path.realpath(options.save or "")
+    if chosen.again and (elsewhere or options.ckpt_step is not None or options.finetune):
+        step = "" if options.ckpt_step is None else f" --ckpt-step {options.ckpt_step}"
+        yield (
+            f"--load {options.load}{step}: this command began there before, and goes on from {chosen.path}, which it "
+            "has saved since; move that away to begin there again"
+        )
 
 
 def _opened(path: Path) -> Origin:
@@ -170,31 +172,33 @@ def _opened(path: Path) -> Origin:
 def _start_fresh(options: CheckpointConfig, mesh: Mesh) -> Origin:
     """Random weights, with a note: the first job of a chain, whose --load is its --save, or --allow-fresh-start.
 
-    CheckpointError elsewhere, and wherever the folder has something that may be the checkpoint that is wanted.
+    CheckpointError elsewhere, and wherever the folder has something that may be the checkpoint that is wanted: then
+    random weights are no cure.
     """
     load = options.load
     assert load is not None
-    broken = "".join(
-        f"; {line}" for line in _of_first_rank(mesh, lambda: [*_incomplete(load), *_foreign(load)])
+    found = _of_first_rank(
+        mesh, lambda: [*_incomplete(Path(load)), *_elsewhere(Path(load)), *_foreign(Path(load))]
     )
+    if found:
+        raise store.CheckpointError(f"--load {load} holds no complete checkpoint; {'; '.join(found)}")
     own = options.save is not None and os.path.realpath(options.save) == os.path.realpath(load)
     chain = own and not options.finetune  # which would save among the checkpoints of the run that it loads
-    if (chain or options.allow_fresh_start) and not options.exit_on_missing_checkpoint and not broken:
+    if (chain or options.allow_fresh_start) and not options.exit_on_missing_checkpoint:
         note = f"--load {load} holds no checkpoint: the run starts from random weights"
         return Origin(Progress(notes=(note,)))
     cure = "leave --load out, or add --allow-fresh-start,"
     if options.exit_on_missing_checkpoint:
         cure = "leave --exit-on-missing-checkpoint out"
     raise store.CheckpointError(
-        f"--load {load} holds no complete checkpoint{broken}. Name a folder that does; or {cure} to start from "
-        f"random weights{', in a folder without it' if broken else ''}"
+        f"--load {load} holds no complete checkpoint. Name a folder that does; or {cure} to start from random weights"
     )
 
 
 def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> None:
     """Refuse a --save folder with checkpoints of another run, which this one would overwrite and prune."""
     save = config.checkpoint.save
-    held = _agreed_latest(save, mesh) if save else None
+    held = _of_first_rank(mesh, lambda: store.latest(save)) if save else None
     if held is None or run_id and store.read_state(held)["run_id"] == run_id:
         return
     raise store.CheckpointError(
@@ -203,16 +207,14 @@ def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> N
     )
 
 
-def _agreed_latest(root: str, mesh: Mesh) -> Path | None:
-    """The newest checkpoint as the first rank sees it."""
-    return _of_first_rank(mesh, lambda: store.latest(root))
-
-
 def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
-    """The first rank's answer: a folder seen over a network may look different elsewhere. Collective."""
-    found: list[Any] = [look() if mesh.rank == 0 else None]
-    if world_group() is not None:
-        dist.broadcast_object_list(found, src=0)
+    """The first rank's answer: a folder seen over a network may look different elsewhere. Collective.
+
+    An error of it is raised on every rank.
+    """
+    found: list[Any] = agree(
+        world_group(), "the first rank looked", lambda: look() if mesh.rank == 0 else None
+    )
     return found[0]
 
 
@@ -232,9 +234,9 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
             )
 
 
-def _incomplete(root: str, after: int = -1) -> Iterator[str]:
+def _incomplete(root: Path, after: int = -1) -> Iterator[str]:
     """Say what is wrong with each incomplete checkpoint under ``root`` whose step is above ``after``."""
-    for path in sorted(Path(root).glob("iter_*")):
+    for path in sorted(root.glob("iter_*")):
         step = path.name.removeprefix("iter_")
         if step.isdecimal() and int(step) > after:
             try:
@@ -243,8 +245,19 @@ def _incomplete(root: str, after: int = -1) -> Iterator[str]:
                 yield f"{path.name} was left out: {error}"
 
 
-def _foreign(root: str) -> Iterator[str]:
-    """What other trainers have saved under ``root``: a run that goes on from there would not want random weights."""
+def _elsewhere(root: Path) -> Iterator[str]:
+    """Say where near ``root`` there are checkpoints that it does not mean itself."""
+    for path in sorted([*root.glob("iter_*.superseded*"), *root.glob("*/iter_*")]):
+        if complete(path) is not None:
+            near = path if path.parent == root else path.parent
+            yield f"a checkpoint lies at {path}: name {near} to load it"
+            return
+
+
+def _foreign(root: Path) -> Iterator[str]:
+    """What other programs have saved under ``root``: a run that goes on from there would not want random weights."""
     for name, program in TRACKERS.items():
-        if (Path(root) / name).is_file():
+        if (root / name).is_file():
             yield f"'{name}' there is {program}'s, whose checkpoints are not read here"
+    if (root / CONFIG_FILE).is_file():
+        yield f"'{CONFIG_FILE}' there is Hugging Face's: --load hf:{root} starts from its weights"

@@ -3,7 +3,7 @@
 PaLM's crew (Chowdhery et al. 2022, section 5.1) went back to a checkpoint from before the spike and left out the
 batches that were seen before and during it; OPT's and BLOOM's did so by hand, too. Here the newest checkpoint from
 before the spike is loaded, and the iterations from there to the last one that was trained are left out
-(train/state/skipping.py), as if --skip-train-iteration-range had named them. The trainer saves at once, so that a
+(train/state/progress.py), as if --skip-train-iteration-range had named them. The trainer saves at once, so that a
 resume goes on behind them.
 """
 
@@ -14,7 +14,8 @@ from dataclasses import replace
 from megazero.checkpoint.errors import CheckpointError
 from megazero.log.exit_status import ExitStatus
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import Progress, origin_before
+from megazero.train.state.origin import origin_before
+from megazero.train.state.progress import Progress
 
 
 class LossSpike(RuntimeError):
@@ -24,7 +25,9 @@ class LossSpike(RuntimeError):
 
 
 def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: str) -> Progress:
-    """Load the newest checkpoint from before iteration ``begin``, where the spike began. Collective.
+    """Load the newest checkpoint from before iteration ``begin``, whose update is the first to undo. Collective.
+
+    Steps that were skipped need no undoing: a checkpoint from among them holds the weights of before them.
 
     Returns where the run was then. It still knows how often the run has gone back: the checkpoint may be from before
     the last time. Raises LossSpike on every rank if there is none, or after --max-rollbacks.
@@ -39,7 +42,7 @@ def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: s
         )
     try:
         origin = origin_before(save, begin, checkpointing.mesh)
-        checkpointing.load(origin, whole=True)
+        checkpointing.load(origin)
     except CheckpointError as error:
         raise LossSpike(f"{why}. {error}") from error
     checkpointing.spikes.forget()

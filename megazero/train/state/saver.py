@@ -21,7 +21,7 @@ from pathlib import Path
 from megazero.checkpoint import store
 from megazero.log.console import TrainConsole
 from megazero.train.state.checkpointing import Checkpointing
-from megazero.train.state.origin import Progress
+from megazero.train.state.progress import Progress
 
 
 class Saver:

@@ -18,7 +18,7 @@ Check = Callable[[], None]  # to be called when the messages have arrived
 GRADIENTS, WEIGHTS = "gradients", "weights"
 
 
-class Watch:
+class MessageChecks:
     """Compares what arrived with what Megatron's own collectives give, and ranks' parameters with each other."""
 
     def __init__(self, options: PatchOptions) -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megazero.config.foreign.megatron.apply import spelled
-from megazero.config.foreign.megatron.mapped import DERIVED, UNFUSED_GELU
 from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.options.fields import typed
 from megazero.config.run import all_options
+
+UNFUSED_GELU = "no_bias_gelu_fusion"  # decided with the architecture, which a checkpoint may say
+UNFUSED_GELU_MEANS = "--no-openai-gelu, where the MLP has GELU and --openai-gelu is not given"
+# What megatron.tsv gives values to, and is no option.
+DERIVED = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens", "glu_activation", UNFUSED_GELU)
 
 
 def complete_derived(values: dict[str, Any], notes: list[str]) -> list[str]:
@@ -30,7 +34,7 @@ def complete_derived(values: dict[str, Any], notes: list[str]) -> list[str]:
         _in_samples(values, tokens)
         told = ", ".join(f"--{name.replace('_', '-')} {count}" for name, count in tokens.items())
         changed = [name for name in values if values[name] is not None and values[name] != before.get(name)]
-        means = ", ".join(spelled(all_options()[name], values[name]) for name in changed)
+        means = ", ".join(typed(all_options()[name], values[name]) for name in changed)
         notes.append(f"{told} at --seq-length {values['seq_length']}: {means}")
     return faults
 

@@ -1,16 +1,13 @@
-"""Iterations that are left out: their samples are consumed without an update, and the schedule waits for the rest."""
+"""How far training has come, and the iterations that are left out: consumed without an update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.skipping import joined, range_around
-
-if TYPE_CHECKING:
-    from megazero.train.state.origin import Progress
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,30 @@ class LeftOut:
 
     def as_metrics(self) -> dict[str, Any]:
         return {"iterations": [self.first, self.last], "samples": [self.begin, self.end - 1]}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come.
+
+    run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
+    the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
+    was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
+    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
+    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
+    checkpoint: the last one of this progress. rollbacks: how often the run has gone back from a spike.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    run_id: str = ""
+    notes: tuple[str, ...] = ()
+    ordered_for: Mapping[str, int] = field(default_factory=dict)
+    owes_evaluation: bool = False
+    losses: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
+    checkpoint: str = ""
+    rollbacks: int = 0
 
 
 def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:

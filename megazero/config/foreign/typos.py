@@ -1,0 +1,52 @@
+"""This module says what was probably meant by a name that does not exist.
+
+That is an option, a flag of Megatron or a key of DeepSpeed, with what it is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megazero.config.foreign import deepspeed, megatron
+from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, UNFUSED_GELU_MEANS
+from megazero.config.foreign.table import ACCEPT, REFUSE, TYPED
+from megazero.config.nearest import closest
+from megazero.config.options.fields import typed
+from megazero.config.read.sources import all_switches
+from megazero.config.run import all_options
+
+ALIKE = 0.65  # in difflib's measure: 2 x the letters in common / those of both names
+
+
+def suggestion(key: str, prefix: str = "--", others: Sequence[str] = ()) -> str:
+    """Return '; nearest: X' with what X is, or '' where no name is near. ``others`` are further legal names."""
+    own = dict.fromkeys((*all_switches(), *others))
+    keys = {name.rpartition(".")[2].replace("_", "-"): row for name, row in deepspeed.keys().items()}
+    near = closest(key.lower(), [*own, *megatron.flags(), *keys], ALIKE)
+    if near is None:
+        return ""
+    if near in own:
+        return f"; nearest: {prefix}{near}"
+    if near in megatron.flags():
+        return f"; nearest: {prefix}{near} (Megatron's, {_meaning(near)})"
+    here = [f"here {all_options()[name].flag}" for name in keys[near].options]
+    return f"; nearest: {keys[near].name} (DeepSpeed's, {here[0] if here else 'a key of --deepspeed-config'})"
+
+
+def _meaning(name: str) -> str:
+    """Say what a flag of Megatron is here."""
+    kind, meant = megatron.kind(name), megatron.flags()[name]
+    if kind == REFUSE:
+        return f"not built here: {meant[0].text}"
+    if kind == ACCEPT:
+        return "changes nothing here"
+    sets = next(row.options for row in meant if row.options)
+    if UNFUSED_GELU in sets:
+        return f"here {UNFUSED_GELU_MEANS}"
+    options = {**all_options(), **megatron.derived_options()}
+    said = (
+        options[option].flag if value == TYPED else typed(options[option], value)
+        for option, value in sets.items()
+        if option not in DERIVED or value == TYPED
+    )
+    return f"here {' '.join(said)}"

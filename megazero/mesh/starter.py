@@ -1,0 +1,97 @@
+"""This module starts a program as ranks of this machine, and ends as they end: no launcher speaks in between.
+
+It needs no torch. The ranks read the variables that torchrun would set, and meet at a store of rank 0.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from types import FrameType
+
+from megazero.mesh.launch import rank_variables
+
+GRACE_S = 20.0  # that the other ranks have once one has failed, and again once they were sent SIGTERM
+LOOK_S = 0.05
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def start_ranks(
+    command: Sequence[str], count: int, *, good: Collection[int] = (0,), grace: float = GRACE_S
+) -> int:
+    """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status.
+
+    Signals are handed on to every rank once: ranks are in process groups of their own, where the terminal's Ctrl-C
+    does not reach them a second time. ``good`` are the statuses of ranks that did not fail. Once a rank has failed,
+    the others have ``grace`` seconds to say what they know of it; then they are ended.
+
+    The status is the first to come that is not 0; one that a rank gave itself goes before the signal of one that was
+    killed, which is 128 and its number, as a shell's.
+    """
+    heard = list[int]()
+
+    def hear(number: int, _: FrameType | None) -> None:
+        heard.append(number)
+
+    for number in HANDED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's: the ranks ignore it, too
+            signal.signal(number, hear)
+    port, ranks = _free_port(), list[subprocess.Popen[bytes]]()
+    try:
+        for rank in range(count):
+            environ = {"OMP_NUM_THREADS": "1", **os.environ, **rank_variables(rank, count, port)}
+            ranks.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, process_group=0))
+        statuses = _wait(ranks, heard, good, grace)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    first = next((status for status in statuses if status > 0), next(filter(None, statuses), 0))
+    return first if first >= 0 else 128 - first
+
+
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], heard: list[int], good: Collection[int], grace: float
+) -> list[int]:
+    """Wait until all have ended. Returns their statuses in the order in which they ended, as Popen's.
+
+    heard: the signals that came to this process, to which new ones are added.
+    """
+    ended, handed, deadline = dict[int, int](), 0, math.inf
+    ends = iter((signal.SIGTERM, signal.SIGKILL))
+    while len(ended) < len(ranks):
+        time.sleep(LOOK_S)
+        while handed < len(heard):
+            _send(ranks, heard[handed])
+            handed += 1
+        for rank, process in enumerate(ranks):
+            status = process.poll()
+            if status is None or rank in ended:
+                continue
+            ended[rank] = status
+            if status < 0 and -status not in heard:
+                how = signal.Signals(-status).name
+                print(f"rank {rank} (process {process.pid}) was ended by {how}", file=sys.stderr, flush=True)
+            if status not in good:
+                deadline = min(deadline, time.monotonic() + grace)
+        if time.monotonic() > deadline:
+            _send(ranks, next(ends, signal.SIGKILL))
+            deadline = time.monotonic() + grace
+    return list(ended.values())
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in ranks:
+        process.send_signal(number)  # nothing happens to one that has ended
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

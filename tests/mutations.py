@@ -1,0 +1,550 @@
+"""Seeded faults: mistakes that are easily made, one at a time in a copy of the tree, and which test finds each.
+
+    python -m tests.mutations                      all of them, some 40 minutes on 2 cores
+    python -m tests.mutations zero comm/lane.py    those of modules whose path has one of these words
+
+The tests are those that import the module, directly or through others, the nearest first. A mutation that no test
+finds wants a new one. ``tests/unit/test_mutations.py`` tells when the table falls behind the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.unit.test_imports import ROOT, imports, module_name
+
+LIMIT_S = 60.0  # of tests for each mutation
+FILES = 12  # of tests at most: to collect more takes much of the limit
+TOPS = ("megazero", "kernels", "megatron_core_patch", "pretrain", "tools", "tests")
+TESTS = ("tests/unit", "tests/dist")
+
+# By module: what stands there once (-), what it becomes (+, or nothing), and what that breaks.
+TABLE = r"""
+megazero/zero/layout.py
+- Piece(o.compact + p.start - o.start,
++ Piece(p.start - o.start,
+  the exact region lies on the coded one
+- at += -(-slots[-1].numel // block) * block
++ at += slots[-1].numel
+  a block has two parameters' elements
+
+megazero/zero/gather.py
+- self.ahead.difference(following))
++ self.ahead)
+  the next module's bytes count as those beyond it
+-             self.lane.follow()
+-             unit.drop_full()
++             unit.drop_full()
+  freed memory is written while it is read (CUDA)
+- difference.copy_(rounded), held
++ difference.copy_(source[0]), held
+  differences have what bf16 cannot hold
+- if unit.delta and isinstance(unit.refresh_codec, Blockwise):
++ if isinstance(unit.refresh_codec, Blockwise):
+  whole weights are added to the last ones, P = 1
+- own = unit.copy if hop.level == unit.levels.p else
++ own = unit.copy if hop.level == 1 else
+  with P over two axes the first hop sends nothing
+
+megazero/zero/reduce.py
+- last and not in_place and not self.turn.first
++ last and not in_place
+  the last step's gradients are added, G > 1
+- unsummed = level == 1 and (unit.levels.g > 0 or self.turn.single)
++ unsummed = level == 1
+  sums of micro-batches are sent in bf16, G = 1
+- for level in range(levels.all, levels.os, -1):
++ for level in range(levels.os + 1, levels.all + 1):
+  sums go back to replicas in the order of the way there
+- f"return {hop.level}", start)
++ f"return {hop.level} {self.context.rounding.rank}", start)
+  replicas draw other noise and drift apart
+- rows.add_(extra, alpha=self.context.rounding.divisor)
++ rows.add_(extra)
+  a carried residual is added divided
+- torch.sub(row, gone, out=lost[at])
++ torch.sub(gone, row, out=lost[at])
+  feedback doubles the error instead of paying it
+- if ticket.label == unit.name:
++ if ticket.label != unit.name:
+  the tied sum begins before its own end's
+- , release=frame.close))
++ ))
+  staging never comes free
+- len(self.pending) > self.context.policy.pending_reductions
++ len(self.pending) > 1 + self.context.policy.pending_reductions
+  one unit's staging more than allowed
+
+megazero/zero/unit.py
+- for low, high in self.layout.gaps():  # a block
++ for low, high in ():  # a block
+  padding that was not finite stays so, G = 1
+- self.staging[low:high].zero_()
++ pass
+  padding of the gradients is what the buffer held
+-         self.touched.clear()
+  the last step's gradients are added, G = 1
+- was skipped.
+-         self.copy_version = 0
++ was skipped.
+  after a fallback in a skipped step the rounded copy stays
+
+megazero/zero/optimizer.py
+- if count_tied or not r.unit.tied]
++ ]
+  both ends' tied gradients are in the norm
+- span = (self.span or size) if self.replicated else 1
++ span = size if self.replicated else 1
+  of key/value heads that few ranks hold, one alone counts
+- min(1.0, limit / (norm + 1e-6))
++ limit / (norm + 1e-6)
+  small gradients are scaled up to the limit
+
+megazero/zero/rounding.py
+- Noise(self.seed, self.updates, stream, start)
++ Noise(self.seed, 0, stream, start)
+  every step draws the same noise
+
+megazero/zero/rounding.py
+- old.copy_(new).div_(divisor)
++ old.copy_(new)
+  residuals are kept in units of the sum
+
+megazero/zero/reduce.py
+- f"end {ends.index}"
++ f"end {rounding.rank}"
+  replicas of an end send other bits
+
+megazero/zero/program.py
+- crc32(text.encode(), self.value)
++ crc32(text.encode())
+  the hash tells the last collective alone
+
+megazero/zero/engine.py
+- self.rounding.updates += int(updated)
++ self.rounding.updates += 1
+  a skipped step changes the noise after it
+-                 unit.copy_version = unit.master_version
++                 pass
+  a load advances R once more
+
+megazero/zero/access.py
+- torch.where(values == own.to(unit.dtype), own, values.to(own.dtype))
++ values.to(own.dtype)
+  a write rounds the masters that it did not change
+
+megazero/zero/records.py
+- owed = both[0] + both[1]
++ owed = both[0]
+  what the last stage owes of a tied parameter is lost
+- base = min(levels.os, unit.crossing)
++ base = unit.crossing
+  with replicas in a node, part of what is owed is lost
+- if u.residual is not None and u.carry is None]
++ if u.residual is not None]
+  a sum that is carried is lost by a save before it is paid
+
+megazero/comm/lane.py
+- ticket.plan[ticket.issued].axis in reserved
++ ticket.plan[ticket.issued].axis in older
+  ranks use an axis in different orders
+- if ticket.issued and ticket.label in older:
++ if ticket.issued and ticket.label in reserved:
+  a unit's later sum comes first
+- ticket.plan[ticket.issued :])
++ ticket.plan[ticket.issued + 1 :])
+  a younger chain takes the axis that is next for an older one
+-         self.latest[ticket.label] = ticket.event
+  a unit's chains run beside each other (CUDA)
+- += until - stood
++ += until
+  a wait is billed to every hop before its end
+
+megazero/comm/codec.py
+- accumulate = accumulate or bool(own)
++ accumulate = accumulate
+  the own row is overwritten by the others' sum
+- frame.take(exact, _sum_dtype(self.exact_dtype))
++ frame.take(exact, torch.float32)
+  fp64 sums pass through fp32 between two hops
+-         out[:, self.form.coded_bytes(n) : start].zero_()
+  messages have bytes of other tensors
+
+megazero/comm/hops.py
+- axis.reduce_group if kind == "reduce" else axis.gather_group
++ axis.gather_group
+  both lanes share a communicator: their order is timing's
+- (axis.size - 1) * row * messages.element_size()
++ axis.size * row * messages.element_size()
+  bytes to itself count as sent
+
+megazero/comm/waits.py
+- self.pairs[0][2].query()
++ self.pairs[0][1].query()
+  a wait is read before it is over (CUDA)
+
+megazero/pp/partition.py
+- for i in reversed(range(stages)) if fixed
++ for i in range(stages) if fixed
+  of equal stages the first has more layers
+- costs.head * (i == stages - 1)
++ costs.head * (i == stages)
+  the head costs nothing
+
+megazero/pp/schedules.py
+- + 2 * (pp - 1 - rank),
++ + (pp - 1 - rank),
+  the interleaved schedule warms up too little
+- range(max(0, micro_batches - delay), micro_batches)
++ range(micro_batches - delay, micro_batches)
+  weights' gradients of micro-batches below 0
+- min(warmup + 1 + delay, virtual * micro_batches)
++ min(warmup + 1, virtual * micro_batches)
+  put-off gradients hold no activations
+
+megazero/pp/links.py
+- pp.gather_group if target > source else pp.reduce_group
++ pp.gather_group
+  both directions share a communicator (NCCL hangs)
+- self.after[expected[0]] <= self.issued
++ self.after[expected[0]] < self.issued
+  a receive is posted an action late
+
+megazero/pp/executor.py
+-             self.deferred.discard()
++             pass
+  gradients put off by a broken step stay
+
+megazero/checkpoint/boxes.py
+- position = max(position, high)
++ position = high
+  rows before the slice are taken for padding
+- end = min(stop, (start // step + 1) * step)
++ end = min(stop, start + step)
+  chunks are not cut at whole rows
+
+megazero/checkpoint/planners.py
+-             padding.zero_()
++             pass
+  padding keeps what it held before a load
+
+megazero/checkpoint/reading.py
+- [rank::world_size]
++ [rank + 1 :: world_size]
+  one file's checksum is read by nobody
+
+megazero/checkpoint/store.py
+-     same = same and to_json(layout, "layout") == manifest.layout
+  another layout takes over ranks' own tensors
+- ours.keys() | there.keys() if strict else ours.keys() & there.keys()
++ ours.keys() & there.keys()
+  tensors that a model lacks are passed over
+
+megazero/checkpoint/directory.py
+- (manifest.serial, manifest.step, path)
++ (manifest.step, manifest.serial, path)
+  after going back the abandoned checkpoint is the newest
+-     fsync_directory(temporary)
+  a manifest may be there after a power cut, its files' names not
+
+megazero/data/sampler.py
+-         self._ready.clear()
+-         self.consumed = consumed
++         self.consumed = consumed
+  after a seek come the batches prepared before it
+
+megazero/ops/guards.py
+- self.skipped_in_a_row += 1
++ self.skipped_in_a_row = 1
+  a run of skipped steps never ends
+
+megazero/train/schedule/loss_scaling.py
+- self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
++ self.growth_tracker = 0
+  after the scale grew the first overflow halves it
+
+megazero/train/schedule/run_length.py
+- each.last - each.first + 1
++ each.last - each.first
+  the schedule waits an iteration too few
+
+megazero/train/state/progress.py
+- min(found[1], last_iteration)
++ found[1]
+  a range is left out beyond the run's end
+
+megazero/train/data/feeding.py
+- self.mesh.stage_rows(rows, self.loss_rank).sum()
++ rows.sum()
+  every stage's tokens count in the mean
+
+megazero/train/schedule/spikes.py
+- if len(self.losses) < config.spike_window:
++ if not self.losses:
+  noise of a run's first steps is a spike
+
+megazero/train/state/checkpointing.py
+- replace(options, finetune=False, load_optim=True,
++ replace(options, load_optim=True,
+  a run of --finetune goes back to its weights alone
+
+megazero/train/trainer.py
+- self.length.position(self.progress) >= end
++ self.length.position(self.progress) > end
+  exact gradients begin an iteration late
+
+megazero/plan/memory.py
+- return messages + unit.elements / os * (width + self.formats.sums)
++ return messages
+  the difference of a delta refresh takes no memory
+- * sums / crossing
++ * sums
+  residuals are those of whole units
+- return held + (following if states.on_host else 0.0)
++ return held
+  what gloo gathers into takes no memory
+
+megazero/plan/communication.py
+- 2 * coded // coding.block
++ coded // coding.block
+  scales have one byte
+- raw = level == 1 and (g > 0 or micro_batches == 1)
++ raw = level == 1
+  sums are sent in the parameters' width, G = 1
+
+megazero/plan/gathers.py
+- if unit in coming:
++ if unit in held.ahead:
+  what the next module needs takes of the bytes beyond it
+
+megazero/plan/simulate.py
+- refresh = () if unit in self.here or self
++ refresh = () if self
+  every gather refreshes
+
+megazero/plan/search.py
+- max(0.0, refresh - forward)
++ refresh
+  the bound of a layout is above its time
+
+megazero/plan/activations.py
+- left = (peak - 1) * one
++ left = peak * one
+  at the embedding the layers' activations are still there
+
+megazero/convert/importing.py
+- low - record.start : high - record.start].zero_()
++ low - record.start : high - record.start]
+  padding keeps what it held before an import
+- min(longest, model.sliding_window or longest)
++ longest
+  a window that is not computed is passed over
+
+megazero/convert/shards.py
+- groups.append([])
+-             held = 0
++ groups.append([])
+  from the second file on each tensor has its own
+
+megazero/convert/folder.py
+-     if end != size:
++     if end > size:
+  a file with bytes after its tensors is taken
+- counts.get(dtype, 0) + prod(entry.shape)
++ counts.get(dtype, 0) + 1
+  norms in fp32 decide the dtype of a bf16 model
+
+megazero/convert/export.py
+- return f"{entries} {source.weights}"
++ return f"{entries}"
+  finished files of the trained weights stay in a folder of the masters
+
+megazero/convert/inspection.py
+-             norm += float(ours.double().norm()) ** 2
+  equal pieces do not count in the relative distance
+"""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old``, which stands once in the module ``path``, becomes ``new``. why: what that breaks."""
+
+    path: str
+    old: str
+    new: str
+    why: str
+
+    def apply(self, text: str) -> str:
+        """Return the module's text with the mistake. Raises ValueError unless ``old`` stands in it once."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.path} has {self.old!r} {text.count(self.old)} times, not once")
+        return text.replace(self.old, self.new)
+
+
+def mutations(words: Sequence[str] = ()) -> list[Mutation]:
+    """Return those of modules whose path has one of the words, or all."""
+    out = []
+    for section in TABLE.strip().split("\n\n"):
+        path, *lines = section.split("\n")
+        while lines:
+            assert lines[0].startswith("- "), (path, lines[0])
+            parts = [[line[2:] for line in _taken(lines, sign)] for sign in "-+ "]
+            out.append(Mutation(path, *map("\n".join, parts)))
+    return [each for each in out if not words or any(word in each.path for word in words)]
+
+
+def _taken(lines: list[str], sign: str) -> Iterator[str]:
+    """Take off the lines in front that begin so."""
+    while lines and lines[0].startswith(sign):
+        yield lines.pop(0)
+
+
+# -- which tests -----------------------------------------------------------------------------------
+
+
+@cache
+def imported() -> dict[Path, set[Path]]:
+    """Return, for every file of the tree, the files that it imports."""
+    every = {module_name(path): path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))}
+    out: dict[Path, set[Path]] = {}
+    for module, path in every.items():
+        found = imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
+        # ``from a import b`` is a.b, a module or something in a.
+        names = (name if name in every else name.rpartition(".")[0] for name, _ in found)
+        out[path] = {every[name] for name in names if name in every}
+    return out
+
+
+@cache
+def steps_from(test: Path) -> dict[Path, int]:
+    """Return the files that a test loads, with the number of imports from the test to each."""
+    steps, reached = {test: 0}, [test]
+    for file in reached:  # it grows meanwhile
+        new = sorted(imported()[file] - steps.keys())
+        steps |= dict.fromkeys(new, steps[file] + 1)
+        reached += new
+    return steps
+
+
+def nearest_tests(path: str) -> list[Path]:
+    """Return the test files that load a module: the nearest first, of those the ones that load the least."""
+    module, found = ROOT / path, []
+    for test in (file for top in TESTS for file in (ROOT / top).glob("test_*.py")):
+        steps = steps_from(test)
+        if module in steps:
+            found.append((steps[module], len(steps), test))
+    return [test for _, _, test in sorted(found)[:FILES]]
+
+
+# -- running them ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What tests said. failed: the first test that failed, or ''. last: the one that ran when the time was over."""
+
+    failed: str
+    last: str
+    seconds: float
+
+
+def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> Outcome:
+    """Run tests in ``tree`` until one fails or the time is over; then everything that they started is killed."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as out:
+        command = [sys.executable, "-m", "pytest", "-x", "-vv", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):  # ranks outlive a pytest that was killed
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        lines = out.read().splitlines()
+    named = [line.split()[0] for line in lines if line.startswith("tests/") and "::" in line]
+    said = (
+        line.partition(" ")[2].split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))
+    )
+    failed = next(said, "")
+    return Outcome(failed, named[-1] if named else "collection", time.monotonic() - began)
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the tree's files, those that git ignores left out, as they are now."""
+    listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        for name in names:
+            if (ROOT / name).is_file():
+                (target := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target)
+        # By content: a mutation may leave a file's length and second of change as they were.
+        by_content = ("compileall", "-q", "--invalidation-mode", "checked-hash", "megazero", "kernels")
+        subprocess.run((sys.executable, "-m", *by_content), cwd=folder, check=True)
+        yield Path(folder)
+
+
+def hunt(tree: Path, mutation: Mutation, good: dict[str, bool], limit_s: float) -> tuple[bool, str]:
+    """Return whether a test finds a mutation, and the words for the table.
+
+    good: tests that have failed with a mutation, and whether they pass without; what is not known is added.
+    """
+    file = tree / mutation.path
+    text = file.read_text()
+    tests = [str(test.relative_to(ROOT)) for test in nearest_tests(mutation.path)]
+    if not tests:
+        return False, "survived: no test loads the module"
+    try:
+        file.write_text(mutation.apply(text))
+        outcome = run_tests(tree, tests, limit_s)
+    finally:
+        file.write_text(text)
+    if not outcome.failed:
+        return False, f"survived {outcome.seconds:.0f} s of {len(tests)} files, the last test {outcome.last}"
+    if outcome.failed not in good:
+        good[outcome.failed] = not run_tests(tree, [outcome.failed], 2 * limit_s).failed
+    if not good[outcome.failed]:
+        return False, f"unknown: {outcome.failed} fails without it, too"
+    return True, f"caught after {outcome.seconds:.0f} s by {outcome.failed}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", help="parts of the paths of modules")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of tests for each mutation")
+    options = parser.parse_args(arguments)
+    survived, good = 0, dict[str, bool]()
+    chosen = mutations(options.words)
+    with copied() as tree:
+        for number, mutation in enumerate(chosen, 1):
+            found, words = hunt(tree, mutation, good, options.limit)
+            survived += not found
+            print(f"{number:3} {mutation.path}: {mutation.why}\n    {words}", flush=True)
+    print(f"{len(chosen)} mutations, {len(chosen) - survived} caught, {survived} not")
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

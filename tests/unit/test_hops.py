@@ -1,0 +1,51 @@
+"""A hop's communicator and its bytes. No ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero.comm import hops
+from megazero.comm.traffic import Traffic
+
+AXIS: Any = SimpleNamespace(
+    size=4, index=1, link="inter_node", gather_group="gathers", reduce_group="reductions"
+)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
+    """The communicators that were used, each with how many elements each rank was sent."""
+    out: list[tuple[object, object]] = []
+    monkeypatch.setattr(hops, "all_gather_flat", lambda *_, group, async_op: out.append((group, None)))
+    monkeypatch.setattr(
+        dist, "all_to_all_single", lambda _, sent, there, here, group, async_op: out.append((group, there))
+    )
+    return out
+
+
+@pytest.mark.parametrize(
+    "kind, group", [("gather", "gathers"), ("refresh", "gathers"), ("reduce", "reductions")]
+)
+def test_a_gathers_communicator_is_its_lanes(
+    used: list[tuple[object, object]], kind: str, group: str
+) -> None:
+    """Two lanes on one communicator would issue in an order that the ranks' timing decides."""
+    traffic = Traffic()
+    own = torch.zeros(10, dtype=torch.bfloat16)
+    hops.start_gather(AXIS, torch.zeros(40, dtype=torch.bfloat16), own, kind, traffic)
+    assert used == [(group, None)] and dict(traffic.bytes) == {(kind, "inter_node"): 3 * 10 * 2}
+
+
+@pytest.mark.parametrize("rows, there", [(4, [5, 5, 5, 5]), (3, [5, 0, 5, 5])])
+def test_an_exchange_counts_what_goes_to_others(
+    used: list[tuple[object, object]], rows: int, there: list[int]
+) -> None:
+    traffic, messages = Traffic(), torch.zeros(rows, 5)
+    hops.start_exchange(AXIS, torch.empty_like(messages), messages, traffic)
+    assert used == [("reductions", there)] and traffic.take()["reduce_inter_node_bytes"] == 3 * 5 * 4
+    assert traffic.take() == {"intra_node_bytes": 0, "inter_node_bytes": 0}, "a step's own"

@@ -1,0 +1,126 @@
+"""What the planner says of one rank's messages, their bytes and buffers, against an engine's. No ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megazero import zero
+from megazero.comm.codec import Blockwise
+from megazero.config.layout.shards import Shards
+from megazero.config.layout.wire import Coding
+from megazero.mesh.grid import INTER, make_grid
+from megazero.plan.communication import Formats, UnitShape, model_state
+from megazero.plan.gathers import Copies
+from megazero.plan.memory import States, gathered, model_states
+from megazero.plan.units import EMBEDDING, HEAD, LAYER
+from tests.gpu.test_hpz_race import CPU, MICRO_BATCHES, Cluster, Landing, Wire
+
+BLOCK = 64
+CODECS: dict[
+    str, tuple[tuple[int, int] | None, tuple[int, int] | None, bool]
+] = {  # (bits, block), differences
+    "exact": (None, None, False),
+    "weights": ((8, BLOCK), None, False),
+    "differences": ((4, BLOCK), None, True),
+    "gradients": (None, (4, BLOCK), False),
+}
+
+
+def alike(wire: Wire, out: torch.Tensor, own: torch.Tensor) -> Landing:
+    """A gather of ranks that all send the same."""
+    return Landing(wire, lambda: [part.copy_(own) for part in out.view(wire.size, -1)])
+
+
+SHARDS = [(1, 1, 1), (1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)]
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 140_000, 1 << 20], ids=["none", "a layer", "all"])
+@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
+def test_the_bytes_of_a_step(
+    shards: tuple[int, int, int], codecs: str, prefetch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 layers in bf16 and 2 micro-batches, on 2 nodes of 2."""
+    weights, gradients, delta = CODECS[codecs]
+    made = zero.Codecs(
+        weights and Blockwise(*weights), None, gradients and Blockwise(*gradients), delta=delta
+    )
+    policy = zero.Policy(codecs=made, block=BLOCK, prefetch_bytes=prefetch_bytes)
+    cluster = Cluster(CPU, 3, monkeypatch, shards=shards, policy=policy)
+    monkeypatch.setattr(Wire, "gather", alike)
+    monkeypatch.setattr(Cluster, "_compute", lambda *_: None)  # it looks for right parameters
+    for _ in range(2):
+        cluster.engine.traffic.take()
+        cluster.engine.begin_step(MICRO_BATCHES)
+        for _ in range(MICRO_BATCHES):
+            cluster.module(cluster.inputs).sum().backward()
+        assert not cluster.engine.step().skipped
+    sent = +Counter(cluster.engine.traffic.bytes)
+    by_link = {INTER: gradients and Coding(*gradients)}
+    formats = Formats(2, 4, weights and Coding(*weights), by_link, delta)
+    units = [UnitShape(unit.layout.numel, 0, made != zero.Codecs()) for unit in cluster.engine.units]
+    copies = Copies([[[0], [1], [2]]], shards[0] == 1, prefetch_bytes)
+    program = [("F", 0), ("B", 0)] * MICRO_BATCHES
+    assert model_state(units, make_grid(4, 2, shards=shards), formats, copies, program, MICRO_BATCHES) == sent
+
+
+@pytest.mark.parametrize("shards", [(1, 1, 1), (1, 1, 4), (2, 2, 2), (2, 2, 4)], ids=str)
+def test_residuals_are_of_the_slice_that_crosses_nodes(
+    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codecs = zero.Codecs(gradients_inter=Blockwise(4, BLOCK), feedback=True)
+    engine = Cluster(
+        CPU, 3, monkeypatch, shards=shards, policy=zero.Policy(codecs=codecs, block=BLOCK)
+    ).engine
+    grid = make_grid(4, 2, shards=shards)
+    states = States(grid, Shards(*shards, "use"), Formats(2, 4), True, 0)
+    shapes = [(UnitShape(unit.layout.numel, 0, True), 1) for unit in engine.units]
+    units: Any = SimpleNamespace(counts=shapes, elements=sum(shape.elements for shape, _ in shapes))
+    held = sum(unit.open_residual().nbytes for unit in engine.units)
+    assert model_states(units, states, "sgd")["residuals"] == held > 0
+
+
+def test_processors_hold_what_is_gathered_ahead_twice() -> None:
+    """gloo gathers into memory of its own, until all is there."""
+    units: Any = SimpleNamespace(elements=12_500, modules={EMBEDDING: 2000, LAYER: 1000, HEAD: 500})
+    sizes = {}
+    for on_host in (False, True):
+        shards = Shards(4, 4, 4, "use")
+        states = States(make_grid(4, 2, shards=(4, 4, 4)), shards, Formats(2, 4), False, 0, on_host=on_host)
+        sizes[on_host] = {kind: gathered(units, states, kind) for kind in (EMBEDDING, LAYER, HEAD)}
+    assert {kind: sizes[True][kind] - sizes[False][kind] for kind in sizes[True]} == {
+        EMBEDDING: 2000,  # the bytes of the first layer
+        LAYER: 4000,  # of the embedding
+        HEAD: 2000,
+    }
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "differences"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shards", [(1, 1, 4), (2, 4, 4), (2, 2, 4), (4, 4, 4)], ids=str)
+def test_a_gathers_messages(
+    shards: tuple[int, int, int], bits: int, delta: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refresh of differences has the difference and the rounded master, too, beside its messages."""
+    codecs = zero.Codecs(weights=Blockwise(bits, BLOCK), delta=delta)
+    engine = Cluster(
+        CPU, 3, monkeypatch, shards=shards, policy=zero.Policy(codecs=codecs, block=BLOCK)
+    ).engine
+    monkeypatch.setattr(Wire, "gather", alike)
+    engine.rounding.names = ()  # no unit's rounding is measured: that has buffers of its own
+    engine.invalidate()
+    for unit in engine.units:
+        unit.copy_version = 0
+    engine.refresh()
+    unit = engine.units[0]
+    p, _, os = shards
+    lifetime = "use" if p == os else "resident" if p == 1 or delta else "step"
+    formats = Formats(2, 4, Coding(bits, BLOCK), delta=delta)
+    states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, False, 0)
+    said = states.gather_messages(UnitShape(unit.layout.numel, 0, True))
+    assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
