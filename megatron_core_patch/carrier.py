@@ -26,7 +26,7 @@ from megazero.comm.codec import Blockwise
 from megazero.comm.lane import Chain, Lane, Ticket, no_timing
 from megazero.comm.traffic import Traffic
 from megazero.train.parallelize import make_codecs
-from megazero.zero.context import leg
+from megazero.zero.context import hop_spec
 
 CODED = (torch.bfloat16, torch.float16)  # of fp32 buffers the optimizer's master weights are a part
 # A bucket moves in PIECES, so that hops of one piece run beside another's; but a piece holds LEAST elements of each
@@ -119,7 +119,7 @@ class Carrier:
         if held.updated and not (self.codecs.delta and known is None):
             codec = self.weights_codec(hops, params.dtype)
         held.equal, held.updated = True, False
-        plan = tuple(leg("refresh", axis) for axis in reversed(hops.axes))
+        plan = tuple(hop_spec("refresh", axis) for axis in reversed(hops.axes))
         self.gathers.follow()
         return [
             self.gathers.submit(
@@ -133,7 +133,7 @@ class Carrier:
     def reduce(self, bucket: Any, hops: TwoHops, average: bool) -> list[Ticket]:
         """Start the reductions of a bucket's gradients into this rank's shard; return what to wait for."""
         grads, d = bucket.grad_data, len(hops.ranks)
-        plan = tuple(leg("reduce", axis) for axis in hops.axes)
+        plan = tuple(hop_spec("reduce", axis) for axis in hops.axes)
         self.reductions.follow()  # the gradients are the compute stream's latest
 
         def chain(columns: slice) -> Chain:
@@ -201,7 +201,7 @@ class Sync:
         assert out is bucket.param_data
         lane, held = self.carrier.gathers, self.carrier.state(bucket)
         if held.updated:
-            self.checks += self.carrier.watch.weights(bucket, self.hops, held.updates, self.exact, group)
+            self.checks += self.carrier.checks.weights(bucket, self.hops, held.updates, self.exact, group)
         self.waits += [(lane, ticket) for ticket in self.carrier.gather(bucket, self.hops)]
         return self
 
@@ -219,7 +219,7 @@ class Sync:
         """
         bucket = next(self.buckets)
         assert grads is bucket.grad_data and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        lane, watch, held = self.carrier.reductions, self.carrier.watch, self.carrier.state(bucket)
+        lane, watch, held = self.carrier.reductions, self.carrier.checks, self.carrier.state(bucket)
         watch.tell(WEIGHTS)
         self.checks += watch.gradients(bucket, self.hops, held.updates, self.exact, group, op)
         tickets = self.carrier.reduce(bucket, self.hops, average=op == dist.ReduceOp.AVG)

@@ -1,4 +1,4 @@
-"""Turn the patch on and off: which of Megatron's functions are wrapped, and what the wrappers do."""
+"""MicroBatchIndex the patch on and off: which of Megatron's functions are wrapped, and what the wrappers do."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Patch:
         for buffer in getattr(optimizer, "buffers", ()):  # a stub, of a rank without parameters, has none
             self._carrier.updating(buffer.buckets, buffer.data_parallel_group)
         done = original(optimizer)
-        self._carrier.watch.tell(WEIGHTS)
+        self._carrier.checks.tell(WEIGHTS)
         return done
 
     def _load(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

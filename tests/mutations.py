@@ -60,10 +60,10 @@ megazero/zero/gather.py
   with P over two axes the first hop sends nothing
 
 megazero/zero/reduce.py
-- last and not in_place and not self.turn.first
+- last and not in_place and not self.micro_batch.first
 + last and not in_place
   the last step's gradients are added, G > 1
-- unsummed = level == 1 and (unit.levels.g > 0 or self.turn.single)
+- unsummed = level == 1 and (unit.levels.g > 0 or self.micro_batch.single)
 + unsummed = level == 1
   sums of micro-batches are sent in bf16, G = 1
 - for level in range(levels.all, levels.os, -1):

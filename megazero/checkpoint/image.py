@@ -69,7 +69,7 @@ class Staging:
             self._memory = -1
 
 
-class Frame:
+class ImageBuilder:
     """The bytes around the values of tensors, and the places for the values, in the order of ``add``."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowRange:
     """``length`` consecutive dim-0 rows of the local tensor, and the row where they go.
 
     With ``Placement.transposed`` the stored rows counted here are columns of the stored tensor.
@@ -43,7 +43,7 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[RowRange, ...]
     offset1: int = 0
     transposed: bool = False
 
@@ -61,5 +61,5 @@ class Placement:
         """
         local = tuple(local_shape if local_shape is not None else shape)
         rows = max(0, min(local[0], shape[0] - offset0)) if local else 0
-        segments = (Segment(0, rows, offset0),) if rows else ()
+        segments = (RowRange(0, rows, offset0),) if rows else ()
         return Placement(name, tuple(shape), local, segments, offset1)

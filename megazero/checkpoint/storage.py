@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megazero.checkpoint.image import Frame, Image, Staging, write_image
+from megazero.checkpoint.image import Image, ImageBuilder, Staging, write_image
 from megazero.checkpoint.manifest import FileEntry
 from megazero.checkpoint.metadata import read_metadata
 
@@ -63,7 +63,7 @@ class Writer(FileSystemWriter):
         if self._plan is None or not self._plan[0].items:
             return
         plan, planner = self._plan
-        frame = Frame()
+        frame = ImageBuilder()
         with _plain_zip():
             for item in plan.items:
                 assert item.tensor_data is not None

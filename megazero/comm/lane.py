@@ -39,7 +39,7 @@ PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what i
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
 
-class Leg(NamedTuple):
+class HopSpec(NamedTuple):
     """One collective of a chain.
 
     axis: the mesh axis that it uses. hop: the name of its hop in bills ('refresh_inter', for example).
@@ -66,14 +66,14 @@ class Ticket:
     """A chain in flight. ``release`` is called when the current stream comes after it, which may be twice."""
 
     label: str
-    plan: tuple[Leg, ...]
+    plan: tuple[HopSpec, ...]
     chain: Chain
     release: Callable[[], object] = _nothing
     work: dist.Work | None = None
     issued: int = 0
     done: bool = False
     event: Any = None
-    landed: tuple[Any, ...] = ()  # CUDA, when timed: an event after every leg
+    landed: tuple[Any, ...] = ()  # CUDA, when timed: an event after every hop_spec
 
 
 class Lane:
@@ -104,7 +104,7 @@ class Lane:
                 stream.wait_event(event)
 
     def submit(
-        self, label: str, plan: tuple[Leg, ...], chain: Chain, release: Callable[[], object] = _nothing
+        self, label: str, plan: tuple[HopSpec, ...], chain: Chain, release: Callable[[], object] = _nothing
     ) -> Ticket:
         """Start a chain. ``release`` lets go of the compute stream's buffers that the chain reads."""
         ticket = Ticket(label, plan, chain, release)
@@ -139,7 +139,7 @@ class Lane:
                     break
                 self._advance(ticket)
             if not ticket.done:
-                reserved.update(leg.axis for leg in ticket.plan[ticket.issued :])
+                reserved.update(hop_spec.axis for hop_spec in ticket.plan[ticket.issued :])
                 older.add(ticket.label)
         while self.tickets and self.tickets[0].done:
             self.tickets.popleft()
@@ -188,9 +188,9 @@ class Lane:
 
     def _add_up_one(self, before: Any, ticket: Ticket) -> None:
         stood = 0.0
-        for leg, landed in zip(ticket.plan, ticket.landed, strict=True):
+        for hop_spec, landed in zip(ticket.plan, ticket.landed, strict=True):
             until = max(stood, before.elapsed_time(landed) / 1e3)  # negative: had landed before the wait
-            self.stood[f"exposed_{leg.hop}"] += until - stood
+            self.stood[f"exposed_{hop_spec.hop}"] += until - stood
             stood = until
 
     def _finish_work(self, ticket: Ticket) -> None:
@@ -201,12 +201,12 @@ class Lane:
             raise
         except RuntimeError as error:
             self.overdue(True)
-            leg = ticket.plan[max(ticket.issued - 1, 0)]
+            spec = ticket.plan[max(ticket.issued - 1, 0)]
             raise CommunicationError(
-                f"rank {self.rank}: {self.name} of unit {ticket.label!r} failed on axis {leg.axis!r}, hop {leg.hop} "
-                f"({ticket.issued} of {len(ticket.plan)}): {error}. A peer died, stalls, used other units (its log "
-                "then speaks of a mismatch), or the link is down: look at the other ranks' logs; raise the time-out "
-                "if the link is only slow"
+                f"rank {self.rank}: {self.name} of unit {ticket.label!r} failed on axis {spec.axis!r}, hop "
+                f"{spec.hop} ({ticket.issued} of {len(ticket.plan)}): {error}. A peer died, stalls, used other "
+                "units (its log then speaks of a mismatch), or the link is down: look at the other ranks' logs; "
+                "raise the time-out if the link is only slow"
             ) from error
 
     def _landed(self, work: dist.Work) -> bool:

@@ -19,7 +19,7 @@ _FP32 = 1e-6  # of a sum of scores
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabPiece:
     """One piece of the vocabulary, as sentencepiece_model.proto has it."""
 
     text: str = ""
@@ -31,7 +31,7 @@ class Piece:
 class Spec:
     """What the model file says of itself, with the proto's defaults."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabPiece, ...]
     model_type: int = UNIGRAM
     byte_fallback: bool = False
     space_is_suffix: bool = False
@@ -59,7 +59,7 @@ def read_spec(raw: bytes) -> Spec:
         if number == 1:
             piece = dict(_fields(value))
             score = struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0
-            pieces.append(Piece(piece[1].decode(), score, piece.get(3, NORMAL)))
+            pieces.append(VocabPiece(piece[1].decode(), score, piece.get(3, NORMAL)))
         elif number == 2:
             trainer = dict(_fields(value))
         elif number == 3:

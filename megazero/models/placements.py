@@ -6,7 +6,7 @@ calls them and how it stores them.
 
 from __future__ import annotations
 
-from megazero.checkpoint.placement import Placement, Segment
+from megazero.checkpoint.placement import Placement, RowRange
 from megazero.config.model.parameters import ParameterRole, head_copies, parameter_roles
 from megazero.config.model.section import ModelConfig
 from megazero.families import TensorNames, fused_row
@@ -57,7 +57,7 @@ def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: Par
     rows = local[0]
     first = tp.rank // copies * rows if role.split == 0 else 0
     offset1 = tp.rank * local[1] if role.split == 1 else 0
-    segments: tuple[Segment, ...] = (Segment(0, rows, first),)
+    segments: tuple[RowRange, ...] = (RowRange(0, rows, first),)
     shape = role.shape
     if part is not None:
         shape = (c.query_projection_size + 2 * c.kv_projection_size, *role.shape[1:])
@@ -68,15 +68,15 @@ def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: Par
 
 def _fused_segments(
     c: ModelConfig, names: TensorNames, part: int, first: int, rows: int
-) -> tuple[Segment, ...]:
+) -> tuple[RowRange, ...]:
     """Return the segments of rows ``first`` .. of part 0, 1 or 2 (q, k, v) in the family's fused tensor."""
     d, heads, groups = c.kv_channels, c.num_attention_heads, c.num_query_groups
     stored = [d * fused_row(names, part, (first + j) // d, heads, groups) for j in range(0, rows, d)]
-    segments = [Segment(0, d, stored[0])]
+    segments = [RowRange(0, d, stored[0])]
     for local, row in zip(range(d, rows, d), stored[1:], strict=True):
         last = segments[-1]
         if row == last.stored + last.length:
-            segments[-1] = Segment(last.local, last.length + d, last.stored)
+            segments[-1] = RowRange(last.local, last.length + d, last.stored)
         else:
-            segments.append(Segment(local, d, row))
+            segments.append(RowRange(local, d, row))
     return tuple(segments)

@@ -72,8 +72,8 @@ def module_uses(copies: Copies, program: Sequence[Segment], sizes: Sequence[floa
         key = segment, following, returning, held
         if key not in known:
             known[key] = rule.run(segment, following, returning, held)
-        uses, held = known[key]
-        yield from uses
+        seen, held = known[key]
+        yield from seen
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ UnitSpec = nn.Module | Sequence[nn.Module]
 
 
 @dataclass(frozen=True)
-class Plan:
+class UnitPlan:
     """Holds the units in forward order, the units that every hooked module needs, and the number of parts."""
 
     units: list[Unit]
@@ -39,7 +39,7 @@ def build_units(
     init: Init | None,
     parts: Sequence[Sequence[nn.Module]] = (),
     tied: Mapping[str, str] = MappingProxyType({}),
-) -> Plan:
+) -> UnitPlan:
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
 
     parts: the specs' modules that run together, where the module runs part by part (virtual pipeline stages).
@@ -90,7 +90,7 @@ def build_units(
         held = {unit.part for unit in used}
         if len(held | {part_of.get(id(m), part) for part in held}) > 1:
             raise ValueError(f"unit {used[0].name!r} holds parameters of several parts: a part has its own")
-    return Plan(units, needs, max(len(parts), 1))
+    return UnitPlan(units, needs, max(len(parts), 1))
 
 
 def _make_units(

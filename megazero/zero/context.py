@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.comm.lane import Leg
+from megazero.comm.lane import HopSpec
 from megazero.comm.traffic import Traffic
 from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Axis
@@ -38,13 +38,13 @@ class Context:
         """Return the sub-axis between level - 1 and ``level``."""
         return self.axes[level - 1]
 
-    def legs(self, kind: str, levels: Sequence[int]) -> tuple[Leg, ...]:
+    def hop_specs(self, kind: str, levels: Sequence[int]) -> tuple[HopSpec, ...]:
         """Return one collective of a kind ('refresh', 'gather', 'reduce') on the axis of each of these
         levels, in order.
         """
-        return tuple(leg(kind, self.axis(level)) for level in levels)
+        return tuple(hop_spec(kind, self.axis(level)) for level in levels)
 
 
-def leg(kind: str, axis: Axis) -> Leg:
+def hop_spec(kind: str, axis: Axis) -> HopSpec:
     """Name a collective's axis and its hop as bills name it: 'refresh_inter', 'gather_intra', ..."""
-    return Leg(axis.name, f"{kind}_{axis.link.removesuffix('_node')}")
+    return HopSpec(axis.name, f"{kind}_{axis.link.removesuffix('_node')}")

@@ -30,7 +30,7 @@ from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
 from megazero.zero.access import note, take_written
 from megazero.zero.agreement import Agreement
-from megazero.zero.build import Plan
+from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
 from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
@@ -71,7 +71,7 @@ class Engine:
         module: nn.Module,
         mesh: Mesh,
         policy: Policy,
-        plan: Plan,
+        plan: UnitPlan,
         traits: Mapping[str, Traits],
         optimizer: SliceOptimizer,
         clip_norm: float | None,

@@ -160,7 +160,7 @@ class Gatherer:
         moves = gather_chain(unit, self.context)
         refreshed = [hop.level for hop in unit.refresh_hops if unit.stale]
         gathered = [hop.level for hop in unit.gather_hops]
-        plan = (*self.context.legs("refresh", refreshed), *self.context.legs("gather", gathered))
+        plan = (*self.context.hop_specs("refresh", refreshed), *self.context.hop_specs("gather", gathered))
         if plan:
             unit.ticket = self.lane.submit(unit.name, plan, moves)
         else:

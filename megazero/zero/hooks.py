@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.access import guard_reads
 from megazero.zero.admission import refuse_tracing
-from megazero.zero.build import Plan
+from megazero.zero.build import UnitPlan
 from megazero.zero.gather import Gatherer
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.released import outliving, tensors_in
 from megazero.zero.unit import Unit
-
-if TYPE_CHECKING:
-    from megazero.zero.hooks import Hooks
 
 
 class Hooks:
@@ -38,7 +35,7 @@ class Hooks:
     micro_batches: how many the open step has; 0 if none is open. backwards: how many of them are done, by part.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, gatherer: Gatherer, reducer: Reducer) -> None:
+    def __init__(self, module: nn.Module, plan: UnitPlan, gatherer: Gatherer, reducer: Reducer) -> None:
         self.units, self.gatherer, self.reducer = plan.units, gatherer, reducer
         self.program = gatherer.program
         self.micro_batches = 0
@@ -354,7 +351,7 @@ class Hooks:
         self.reducer.lane.poll()
 
 
-def register(module: nn.Module, plan: Plan, hooks: Hooks) -> None:
+def register(module: nn.Module, plan: UnitPlan, hooks: Hooks) -> None:
     """Watch the forwards of the plan's modules and the gradients of its parameters, and guard reads from outside."""
     handles: dict[nn.Module, list[RemovableHandle]] = {m: [] for m in module.modules()}
     for hooked, needs in plan.needs:

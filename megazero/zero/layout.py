@@ -61,7 +61,7 @@ class GatherHop:
 
 
 @dataclass(frozen=True)
-class Layout:
+class UnitLayout:
     """Holds the parameters and regions of one unit, and how the data-parallel sub-axes cut it.
 
     regions: (start, numel) of the coded region and, if there is one, of the exact region.
@@ -146,7 +146,7 @@ def make_layout(
     sizes: Sequence[int],
     indices: Sequence[int],
     exact: frozenset[str] = frozenset(),
-) -> Layout:
+) -> UnitLayout:
     """Lay out a unit's parameters in their order, coded ones first.
 
     block: a number of elements; a slice of any level is whole blocks. sizes: the sub-axes' sizes, innermost
@@ -166,14 +166,14 @@ def make_layout(
             at += -(-slots[-1].numel // block) * block
         end = begin + -(-(at - begin) // quantum) * quantum
         regions.append((begin, end - begin))
-    return Layout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
+    return UnitLayout(tuple(slots), tuple(regions), tuple(sizes), tuple(indices))
 
 
 @dataclass(frozen=True)
 class Slice:
     """A compact buffer of one level's slice: the whole unit (0), a P slice, a G slice, ..."""
 
-    layout: Layout
+    layout: UnitLayout
     buffer: torch.Tensor
     level: int
 

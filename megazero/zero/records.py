@@ -18,7 +18,7 @@ from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot
 from megazero.zero.policy import Policy
 from megazero.zero.program import IssueHash
-from megazero.zero.reduce import Hop, Reduction, Turn
+from megazero.zero.reduce import Hop, MicroBatchIndex, Reduction
 from megazero.zero.rounding import KINDS, Rounding
 from megazero.zero.unit import Unit
 
@@ -56,7 +56,7 @@ def save_records(engine: Engine, placements: Mapping[str, Placement] | None = No
 
 
 def _ranges_in_copy(unit: Unit) -> list[tuple[Slot, int, int, int, int]]:
-    """Return ``Layout.ranges`` of the OS slice, each with where it starts in R."""
+    """Return ``UnitLayout.ranges`` of the OS slice, each with where it starts in R."""
     layout, os, p = unit.layout, unit.levels.os, unit.levels.p
     return [
         (*found, inside.start + found[3] - piece.compact)
@@ -93,7 +93,7 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
             rows.copy_(own)
         arena = Arena()
         context = Context(axes, Policy(), Rounding(0, rank, device, arena), Traffic(), IssueHash(), arena)
-        reduction, exact = Reduction(unit, Turn(0, True), context), Identity(unit.sum_dtype)
+        reduction, exact = Reduction(unit, MicroBatchIndex(0, True), context), Identity(unit.sum_dtype)
         hops = [Hop(context.axis(n), n, exact) for n in range(unit.crossing + 1, levels.all + 1)]
         chains = [reduction.descend(hops, sums, sums)]
         back = [Hop(context.axis(n), n, exact) for n in range(levels.all, levels.os, -1)]

@@ -18,11 +18,11 @@ import torch
 
 from megazero.comm.codec import Blockwise, Codec, Identity, Noise, decoded, encoded
 from megazero.comm.hops import start_exchange, start_gather
-from megazero.comm.lane import Chain, Lane, Leg, Ticket
+from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
 from megazero.kernels.arena import Take
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Axis
-from megazero.zero.context import Context, leg
+from megazero.zero.context import Context, hop_spec
 from megazero.zero.layout import Slice
 from megazero.zero.rounding import GRADIENTS, add_residual, lost_slice
 from megazero.zero.unit import EXACT, Unit
@@ -67,7 +67,7 @@ class Reducer:
                 self.context.issued.add(f"t{self.index[unit]}")
                 chain = sum_ends(unit, ends, self.exact, self.context)
                 self.lane.follow()
-                self.pending.append(self.lane.submit(unit.name, tied_legs(ends), chain))
+                self.pending.append(self.lane.submit(unit.name, tied_hop_specs(ends), chain))
 
     def wait(self) -> None:
         """Return when every sum is there."""
@@ -88,11 +88,11 @@ class Reducer:
             self._submit(unit)
 
     def _submit(self, unit: Unit) -> None:
-        turn = Turn(unit.backwards, unit.backwards == self.micro_batches - 1, self.exact)
-        staging, frame = unit.close_micro_batch(turn.last) or (None, self.context.frame())
-        reduction = Reduction(unit, turn, self.context)
-        plan, chain = reduction.legs(), reduction.chain(staging)
-        self.context.issued.add(f"r{self.index[unit]} {turn.last}")
+        micro_batch = MicroBatchIndex(unit.backwards, unit.backwards == self.micro_batches - 1, self.exact)
+        staging, frame = unit.close_micro_batch(micro_batch.last) or (None, self.context.frame())
+        reduction = Reduction(unit, micro_batch, self.context)
+        plan, chain = reduction.hop_specs(), reduction.chain(staging)
+        self.context.issued.add(f"r{self.index[unit]} {micro_batch.last}")
         if not plan:
             deque(chain, maxlen=0)
             return
@@ -114,16 +114,16 @@ class Reduction:
     """
 
     unit: Unit
-    turn: Turn
+    micro_batch: MicroBatchIndex
     context: Context
 
-    def legs(self) -> tuple[Leg, ...]:
+    def hop_specs(self) -> tuple[HopSpec, ...]:
         """Return the collectives of ``chain``, in their order."""
         levels = self.unit.levels
         order = [*range(1, levels.g + 1)]
-        if self.turn.last:
+        if self.micro_batch.last:
             order += [*range(levels.g + 1, levels.all + 1), *range(levels.all, levels.os, -1)]
-        return self.context.legs("reduce", order)
+        return self.context.hop_specs("reduce", order)
 
     def chain(self, staging: torch.Tensor | None) -> Chain:
         """Yield each collective's Work. staging [n], parameter dtype: the micro-batch's gradients; None: they
@@ -135,12 +135,12 @@ class Reduction:
         if levels.g:
             assert staging is not None
             yield from self.descend(self._hops(range(1, levels.g + 1)), Slice(unit.layout, staging, 0), sums)
-        if not self.turn.last:
+        if not self.micro_batch.last:
             return
         yield from self.descend(self._hops(range(levels.g + 1, levels.all + 1)), sums, sums)
         for level in range(levels.all, levels.os, -1):
             axis = self.context.axis(level)
-            codec = None if self.turn.exact else unit.codecs.gradients(axis.link)
+            codec = None if self.micro_batch.exact else unit.codecs.gradients(axis.link)
             yield from self.share_back(Hop(axis, level, codec or Identity(unit.sum_dtype)), sums)
         if unit.carry is not None:
             carried = Slice(unit.layout, unit.carry, levels.os).rows(levels.os, 1)
@@ -174,7 +174,7 @@ class Reduction:
                 messages = self._pass_on(hop, hops[i + 1], received, following.take)
             else:
                 if in_place or last:
-                    sums, accumulate = target, last and not in_place and not self.turn.first
+                    sums, accumulate = target, last and not in_place and not self.micro_batch.first
                 else:
                     empty = following.take(unit.layout.level_numel(hop.level), target.buffer.dtype)
                     sums, accumulate = Slice(unit.layout, empty, hop.level), False
@@ -209,12 +209,12 @@ class Reduction:
     def _hops(self, levels: range) -> list[Hop]:
         """Make the hops of these levels. Only the first level's codec may take raw gradients; others take sums."""
         unit = self.unit
-        codecs = EXACT if self.turn.exact else unit.codecs
+        codecs = EXACT if self.micro_batch.exact else unit.codecs
         raw, sums = Identity(unit.dtype), Identity(unit.sum_dtype)
         hops: list[Hop] = []
         for level in levels:
             axis = self.context.axis(level)
-            unsummed = level == 1 and (unit.levels.g > 0 or self.turn.single)
+            unsummed = level == 1 and (unit.levels.g > 0 or self.micro_batch.single)
             once = unit.crossing is not None and level > unit.crossing and axis.link == INTER
             fed = once and unit.codecs.feedback
             # A residual that is left when rounding ends goes with the next exact message, which then is a sum.
@@ -288,7 +288,7 @@ class Reduction:
 
     def _noise(self, hop: Hop) -> Noise:
         rounding = self.context.rounding
-        where = f"reduce {hop.level} micro-batch {self.turn.index} from {rounding.rank}"
+        where = f"reduce {hop.level} micro-batch {self.micro_batch.index} from {rounding.rank}"
         return rounding.noise(self.unit, where)
 
     def _others(
@@ -324,7 +324,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Turn:
+class MicroBatchIndex:
     """Says which micro-batch's gradients a reduction takes. The first overwrites ``grad``, the last goes on to OS.
 
     index: the number of the micro-batch in the step. exact: codecs are off in this step.
@@ -360,9 +360,9 @@ class Hop:
     feedback: bool = False
 
 
-def tied_legs(ends: Axis) -> tuple[Leg, ...]:
+def tied_hop_specs(ends: Axis) -> tuple[HopSpec, ...]:
     """Return the one collective of ``sum_ends``."""
-    return (leg("reduce", ends),)
+    return (hop_spec("reduce", ends),)
 
 
 def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:

@@ -130,7 +130,7 @@ class Rounding:
 
 
 def relative_errors(sums: Sequence[float]) -> dict[str, float]:
-    """Turn the sums of all ranks, 2 for each of KINDS, into ||sent - exact|| / ||exact|| per kind.
+    """MicroBatchIndex the sums of all ranks, 2 for each of KINDS, into ||sent - exact|| / ||exact|| per kind.
 
     Kinds without sums are left out.
     """

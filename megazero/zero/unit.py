@@ -53,7 +53,7 @@ from megazero.comm.lane import Ticket
 from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.zero.binding import Binding
-from megazero.zero.layout import Layout
+from megazero.zero.layout import UnitLayout
 from megazero.zero.policy import Codecs, Levels
 from megazero.zero.released import Read, Released, hide, refuse_read, released_class
 
@@ -72,7 +72,7 @@ class Unit:
         name: str,
         params: Mapping[str, nn.Parameter],
         values: Mapping[str, torch.Tensor],
-        layout: Layout,
+        layout: UnitLayout,
         levels: Levels,
         dtype: torch.dtype,
         device: torch.device,
@@ -132,11 +132,11 @@ class Unit:
         self.gather_hops = self.wire.gather_hops(self.levels.p, 0, 0)
         self.copy = self.full if self.levels.p == 0 else self._new_copy()
 
-    def _wire_layout(self, codec: Codec, level: int) -> Layout:
+    def _wire_layout(self, codec: Codec, level: int) -> UnitLayout:
         """Return the layout of the messages of all slices of a level, cut by the same sub-axes as the parameters."""
         sizes, indices = self.layout.sizes[:level], self.layout.indices[:level]
         message = codec.message_numel(*(p.numel for p in self.layout.pieces(level)))
-        return Layout((), ((0, message * prod(sizes)),), sizes, indices)
+        return UnitLayout((), ((0, message * prod(sizes)),), sizes, indices)
 
     def _make_master(self) -> torch.Tensor:
         """Return a part of the P copy where the two have one dtype and the copy is never dropped; else a

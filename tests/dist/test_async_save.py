@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megazero.checkpoint import image, storage, store
+from megazero.checkpoint.directory import TRIAL
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.ops.guards import NonFiniteLoss
 from tests.dist.pool import run_ranks
@@ -28,9 +29,9 @@ def with_writes(values: dict[str, Any], write: Callable) -> Any:
     """A run in this rank whose images are written by ``write(count, path, ...)``: its losses, or error and status."""
     count = [0]
 
-    def counted(*arguments: Any) -> Any:
-        count[0] += 1
-        return write(count[0], *arguments)
+    def counted(path: Path, *rest: Any) -> Any:
+        count[0] += TRIAL not in path.parts
+        return write(count[0], path, *rest)
 
     storage.write_image = counted
     try:
@@ -60,6 +61,10 @@ def still_from_the_second(count: int, *arguments: Any) -> Any:
     if count >= 2 and dist.get_rank() == 1:
         time.sleep(5)
     return WRITE(*arguments)
+
+
+def full_from_the_start(count: int, path: Path, *rest: Any) -> Any:
+    return full_from_the_second(2, path, *rest)
 
 
 def tensors(folder: Path) -> dict[str, str]:
@@ -207,3 +212,33 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Pa
     resumed, other = run_ranks(2, train_all, [values, straight], timeout=300)[0]
     assert resumed.start == 4 and resumed.losses == other.losses[4:]
     assert not differences(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "straight"))
+
+
+def cannot_write(values: dict[str, Any]) -> Any:
+    """A run in this rank, where rank 1 cannot write a file of tensors."""
+    write = storage.Writer.write_tensors
+    if dist.get_rank() == 1:
+        storage.Writer.write_tensors = lambda *_: full_from_the_start(0, Path("tensors"))
+    try:
+        return train(values).losses
+    except store.CheckpointError as error:
+        return f"{error}", status_of(error)
+    finally:
+        storage.Writer.write_tensors = write
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_run_that_cannot_save_says_so_before_the_first_step(tmp_path: Path, behind: bool) -> None:
+    """And one that can leaves nothing of the checkpoint that it tried."""
+    values = {**BASE, "save": str(tmp_path / "run"), "async_save": behind, "log_dir": str(tmp_path / "logs")}
+    values |= {"save_interval": 2, "train_iters": 2}
+    if behind:
+        answers = run_ranks(2, with_writes, values, full_from_the_start, timeout=300)
+    else:
+        answers = run_ranks(2, cannot_write, values, timeout=300)
+    ((text, status),) = set(answers)
+    assert "this run could not save, so it does not begin" in text and "rank 1: " in text, text
+    assert "No space left" in text and status is ExitStatus.STORAGE
+    assert not (tmp_path / "logs" / "metrics.jsonl").exists() and os.listdir(tmp_path / "run") == []
+    run_ranks(2, train, values, timeout=300)
+    assert os.listdir(tmp_path / "run") == ["iter_0000002"]

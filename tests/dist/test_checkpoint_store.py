@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megazero.checkpoint import storage, store
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.placement import Placement, Segment
+from megazero.checkpoint.placement import Placement, RowRange
 from megazero.checkpoint.records import SliceRecord
 from tests.dist.pool import run_ranks
 
@@ -39,7 +39,7 @@ def placements(tp, rank):
     """A small tensor-parallel model: padded vocabulary, fused and transposed qkv, row parallel, replicated."""
     rows = -(-VOCABULARY // tp) + 1  # more padding than needed: the last rank may hold nothing but padding
     part = HIDDEN // tp
-    segments = tuple(Segment(i * part, part, i * HIDDEN + rank * part) for i in range(3))
+    segments = tuple(RowRange(i * part, part, i * HIDDEN + rank * part) for i in range(3))
     return [
         Placement.plain("embed", SHAPES["embed"], (rows, HIDDEN), rank * rows),
         Placement("qkv", SHAPES["qkv"], (3 * part, HIDDEN), segments, transposed=True),
@@ -258,7 +258,7 @@ def test_groups_other_than_the_world(tmp_path):
 def save_shared_rows(root):
     """[q | k] with one key head for two ranks: each holds its own q rows and the same k rows."""
     rank = dist.get_rank()
-    placement = Placement("qk", (6, 3), (4, 3), (Segment(0, 2, 2 * rank), Segment(2, 2, 4)))
+    placement = Placement("qk", (6, 3), (4, 3), (RowRange(0, 2, 2 * rank), RowRange(2, 2, 4)))
     local = torch.arange(18.0).view(6, 3)[[2 * rank, 2 * rank + 1, 4, 5]].reshape(-1)
     ours = [SliceRecord(placement, a, b, {"weights": local[a:b]}) for a, b in ((0, 7), (7, 12))]
     path = store.save(root, store.Snapshot(0, ours), group=dist.group.WORLD)

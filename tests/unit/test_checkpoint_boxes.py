@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.checkpoint.boxes import boxes, gaps, rectangles
-from megazero.checkpoint.placement import Placement, Segment
+from megazero.checkpoint.placement import Placement, RowRange
 
 
 def fill(stored, placement, start, stop, values, limit=None):
@@ -60,7 +60,7 @@ def fused_qkv(head_dim, queries, groups, tp, transposed=False, columns=3):
     for rank in range(tp):
         parts, segments, local = (q // tp, kv // tp, kv // tp), [], 0
         for start, part in zip(starts, parts, strict=True):
-            segments.append(Segment(local, part, start + rank * part))
+            segments.append(RowRange(local, part, start + rank * part))
             local += part
         shape = (q + 2 * kv, columns)
         stored = shape[::-1] if transposed else shape
@@ -71,7 +71,7 @@ def fused_qkv(head_dim, queries, groups, tp, transposed=False, columns=3):
 def transposed_row_parallel(rows, columns, tp):
     return [
         Placement(
-            "w", (columns * tp, rows), (rows, columns), (Segment(0, rows, 0),), r * columns, transposed=True
+            "w", (columns * tp, rows), (rows, columns), (RowRange(0, rows, 0),), r * columns, transposed=True
         )
         for r in range(tp)
     ]
@@ -115,7 +115,7 @@ def test_every_stored_element_exactly_once(placements, shards, limit, data):
 
 def test_transposed_values_land_transposed():
     local = np.arange(12.0).reshape(4, 3)
-    placement = Placement("w", (3, 4), (4, 3), (Segment(0, 4, 0),), transposed=True)
+    placement = Placement("w", (3, 4), (4, 3), (RowRange(0, 4, 0),), transposed=True)
     stored = np.zeros((3, 4))
     for start, stop in ((0, 5), (5, 12)):
         fill(stored, placement, start, stop, local.ravel()[start:stop])
@@ -137,7 +137,7 @@ def test_limit_bounds_boxes_but_never_cuts_a_row(limit, most):
 
 
 def test_padding_in_the_middle_and_at_the_end():
-    placement = Placement("w", (3, 2), (6, 2), (Segment(0, 1, 0), Segment(3, 2, 1)))
+    placement = Placement("w", (3, 2), (6, 2), (RowRange(0, 1, 0), RowRange(3, 2, 1)))
     assert list(gaps(placement, 0, 12)) == [(2, 6), (10, 12)]
     assert list(gaps(placement, 3, 11)) == [(3, 6), (10, 11)]
     assert list(gaps(placement, 6, 10)) == []

@@ -15,7 +15,7 @@ import torch
 
 from megazero.checkpoint import directory, planners, reading, storage, store
 from megazero.checkpoint.errors import CheckpointError
-from megazero.checkpoint.placement import Placement, Segment
+from megazero.checkpoint.placement import Placement, RowRange
 from megazero.checkpoint.records import SliceRecord
 from megazero.convert import inspection
 
@@ -106,12 +106,12 @@ def test_round_trip_of_every_kind_dtype_and_shape(tmp_path):
 
 def test_fused_transposed_and_padded_reload_in_another_form(tmp_path):
     w = torch.arange(24.0).view(6, 4)
-    conv1d = Placement("w", (4, 6), (6, 4), (Segment(0, 6, 0),), transposed=True)
+    conv1d = Placement("w", (4, 6), (6, 4), (RowRange(0, 6, 0),), transposed=True)
     pieces = [SliceRecord(conv1d, a, b, {"weights": w.view(-1)[a:b]}) for a, b in ((0, 7), (7, 7), (7, 24))]
     path = store.save(tmp_path, store.Snapshot(1, pieces))
     assert torch.equal(store.load_full(path)["w"], w.t())
     # read back with the local rows 3..5 first and two rows of padding
-    swapped = Placement("w", (4, 6), (8, 4), (Segment(0, 3, 3), Segment(3, 3, 0)), transposed=True)
+    swapped = Placement("w", (4, 6), (8, 4), (RowRange(0, 3, 3), RowRange(3, 3, 0)), transposed=True)
     target = blank([SliceRecord(swapped, 2, 31, {"weights": torch.empty(29)})])[0]
     store.load(path, records=[target])
     expected = torch.cat([w[3:], w[:3], torch.zeros(2, 4)]).view(-1)[2:31]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.zero.optimizer import clip_factor
-from megazero.zero.records import MASTER, RESIDUAL, load_records, rank_tensors, save_records
+from megazero.comm.lane import Chain, Lane, Leg, Ticket
+from megazero.mesh.grid import INTER, AxisSpec
+from megazero.mesh.mesh import Mesh
+from megazero.zero import records, tied
+from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
+from megazero.zero.records import MASTER, RESIDUAL, load_records, rank_tensors, residual_sum, save_records
+from megazero.zero.rounding import Rounding
 from tests.gpu.test_hpz_race import CPU, Cluster, Landing, Wire
 
 BLOCK = 512  # more than the layers fill: every unit has padding within its last block
@@ -19,13 +25,13 @@ CODED = Blockwise(4, BLOCK)
 LR = 0.1  # of the cluster's plain SGD
 
 
-def engine(patch: pytest.MonkeyPatch, shards: tuple[int, int, int], **policy: Any) -> Cluster:
+def engine(patch: pytest.MonkeyPatch, shards: tuple[int, int, int], rank: int = 0, **policy: Any) -> Cluster:
     patch.setattr(
         Wire, "gather", lambda wire, out, own: Landing(wire, partial(out.copy_, own.repeat(wire.size)))
     )
     patch.setattr(Cluster, "_compute", lambda *_: None)  # it looks for other ranks' parameters
     torch.manual_seed(5)
-    return Cluster(CPU, 0, patch, shards=shards, policy=zero.Policy(block=BLOCK, **policy))
+    return Cluster(CPU, rank, patch, shards=shards, policy=zero.Policy(block=BLOCK, **policy))
 
 
 def step(cluster: Cluster, factor: float = 1.0, divisor: float = 1.0) -> zero.StepInfo:
@@ -84,7 +90,7 @@ def test_a_save_before_the_first_step_changes_no_step(monkeypatch: pytest.Monkey
         units = cluster.engine.units
         traits = cluster.engine.traits
         adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1, fused=True)
-        cluster.engine.optimizer = zero.optimizer.SliceOptimizer(units, traits, adam)
+        cluster.engine.optimizer = SliceOptimizer(units, traits, adam)
         for _ in range(saves):
             save_records(cluster.engine)
         assert set(cluster.engine.optimizer.scalars().values()) <= {0.0}
@@ -116,3 +122,251 @@ def test_what_was_carried_is_added_in_the_sums_unit(
         for _, low, high, at in unit.layout.ranges(unit.levels.os):
             moved = (more - plain)[at : at + high - low]
             torch.testing.assert_close(moved, torch.full_like(moved, -LR * 3.0), rtol=1e-3, atol=1e-6)
+
+
+EVERY = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)]
+
+
+@pytest.mark.parametrize("shards", EVERY, ids=str)
+def test_a_step_does_not_depend_on_the_one_before(
+    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights and samples give the same norm: nothing is left of the last step's gradients."""
+    cluster = engine(monkeypatch, shards)
+    masters = [unit.master.clone() for unit in cluster.engine.units]
+    norms = []
+    for _ in range(3):
+        norms.append(step(cluster).grad_norm)
+        for unit, value in zip(cluster.engine.units, masters, strict=True):
+            unit.master.copy_(value)
+        cluster.engine.invalidate()
+    assert norms[0] == norms[1] == norms[2] > 0
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("shards", EVERY, ids=str)
+def test_a_chain_uses_the_axes_that_it_states(
+    shards: tuple[int, int, int], coded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what chains state the lane keeps the ranks' orders alike."""
+    make, submit, stated = Wire.__init__, Lane.submit, list[tuple[str, ...]]()
+
+    def named(wire: Wire, cluster: Cluster, spec: AxisSpec, ms: float) -> None:
+        make(wire, cluster, spec, ms)
+        wire.name = spec.name  # type: ignore[attr-defined]
+
+    def followed(plan: tuple[Leg, ...], chain: Chain) -> Chain:
+        used = []
+        for work in chain:
+            used.append(work.wire.name)  # type: ignore[attr-defined]
+            yield work
+        assert used == [leg.axis for leg in plan]
+        stated.append(tuple(used))
+
+    monkeypatch.setattr(Wire, "__init__", named)
+
+    def submitted(lane: Lane, unit: str, plan: tuple[Leg, ...], chain: Chain, **more: Any) -> Ticket:
+        return submit(lane, unit, plan, followed(plan, chain), **more)
+
+    monkeypatch.setattr(Lane, "submit", submitted)
+    codecs = zero.Codecs(CODED, CODED, CODED) if coded else zero.Codecs()
+    cluster = engine(monkeypatch, shards, codecs=codecs)
+    for _ in range(2):
+        step(cluster)
+    assert len(max(stated, key=len)) >= 2, "no chain has an order"
+
+
+def test_replicas_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several ranks hold and send on, they round with the same noise: of the element, not of the sender."""
+    codec = Blockwise(4, BLOCK, stochastic=True)
+    drawn: list[set[tuple[int, int]]] = []
+    noise = Rounding.noise
+    for rank in range(4):
+        drawn.append(set())
+
+        def noted(rounding: Rounding, unit: Any, hop: str, start: int = 0, at: int = rank) -> Any:
+            made = noise(rounding, unit, hop, start)
+            if hop.startswith("return"):
+                drawn[at].add((made.stream, made.step))
+            return made
+
+        monkeypatch.setattr(Rounding, "noise", noted)
+        cluster = engine(monkeypatch, (1, 1, 1), rank, codecs=zero.Codecs(None, codec, codec))
+        step(cluster)
+    assert drawn[0] == drawn[1] == drawn[2] == drawn[3] and len(drawn[0]) == 2 * len(cluster.engine.units)
+
+
+def test_noise_is_new_after_every_update_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = engine(monkeypatch, (1, 1, 4))
+    drawn = []
+    for factor in (1.0, torch.inf, 1.0):
+        drawn.append(cluster.engine.rounding.noise(cluster.engine.units[0], "hop"))
+        step(cluster, factor)
+    assert drawn[0] != drawn[1] == drawn[2]
+
+
+def test_what_the_parameters_cannot_hold_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below a rounding step of bf16 a master has not moved: its residue would inflate the scales of what has."""
+    encode, sent = Blockwise.encode, list[torch.Tensor]()
+
+    def noted(codec: Blockwise, x: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        sent.append(x.clone())
+        return encode(codec, x, *more, **options)
+
+    monkeypatch.setattr(Blockwise, "encode", noted)
+    cluster = engine(monkeypatch, (2, 2, 4), codecs=zero.Codecs(weights=CODED, delta=True))
+    for unit in cluster.engine.units:
+        unit.master.mul_(1 + 2**-11)
+        unit.copy_version = 0
+    cluster.engine.refresh()
+    assert sent and not any(x.any() for x in sent)
+    for unit in cluster.engine.units:
+        unit.master.mul_(1 + 2**-6)
+        unit.copy_version = 0
+    cluster.engine.refresh()
+    assert sent[-1].any()
+
+
+def test_a_write_keeps_the_bits_of_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = engine(monkeypatch, (1, 1, 4))
+    unit = cluster.engine.units[0]
+    unit.master.mul_(1 + 2**-11)  # below bf16
+    before = unit.master.clone()
+    cluster.engine.invalidate()
+    (weight, *_) = cluster.module[0].parameters()
+    at = next(
+        (low, start) for slot, low, _, start in unit.layout.ranges(unit.levels.os) if slot.name == "0.weight"
+    )
+    with cluster.engine.gathered(write=True), torch.no_grad():
+        weight.view(-1)[at[0] + 1] = 7.0
+    changed = (unit.master != before).nonzero().flatten().tolist()
+    assert changed == [at[1] + 1] and unit.master[changed[0]] == 7.0
+
+
+def test_what_ranks_share_counts_once() -> None:
+    """All tensor-parallel ranks hold a norm; key/value heads that are fewer than ranks, some in a row."""
+    assert Traits(replicated=True).holders(3, 4) == range(4)
+    assert [Traits(replicated=True, span=2).holders(rank, 4).start for rank in range(4)] == [0, 0, 2, 2]
+    assert Traits(span=2).holders(3, 4) == range(3, 4)
+
+
+def test_tied_parameters_count_at_one_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = engine(monkeypatch, (1, 1, 1))
+    cluster.engine.begin_step()
+    cluster.module(cluster.inputs).sum().backward()
+    cluster.engine.reducer.wait()
+    cluster.engine.units[1].tied = True
+    squares = {}
+    for counted in (True, False):
+        out = torch.zeros((), dtype=torch.float64)
+        cluster.engine.optimizer.squared_norm((0, 1), counted, out)
+        squares[counted] = float(out)
+    runs = [run for run in cluster.engine.optimizer.runs if run.unit is cluster.engine.units[1]]
+    own = sum(float(run.grad.double().square().sum()) for run in runs)
+    assert squares[True] - squares[False] == pytest.approx(own, rel=1e-5), "norms are taken in fp32"
+
+
+def test_the_ends_sum_comes_after_each_ends_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = engine(monkeypatch, (1, 1, 4))
+    reducer, calls = cluster.engine.reducer, list[tuple[str, ...]]()
+    shared = reducer.units[1]
+    shared.tied = True
+    tickets = [Ticket(unit.name, (), iter(())) for unit in (*reducer.units, shared)]  # type: ignore[arg-type]
+    reducer.pending.extend(tickets)
+    lane: Any = SimpleNamespace(
+        wait=lambda ticket: calls.append(("wait", ticket.label)),
+        follow=lambda: calls.append(("follow",)),
+        submit=lambda name, legs, chain: calls.append(("submit", name)),
+    )
+    monkeypatch.setattr(reducer, "lane", lane)
+    reducer.join_ends(SimpleNamespace(name="ends", link=INTER, index=0))  # type: ignore[arg-type]
+    waits = [("wait", shared.name)] * 2
+    assert calls == [*waits, ("follow",), ("submit", shared.name)]
+
+
+def test_replicas_of_an_end_send_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one sum; the other end's is another, and so is its noise."""
+    codec, sent = Blockwise(4, BLOCK, stochastic=True), dict[tuple[int, int], torch.Tensor]()
+    for rank in range(2):
+        cluster = engine(monkeypatch, (1, 1, 1), rank, codecs=zero.Codecs(gradients_inter=codec))
+        unit, context = cluster.engine.units[0], cluster.engine.gatherer.context
+        unit.begin_step()
+        assert unit.grad is not None
+        unit.grad.copy_(torch.linspace(-1, 1, unit.grad.numel()))
+        for end in range(2):
+            keep = partial(lambda key, ends, out, own, *_: sent.__setitem__(key, own.clone()), (rank, end))
+            monkeypatch.setattr(tied, "start_gather", keep)
+            ends: Any = SimpleNamespace(link=INTER, index=end)
+            next(tied.sum_ends(unit, ends, False, context))
+    assert torch.equal(sent[0, 0], sent[1, 0]) and torch.equal(sent[0, 1], sent[1, 1])
+    assert not torch.equal(sent[0, 0], sent[0, 1])
+
+
+@pytest.mark.parametrize(
+    "shards", [(1, 1, 4), (2, 2, 4)], ids=str
+)  # without replicas: nothing goes back rounded
+def test_what_rounding_lost_is_in_the_next_message(
+    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same gradient twice: the second message is made of it and of what the first one lost, whatever divides."""
+    cluster = engine(monkeypatch, shards, codecs=zero.Codecs(gradients_inter=CODED, feedback=True))
+    seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    cluster.engine.rounding.observer = lambda *told: seen[-1].append((told[3].clone(), told[4].clone()))
+    masters = [unit.master.clone() for unit in cluster.engine.units]
+    for _ in range(2):
+        seen.append([])
+        assert not step(cluster, divisor=8.0).skipped
+        for unit, value in zip(cluster.engine.units, masters, strict=True):
+            unit.master.copy_(value)
+        cluster.engine.invalidate()
+    across = [
+        (exact, lost, again)
+        for (exact, sent), (again, _) in zip(*seen, strict=True)
+        if (lost := exact - sent).any() and not torch.equal(exact, again)
+    ]
+    assert across
+    for exact, lost, again in across:
+        torch.testing.assert_close(again, exact + lost, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("shards", [(1, 1, 4), (2, 4, 4)], ids=str)
+def test_after_a_fallback_the_rounded_copy_is_not_used(
+    shards: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no update made it stale: the step that told so was skipped."""
+    held = engine(monkeypatch, shards, codecs=zero.Codecs(weights=CODED), lifetime="resident").engine
+    held.refresh()
+    for unit in held.units:
+        assert not unit.stale
+        unit.send_exactly("weights")
+        assert unit.stale
+    held.refresh()
+    with held.gathered():
+        for unit in held.units:
+            for slot, low, high, at in unit.layout.ranges(unit.levels.os):
+                own = unit.master[at : at + high - low]
+                assert torch.equal(unit.full[slot.start + low : slot.start + high], own.to(unit.dtype))
+
+
+def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tied parameter the first end saves what both owe; and where replicas share a node, of its whole slice."""
+    cluster = engine(monkeypatch, (1, 1, 1), codecs=zero.Codecs(gradients_inter=CODED, feedback=True))
+    held = cluster.engine
+    step(cluster)
+    unit = held.units[0]
+    alone = residual_sum(unit, held.mesh.data_axes, held.mesh.rank)
+    assert alone.numel() == unit.layout.numel and alone.any()
+    monkeypatch.setattr(Mesh, "ends", SimpleNamespace(reduce_group=None, index=0), raising=False)
+    if "ends" in vars(held.mesh):
+        vars(held.mesh)["ends"] = SimpleNamespace(reduce_group=None, index=0)
+
+    def gather(both: torch.Tensor, own: torch.Tensor, group: object) -> None:
+        both.view(2, -1).copy_(torch.stack([own, 2 * own]))
+
+    monkeypatch.setattr(records, "all_gather_flat", gather)
+    unit.tied = True
+    saved = [
+        record.tensors[RESIDUAL] for record in save_records(held) if record.placement.name.startswith("0.")
+    ]
+    expected = [3 * alone[at : at + high - low] for _, low, high, at in unit.layout.ranges(unit.levels.os)]
+    assert all(map(torch.equal, saved, expected)) and len(saved) == len(expected) == 2

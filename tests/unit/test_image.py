@@ -17,14 +17,14 @@ import torch
 
 from megazero.checkpoint import directory, image, saving, storage, store
 from megazero.checkpoint.manifest import checksum
-from megazero.checkpoint.placement import Placement, Segment
+from megazero.checkpoint.placement import Placement, RowRange
 from megazero.log.exit_status import ExitStatus, status_of
 
 
 def records(scale: float = 1.0) -> list[store.SliceRecord]:
     """Slices that begin in the middle of rows, a transposed one, one that is stored in another dtype, a replica's."""
     flat = torch.arange(60.0) * scale
-    turned = Placement("t", (4, 6), (6, 4), (Segment(0, 6, 0),), transposed=True)
+    turned = Placement("t", (4, 6), (6, 4), (RowRange(0, 6, 0),), transposed=True)
     plain, other = Placement.plain("w", (6, 4)), Placement.plain("v", (3, 4))
     rounded = {"weights": torch.bfloat16}
     return [
@@ -38,7 +38,7 @@ def records(scale: float = 1.0) -> list[store.SliceRecord]:
 
 def test_tensors_of_no_elements_are_written_as_torch_writes_them() -> None:
     given = [torch.arange(3.0), torch.empty(0), torch.empty(0, 4, dtype=torch.int8), torch.arange(2)]
-    frame, saved = image.Frame(), b""
+    frame, saved = image.ImageBuilder(), b""
     with storage._plain_zip():
         starts = [frame.add(each.shape, each.dtype)[0] for each in given]
         for each in given:

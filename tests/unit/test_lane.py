@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero.comm import lane as lane_module
-from megazero.comm.lane import Chain, Lane, Leg, Ticket, no_timing
+from megazero.comm.lane import Chain, HopSpec, Lane, Ticket, no_timing
 
 
 class Event:
@@ -38,7 +38,7 @@ def test_waits_that_nobody_takes_are_added_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "Event", Event)
     lane = Lane("gather", torch.device("cpu"), 0, timed=lambda name: None)
     lane.streams = [Stream()]
-    plan = (Leg("a", "gather_intra"), Leg("b", "gather_inter"))
+    plan = (HopSpec("a", "gather_intra"), HopSpec("b", "gather_inter"))
     for _ in range(3000):
         ticket = Ticket("unit", plan, iter(()), landed=(Event(2.0), Event(5.0)), event=Event(5.0, over=False))
         lane.wait(ticket)
@@ -54,7 +54,7 @@ def test_the_host_does_not_wait_for_waits_that_are_not_over(monkeypatch: pytest.
     lane = Lane("gather", torch.device("cpu"), 0, timed=lambda name: None)
     lane.streams = [Stream()]
     landed = Event(2.0, over=False)
-    lane.wait(Ticket("unit", (Leg("a", "gather_intra"),), iter(()), landed=(landed,), event=landed))
+    lane.wait(Ticket("unit", (HopSpec("a", "gather_intra"),), iter(()), landed=(landed,), event=landed))
     assert lane.take_stalls() == {}
     landed.over = True
     assert lane.take_stalls() == pytest.approx({"exposed_gather_intra": 2e-3})
@@ -94,7 +94,7 @@ class Wire:
         self.lane = Lane("reduce", torch.device("cpu"), 0, no_timing)
 
     def submit(self, unit: str, axes: str) -> Ticket:
-        plan = tuple(Leg(axis, "reduce_intra") for axis in axes)
+        plan = tuple(HopSpec(axis, "reduce_intra") for axis in axes)
         return self.lane.submit(unit, plan, self._chain(unit, axes))
 
     def _chain(self, unit: str, axes: str) -> Chain:
@@ -114,7 +114,7 @@ class Work:
     def is_completed(self) -> bool:
         return self.over
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         self.over = True
 
 

@@ -32,6 +32,21 @@ def test_slices_tile_and_nest(sizes, exact):
         assert set(count) == {int(np.prod(sizes[level:], dtype=int))}
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 2)])
+@pytest.mark.parametrize("exact", [frozenset(), frozenset({"norm", "bias"})])
+def test_pieces_are_found_within_the_buffers_of_outer_levels(sizes, exact):
+    for layout in layouts(sizes, exact=exact):
+        whole = np.arange(layout.numel)
+
+        def compact(level, layout=layout, whole=whole):
+            return np.concatenate([whole[piece.span] for piece in layout.pieces(level)])
+
+        for outer, level in itertools.combinations_with_replacement(range(len(sizes) + 1), 2):
+            held, wanted = compact(outer), compact(level)
+            for piece in layout.within(level, outer):
+                assert np.array_equal(held[piece.span], wanted[piece.compact : piece.compact + piece.numel])
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2), (2, 1, 3)])
 def test_gathers_outermost_first_rebuild_the_buffer(sizes):
     """Simulate the hops with numpy: one concatenation over one axis per hop."""

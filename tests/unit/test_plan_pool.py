@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from megazero.config.layout.shards import Shards
 from megazero.config.layout.wire import Coding
 from megazero.mesh.grid import INTER, make_grid
 from megazero.plan.communication import Formats, UnitShape, model_state
-from megazero.plan.gathers import Copies
+from megazero.plan.gathers import Copies, gathers
 from megazero.plan.memory import States, gathered, model_states
 from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from tests.gpu.test_hpz_race import CPU, MICRO_BATCHES, Cluster, Landing, Wire
@@ -124,3 +125,14 @@ def test_a_gathers_messages(
     states = States(make_grid(4, 2, shards=shards), Shards(*shards, lifetime), formats, False, 0)
     said = states.gather_messages(UnitShape(unit.layout.numel, 0, True))
     assert engine.arena.peak == pytest.approx(said, rel=0.02), "up to the alignment of buffers"
+
+
+def test_what_the_next_module_needs_takes_none_of_the_bytes_beyond_it() -> None:
+    """Of layers of 100, 100 and 150 bytes, the second stays for its backward: the third comes before it anyway."""
+    copies = Copies([[[0], [1], [2]]], prefetch_bytes=100)
+    assert gathers(copies, [("F", 0), ("B", 0)], [100, 100, 150]) == {0: 2, 1: 1, 2: 1}
+    assert gathers(replace(copies, prefetch_bytes=99), [("F", 0), ("B", 0)], [100, 100, 150]) == {
+        0: 2,
+        1: 2,
+        2: 1,
+    }

@@ -87,7 +87,7 @@ def test_going_back_counts_and_forgets_what_was_beyond(monkeypatch: pytest.Monke
     config = SimpleNamespace(checkpoint=SimpleNamespace(save="s"), skipping=CONFIG)
     spikes = SpikeMonitor(CONFIG)
 
-    def load(origin: Origin, whole: bool) -> None:
+    def load(origin: Origin) -> None:
         spikes.load_state({"beyond": 1, "began": 4})
 
     checkpointing: Any = SimpleNamespace(config=config, mesh=None, spikes=spikes, load=load)

@@ -203,3 +203,24 @@ def test_the_program_prints_writes_and_loads_no_torch(tmp_path: Path) -> None:
     assert "iteration 300 of 1,000" in done.stdout and "*" in done.stdout
     assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
     assert not (tmp_path / "p.html.partial").exists()
+
+
+def test_a_checkpoint_that_a_later_start_left_behind_is_not_the_last(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "logs")
+    save = {"event": "save", "time": at(10), "seconds": 1.0}
+    events = [
+        {**save, "iteration": 20, "path": "iter_0000020"},
+        {**save, "iteration": 40, "path": "iter_0000040"},
+    ]
+    begun = {
+        "event": "start",
+        "time": at(20),
+        "iteration": 20,
+        "last_iteration": 50,
+        "restarts": 0,
+        "hosts": [],
+        "job_id": "",
+    }
+    for lines, last in ((events, "iter_0000040"), ([*events, begun], "iter_0000020")):
+        (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert facts(read_run(folder))["checkpoint"].startswith(last)

@@ -427,3 +427,21 @@ def test_every_batch_of_a_run_is_made_for_its_device(tmp_path: Path, monkeypatch
         }
     )
     assert made == [True, False]
+
+
+def test_gradients_are_exact_from_the_end_of_their_rounding_on() -> None:
+    """The iteration that begins there is the first: what was owed goes with it."""
+    said: list[str] = []
+    codecs = SimpleNamespace(gradients_intra=None, gradients_inter=object())
+    engine = SimpleNamespace(exact_gradients=False, policy=SimpleNamespace(codecs=codecs))
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(quantized_gradients_end=3),
+        engine=engine,
+        length=SimpleNamespace(position=lambda progress: progress),
+        outputs=SimpleNamespace(console=SimpleNamespace(note=said.append)),
+    )
+    exact = []
+    for trainer.progress in range(6):
+        Trainer._set_rounding(trainer, trainer.progress + 1)
+        exact.append(engine.exact_gradients)
+    assert exact == [False] * 3 + [True] * 3 and said == ["gradients are sent exactly from iteration 4 on"]
