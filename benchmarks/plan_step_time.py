@@ -99,8 +99,8 @@ def draw(shape: str, seed: int, number: int, batch: int) -> list[Case]:
     found = dict[str, Case]()
     while len(found) < number:
         base = generator.choice(bases[generator.choice(sorted(bases))])
-        families = [family for family, _ in search.families(base)]
-        layout, formats = generator.choice(list(search.layouts(generator.choice(families))))
+        choices = [choice for choice, _ in search.shard_choices(base)]
+        layout, formats = generator.choice(list(search.layouts(generator.choice(choices))))
         case = Case(shape, (*words, *TRAINING, *layout_flags(layout.config)), formats)
         found.setdefault(case.key, case)
     return list(found.values())
