@@ -73,7 +73,7 @@ slurm-test: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow -rs tests/slurm $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
-	$(BIN)/python tests/benchmarks/step_time.py
+	$(BIN)/python benchmarks/step_time.py
 
 # Everything that needs a GPU, in at most 8 minutes on one card, into docs/gpu.md; without a card a rehearsal. For
 # example REPORT_ARGS="--pieces kernels,race --fresh".

@@ -14,7 +14,7 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 FOUR_LAYERS = {**TINY, "num_layers": 4, "elastic": True}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.gpu_report.kernels import BITS, operations
+from benchmarks.gpu_report.kernels import BITS, operations
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (

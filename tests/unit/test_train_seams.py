@@ -29,7 +29,7 @@ from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 from tests.unit.test_train_schedule import STYLES, WSD_STYLES
 
 SMALL = {**TINY, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
