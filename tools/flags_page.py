@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megazero.config.foreign.deepspeed import ALWAYS, NO_EFFECT, RENAMED, SPECIAL, UNSUPPORTED
-from megazero.config.read.flags import FILES, default_text, spelling
+from megazero.config.read.flags import FILES, default_text, section_text, spelling
 from megazero.config.run import all_options, section_types
 
 HEAD = """# Flags
@@ -30,7 +30,7 @@ def markdown() -> str:
             "",
             f"## {section}",
             "",
-            (cls.__doc__ or "").strip(),
+            section_text(cls),
             "",
             "| flag | meaning | default |",
             "|---|---|---|",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.options.optimizers import DECAY_STYLES, WSD_STYLES
 from megazero.train.schedule.learning_rate import LearningRate
+from tests.oracle import megatron_batch_sizes
 
 
 @pytest.mark.parametrize(
@@ -56,12 +57,10 @@ RAMPS = [(8, 8, 100, 32, 2, 4), (192, 16, 9765, 2048, 2, 8), (4, 4, 37, 16, 1, 4
 
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_batch_size_equals_megatron(ramp: tuple[int, ...]) -> None:
-    module = pytest.importorskip("megatron.core.num_microbatches_calculator")
     ours = BatchSizeRampup(*ramp)
-    theirs = module.RampupBatchsizeNumMicroBatchesCalculator(
-        ours.target, ours.micro_batch, ours.data_parallel, False, 1,
-        ours.start, ours.increment, ours.ramp_samples,
-    )  # fmt: skip
+    theirs = megatron_batch_sizes(
+        ours.target, ours.micro_batch, ours.data_parallel, (ours.start, ours.increment, ours.ramp_samples)
+    )
     consumed = 0
     for iteration in range(400):
         theirs.update(consumed, consistency_check=True)
