@@ -29,6 +29,7 @@ from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
 from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
+from tests.oracle import megatron_batch_sizes
 from tests.sizes import TINY
 from tests.unit.test_train_schedule import STYLES, WSD_STYLES
 
@@ -54,7 +55,6 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
     The second rate is that of the parameters with a peak and a minimum of their own.
     """
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     o, span, batch = config.optimizer, config.lr_lengths, config.batch
     apart = {"max_lr": o.decoupled_lr or o.lr, "min_lr": o.min_lr}
     apart |= {} if o.decoupled_min_lr is None else {"min_lr": o.decoupled_min_lr}
@@ -63,14 +63,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
         holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style, 0.1, 0.1, 0, "constant",
         wsd_decay_steps=span.wsd_decay, lr_wsd_decay_style=o.lr_wsd_decay_style,
     )  # fmt: skip
-    if batch.rampup_batch_size is None:
-        sizes = calculator.ConstantNumMicroBatchesCalculator(
-            batch.global_batch_size, batch.micro_batch_size, 1, False, 0
-        )
-    else:
-        sizes = calculator.RampupBatchsizeNumMicroBatchesCalculator(
-            batch.global_batch_size, batch.micro_batch_size, 1, False, 0, *batch.rampup_batch_size
-        )
+    sizes = megatron_batch_sizes(batch.global_batch_size, batch.micro_batch_size, 1, batch.rampup_batch_size)
     consumed = 0
     while True:
         sizes.update(consumed, consistency_check=True)
