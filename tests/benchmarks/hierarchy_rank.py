@@ -16,10 +16,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.comm.codec import Identity
-from megazero.comm.hops import start_exchange, start_gather
-from megazero.comm.traffic import Traffic
-from megazero.mesh.collectives import reduce_scatter_flat
-from megazero.mesh.mesh import Axis, Mesh, create_mesh
+from megazero.comm.hops import Traffic, start_exchange, start_gather
+from megazero.mesh.mesh import Axis, Mesh, create_mesh, reduce_scatter_flat
 from tests.benchmarks.comparison_rank import measure
 from tests.benchmarks.contestants import Shape, Step, ours
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megazero.data.corpus import stdlib_sources
+from megazero.data.text import stdlib_sources
 from megazero.train.generate import load_text_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megazero.comm.codec import Blockwise
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Coding, Wire, asked_for
 from megazero.config.options.sections import ZeroConfig

@@ -118,7 +118,7 @@ def _collectives(world: int, setting: Setting) -> Rows:
     import torch
     import torch.distributed as dist
 
-    from megazero.mesh.collectives import all_gather_flat
+    from megazero.mesh.mesh import all_gather_flat
     from tests.benchmarks.gpu_report.setting import elapsed
 
     n = setting.pick(1 << 26, 1 << 10) // world * world
