@@ -17,7 +17,7 @@ from megazero.plan.seconds import Collectives
 from megazero.profile.command import main
 from megazero.profile.options import read_request
 from megazero.profile.points import CollectivePoint, divisors, modules, sizes, wires
-from megazero.profile.record import Progress, cluster_text, links, series, write_cluster
+from megazero.profile.record import Measurements, cluster_text, links, series, write_cluster
 
 MODEL = {
     "model_family": "llama",
@@ -96,17 +96,17 @@ def test_links_are_those_of_the_measured_collectives() -> None:
 
 def test_progress_goes_on_and_refuses_another_model(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml.measured.jsonl"
-    first = Progress(path, {"model": 1})
+    first = Measurements(path, {"model": 1})
     first.add("a", [{"x": 1}])
     first.add("b", [{"x": 2}])
     path.write_text(path.read_text() + '{"point": "c", "ro')  # broken off
-    again = Progress(path, {"model": 1})
+    again = Measurements(path, {"model": 1})
     assert again.done == {"a": [{"x": 1}], "b": [{"x": 2}]}
     again.add("c", [{"x": 3}])
     assert [json.loads(line).get("point") for line in path.read_text().splitlines()] == [None, "a", "b", "c"]
     with pytest.raises(ConfigError, match="another model: --profile-fresh forgets it"):
-        Progress(path, {"model": 2})
-    assert Progress(path, {"model": 2}, fresh=True).done == {}
+        Measurements(path, {"model": 2})
+    assert Measurements(path, {"model": 2}, fresh=True).done == {}
 
 
 def test_measured_modules_stretch_what_is_counted() -> None:
