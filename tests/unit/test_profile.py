@@ -18,24 +18,12 @@ from megazero.profile.command import main
 from megazero.profile.options import read_request
 from megazero.profile.points import CollectivePoint, divisors, modules, sizes, wires
 from megazero.profile.record import Measurements, cluster_text, links, series, write_cluster
+from tests.sizes import SMALL, words
 
-MODEL = {
-    "model_family": "llama",
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "vocab_size": 128,
-    "lr": 1e-3,
-    "train_iters": 1,
-    "mock_data": True,
-    "global_batch_size": 8,
-}
+SIZES = ("model_family", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+MODEL = {**SMALL, "num_layers": 2, "vocab_size": 128, "train_iters": 1, "global_batch_size": 8}
 CHECK_NODES = Path(__file__).resolve().parents[2] / "tools" / "check_nodes.py"
-WORDS = [
-    *("--model-family", "llama", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
-    *("--seq-length", "32", "--vocab-size", "128"),
-]
+WORDS = words({name: MODEL[name] for name in SIZES})
 DEVICE = {
     "name": "card",
     "memory_gib": 8,
