@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.comm.labels import Label, no_label
+from megazero.comm.timing import Label, no_label, no_timing
 
 Chain = Generator[dist.Work, None, None]
 STALLS = (
@@ -261,8 +261,3 @@ class Lane:
             if len(self.stalls) > STALLS:
                 self._add_up()
         stream.wait_event(ticket.event)
-
-
-def no_timing(_: str) -> Any:
-    """Time nothing: this is ``timed`` for engines that nobody watches."""
-    return nullcontext()

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
-from megazero.comm.waits import Waits
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
 from megazero.config.layout.wire import Coding, Wire
 from megazero.config.options.optimizers import OPTIMIZERS

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options

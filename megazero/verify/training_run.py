@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megazero import zero
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
