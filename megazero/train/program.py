@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from megazero.config import RunConfig
 from megazero.log.exit_status import ExitStatus, process_status
 from megazero.log.history import record_end
-from megazero.log.streams import log_each_rank
 from megazero.mesh.launch import Launch
 from megazero.ops.stopping import NotStarted, StopSignals
 
@@ -22,12 +20,6 @@ def run(config: RunConfig, launch: Launch) -> int:
     A signal during the start, in which torch is loaded, ends the process at once. So does Ctrl-C without that flag,
     or the second one with it: without a trace, of which every rank would print its own.
     """
-    if config.logging.log_each_rank:
-        try:
-            log_each_rank(config.logging.log_dir, launch.rank)
-        except ValueError as error:
-            print(f"[rank {launch.rank}] {error}", file=sys.stderr, flush=True)
-            return ExitStatus.MISTAKE
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
             from megazero.train.setup import main

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from megazero.config import World, make_config
 from megazero.log.exit_status import ExitStatus, read_status, record_status
 from megazero.log.history import RUN_FILE, Start, identify, read_events
 from megazero.log.metrics import read_metrics
 from megazero.log.words import duration
 from megazero.mesh.launch import Launch, is_first, read_launch
-from megazero.train import program
 from megazero.train.ending import Ending
 from megazero.train.trainer import Trainer
 from tests.unit.test_train_seams import SMALL, run
@@ -183,43 +181,3 @@ def test_a_mistake_of_the_launcher_is_said_by_the_first_process_alone() -> None:
         assert done.returncode == ExitStatus.MISTAKE
         assert done.stderr.count("different numbers of tasks") == said, done.stderr
     assert is_first({}) and is_first({"RANK": "0", "SLURM_PROCID": "1"}) and not is_first({"PMI_RANK": "2"})
-
-
-def test_a_log_of_a_rank_that_cannot_be_written_is_a_mistake_with_its_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "logs").touch()
-    config = make_config({**SMALL, "log_each_rank": True, "log_dir": str(tmp_path / "logs")}, World(1, 1))
-    assert program.run(config, Launch()) == ExitStatus.MISTAKE
-    assert f"--log-each-rank cannot write {tmp_path}/logs/ranks/rank_0.log" in capsys.readouterr().err
-
-
-def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, str(folder)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def test_what_each_rank_prints_is_kept_at_the_file_descriptors(tmp_path: Path) -> None:
-    code = (
-        "import os, sys\nfrom megazero.log.streams import log_each_rank\nlog_each_rank(sys.argv[1], 3)\n"
-        "print('from Python')\nos.write(1, b'from C\\n')\nos.write(2, b'an error\\n')\nsys.stdout.flush()\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    done = run_python(code, tmp_path)
-    assert sorted(done.stdout.split("\n")) == ["", "from C", "from Python"] and done.stderr == "an error\n"
-    kept = (tmp_path / "ranks" / "rank_3.log").read_text().splitlines()
-    assert kept[0].startswith("--- rank 3, process ")
-    assert sorted(kept[1:]) == ["an error", "from C", "from Python"]
-
-
-def test_a_rank_goes_on_when_what_copies_its_output_dies(tmp_path: Path) -> None:
-    """Its output is then where it was before, from the next word on, and that is said."""
-    code = (
-        "import sys\nfrom megazero.log import streams\nstreams.guard_output()\n"
-        "streams.log_each_rank(sys.argv[1], 3)\nstreams._copies[0].kill()\nstreams._copies[0].wait()\n"
-        "for word in ('one', 'two'):\n    print(word, flush=True)\nprint('done', file=sys.stderr, flush=True)\n"
-    )
-    done = run_python(code, tmp_path)
-    assert done.returncode == 0 and done.stdout == "one\ntwo\n", done.stderr
-    said, last = done.stderr.splitlines()
-    assert "has died" in said and last == "done"
