@@ -1,7 +1,7 @@
 """What must not be written anywhere: keys, tokens and passwords of the environment and of the command line.
 
 ``redact`` is the one place that knows them. Every writer passes what it writes through it: the console and the error
-texts by their streams (log/streams.py), metrics, saved configurations and the manifests of checkpoints, stacks.
+texts by their streams (log/safe_stream.py), metrics, saved configurations and the manifests of checkpoints, stacks.
 """
 
 from __future__ import annotations

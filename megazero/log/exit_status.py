@@ -59,7 +59,7 @@ def process_status(status: ExitStatus) -> int:
     return ExitStatus.FINISHED if planned else status
 
 
-def tell_torchrun(error: str) -> None:
+def report_to_torchrun(error: str) -> None:
     """Leave what this rank says of its failure where torchrun, if it started the rank, reads it.
 
     Its report of failed ranks, 30 lines and more that no rank can prevent, then ends with these words.

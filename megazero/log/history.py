@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.log.exit_status import ExitStatus, record_status
-from megazero.log.lines import LineFile
+from megazero.log.line_file import LineFile
 from megazero.log.metrics import encode, now, read_lines
 from megazero.mesh.launch import Launch
 

@@ -14,7 +14,7 @@ from math import nan
 from typing import Any, Protocol
 
 from megazero.checkpoint.errors import error_number
-from megazero.log.lines import NO_ROOM
+from megazero.log.line_file import NO_ROOM
 
 
 class Logger(Protocol):

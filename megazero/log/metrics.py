@@ -24,7 +24,7 @@ from typing import Any
 
 from megazero.config.options.skipping import range_around
 from megazero.config.secrets import redact
-from megazero.log.lines import LineFile
+from megazero.log.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"

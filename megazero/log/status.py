@@ -20,7 +20,7 @@ from megazero.config.secrets import redact
 from megazero.log.exit_status import ExitStatus
 from megazero.log.history import EVENTS_FILE, read_events
 from megazero.log.metrics import METRICS_FILE, decode
-from megazero.log.words import duration
+from megazero.log.units import duration
 
 MOST_LINES = 20_000  # that are decoded; of longer files every n-th line is
 LATEST = 100  # iterations whose mean is the speed

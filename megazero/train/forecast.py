@@ -62,16 +62,16 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Return what to print at the start."""
-        said = [
+        lines = [
             f"predicted memory of the fullest rank: {self.total / GIB:.2f} GiB = {memory_items(self.memory)}"
         ]
         if self.copied and self.on_host:
-            said[0] += f", --async-save's copy {self.copied / GIB:.2f}"
+            lines[0] += f", --async-save's copy {self.copied / GIB:.2f}"
         elif self.copied:
-            said.append(
+            lines.append(
                 f"--async-save's copy in host memory: {self.copied / GIB:.2f} GiB on the fullest rank"
             )
-        return said + ([] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s"])
+        return lines + ([] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s"])
 
     def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
         """Return predicted beside measured, or None if there was no step. Collective.
@@ -140,12 +140,12 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
     """
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        search = Search(said_values(config), base.cluster, config.planning.loss_policy)
+        search = Search(given_values(config), base.cluster, config.planning.loss_policy)
         best = search.best(bases=[base])
         if best:
             found = [(best[0].layout.config.zero, table(best))]
         else:
-            smallest, room = smallest_layout(said_values(config), base.cluster), base.cluster.device.room
+            smallest, room = smallest_layout(given_values(config), base.cluster), base.cluster.device.room
             found = [
                 _too_large(smallest, room) if smallest else "--zero-preset auto: no sharding is legal here"
             ]
@@ -159,8 +159,8 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
     return config, [f"--zero-preset auto chose the first of these by {base.cluster.name}: {flags}", *lines]
 
 
-def said_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
-    """Return the options that say what the planner may not choose: all but ``released``."""
+def given_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
+    """Return the options that are given to the planner, which it may not choose: all but ``released``."""
     options = all_options()
     values = {
         name: value
@@ -200,7 +200,7 @@ def _fitting(config: RunConfig, cluster: Cluster, room: float) -> Iterator[str]:
     released: tuple[str, ...] = ()
     for more in RELEASED:
         released += more
-        layout = smallest_layout(said_values(config, released), cluster)
+        layout = smallest_layout(given_values(config, released), cluster)
         if layout is not None and layout.memory.total <= room:
             yield f"{describe(layout)} ({' '.join(layout_flags(layout.config))})"
 

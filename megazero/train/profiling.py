@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.labels import no_label
 from megazero.config import RunConfig
-from megazero.log.lines import NO_ROOM
+from megazero.log.line_file import NO_ROOM
 from megazero.log.time_bill import TimeBill
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline

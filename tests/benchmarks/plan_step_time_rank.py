@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megazero.config import RunConfig, World, parse
 from megazero.log.time_bill import TimeBill
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 
 CPU = torch.device("cpu")
 PORT, TIMEOUT = 29600, timedelta(seconds=120)

@@ -58,7 +58,7 @@ def told():
             self.outputs.console.note(f"a note of {words[1]}")
             warnings.warn(f"a warning of {words[0]}")
             logging.getLogger("a.library").warning("a line of %s", words[2])
-            self.outputs.tell("note", text=" ".join(words))
+            self.outputs.event("note", text=" ".join(words))
             raise RuntimeError(f"cannot log in as {words} with {sys.argv}")
         step(self, batches)
     trainer.Trainer._iterate = iterate

@@ -13,9 +13,9 @@ import pytest
 from megazero.log.exit_status import ExitStatus, read_status, record_status
 from megazero.log.history import RUN_FILE, Start, identify, read_events
 from megazero.log.metrics import read_metrics
-from megazero.log.words import duration
+from megazero.log.units import duration
 from megazero.mesh.launch import Launch, is_first, read_launch
-from megazero.train.ending import Ending
+from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
 from tests.unit.test_train_seams import SMALL, run
 
@@ -107,14 +107,14 @@ def test_the_head_of_a_log_names_job_restarts_and_hosts() -> None:
 
 
 def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: Any) -> None:
-    ending: list[Ending] = []
+    supervisor: list[Supervisor] = []
 
     def watch(trainer: Trainer) -> None:
-        ending.append(Ending(trainer.config, Launch()))
-        ending[0].trainer = trainer
+        supervisor.append(Supervisor(trainer.config, Launch()))
+        supervisor[0].trainer = trainer
 
     run(chain(tmp_path, exit_interval=3), watch)
-    ending[0].tell(ExitStatus.STOPPED, "received SIGUSR1\nin the step")
+    supervisor[0].report_end(ExitStatus.STOPPED, "received SIGUSR1\nin the step")
     (event,) = [event for event in read_events(tmp_path / "logs") if event["event"] == "end"]
     assert (event["status"], event["why"], event["iteration"], event["iterations"]) == (
         75,
@@ -125,17 +125,17 @@ def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: An
     assert event["consumed_tokens"] == 3 * SMALL["global_batch_size"] * SMALL["seq_length"]
     assert event["checkpoint"].endswith("iter_0000003")
     assert read_status(str(tmp_path / "logs")) == ExitStatus.STOPPED
-    ending[0].tell(ExitStatus.RANK_LOST, "what others see of it", first=True)  # counts no more
+    supervisor[0].report_end(ExitStatus.RANK_LOST, "what others see of it", first=True)  # counts no more
     assert [event["event"] for event in read_events(tmp_path / "logs")] == ["start", "save", "end"]
 
 
-def test_a_rank_that_is_not_the_first_tells_an_end_only_where_none_was_told(tmp_path: Path) -> None:
+def test_a_rank_that_is_not_the_first_reports_an_end_only_where_none_is_recorded(tmp_path: Path) -> None:
     config = run(chain(tmp_path))
     record_status(str(tmp_path / "logs"), None)
-    other = Ending(config, Launch(1, 2))
-    other.tell(ExitStatus.UNEXPECTED, "of its own")
+    other = Supervisor(config, Launch(1, 2))
+    other.report_end(ExitStatus.UNEXPECTED, "of its own")
     assert read_status(str(tmp_path / "logs")) is None
-    other.tell(ExitStatus.RANK_LOST, "missing: rank 0", first=True)
+    other.report_end(ExitStatus.RANK_LOST, "missing: rank 0", first=True)
     assert read_events(tmp_path / "logs")[-1]["why"] == "missing: rank 0"
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from megazero.files import replacing
-from megazero.log import lines
-from megazero.log.lines import LineFile
+from megazero.log import line_file
+from megazero.log.line_file import LineFile
 from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
-from megazero.log.streams import SafeStream
+from megazero.log.safe_stream import SafeStream
 from megazero.train.trainer import Trainer
 from tests.unit.test_history import chain
 from tests.unit.test_train_metrics import _line
@@ -62,13 +62,13 @@ def test_lines_wait_whole_and_in_order_whatever_room_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     disk, clock = Disk(25, error), Clock()
-    monkeypatch.setattr(lines, "open", disk.open, raising=False)
+    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
     file = LineFile(tmp_path / "lines", clock=clock)
     wanted = [b"line %04d\n" % number for number in range(40)]
     with pytest.warns(UserWarning, match="training goes on, and lines are kept in memory") as caught:
         for number, line in enumerate(wanted):
             disk.room += 7 if number > 20 else 0  # parts of lines
-            clock.now += lines.RETRY_S
+            clock.now += line_file.RETRY_S
             file.append(line)
         disk.room = 10_000
         file.close()
@@ -81,7 +81,7 @@ def test_a_full_disk_is_asked_now_and_then_and_the_oldest_lines_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, clock = Disk(0), Clock()
-    monkeypatch.setattr(lines, "open", disk.open, raising=False)
+    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
     file = LineFile(tmp_path / "lines", most_bytes=50, clock=clock)
     with pytest.warns(UserWarning) as caught:
         file.append(b"line 0000\n")
@@ -89,7 +89,7 @@ def test_a_full_disk_is_asked_now_and_then_and_the_oldest_lines_go_first(
         for number in range(1, 10):
             file.append(b"line %04d\n" % number)  # not asked again yet
         assert disk.room == 1000
-        clock.now += lines.RETRY_S
+        clock.now += line_file.RETRY_S
         file.append(b"line 0010\n")
     assert (tmp_path / "lines").read_bytes() == b"".join(b"line %04d\n" % n for n in (0, 6, 7, 8, 9, 10))
     assert file.lost == 5 and ["oldest lines are being lost" in f"{w.message}" for w in caught] == [
@@ -99,7 +99,7 @@ def test_a_full_disk_is_asked_now_and_then_and_the_oldest_lines_go_first(
 
 
 def test_what_is_left_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "open", Disk(4).open, raising=False)
+    monkeypatch.setattr(line_file, "open", Disk(4).open, raising=False)
     file = LineFile(tmp_path / "lines")
     with pytest.warns(UserWarning) as caught:
         file.append(b"line 1\n")
@@ -198,7 +198,7 @@ def test_a_run_goes_on_while_its_log_disk_is_full_and_resumes_on_it(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fills up in the run; the resume begins on the full disk and gets room on the way."""
-    monkeypatch.setattr(lines, "RETRY_S", 0.0)
+    monkeypatch.setattr(line_file, "RETRY_S", 0.0)
     values = chain(tmp_path, train_iters=12, log_dir=str(disk / "logs"), log_interval=1)
     with pytest.warns(UserWarning, match=r"metrics.jsonl: No space left on device; training goes on"):
         traced = {"profile": True, "profile_step_start": 2, "profile_step_end": 3}
@@ -216,7 +216,7 @@ def test_a_run_goes_on_while_its_log_disk_is_full_and_resumes_on_it(
 def test_a_resume_that_supersedes_lines_waits_for_room_with_that_too(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "RETRY_S", 0.0)
+    monkeypatch.setattr(line_file, "RETRY_S", 0.0)
     writer = MetricsWriter(disk, iteration=0)
     for iteration in range(1, 9):
         writer.iteration(_line(iteration))

@@ -37,7 +37,7 @@ class Progress:
     run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
     the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
     was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
-    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
+    keeps the order. evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the
     last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
     checkpoint: the last one of this progress. rollbacks: how often the run has gone back from a spike.
     """
@@ -47,7 +47,7 @@ class Progress:
     run_id: str = ""
     notes: tuple[str, ...] = ()
     ordered_for: Mapping[str, int] = field(default_factory=dict)
-    owes_evaluation: bool = False
+    evaluation_pending: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
     checkpoint: str = ""

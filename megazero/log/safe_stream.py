@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from megazero.config.secrets import redact, take_secrets
-from megazero.log.lines import NO_ROOM
+from megazero.log.line_file import NO_ROOM
 
 
 class SafeStream:
