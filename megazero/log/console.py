@@ -1,8 +1,8 @@
-"""What a person reads while training: a header, a progress bar, one line per log interval.
+"""The console output of a training run: a header, a progress bar, one line per log interval.
 
-On a terminal, rich draws a progress bar with the time left below the lines. Anywhere else (CI, SLURM
-logs, a pipe) the same lines are written plainly: no control characters, no colours, no bar.
-Shown on one rank; on the others a TrainConsole is silent.
+On a terminal, rich draws a progress bar with the time left below the lines. Anywhere else (CI, SLURM logs, a pipe)
+the same lines are written plainly: no control characters, no colours, no bar. One rank prints; on the others a
+TrainConsole is silent.
 """
 
 from __future__ import annotations
