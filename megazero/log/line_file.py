@@ -21,7 +21,7 @@ class LineFile:
 
     prepare: called before the file is opened (and again if the disk had no room for that). Lines that the disk does
     not take wait in memory, up to ``most_bytes``, and are written when there is room; beyond that the oldest are
-    lost. There is one warning of each kind. Raises OSError with the path if opening fails for another reason than room.
+    lost. There is one warning of each kind. Raises OSError with the path if opening fails for another reason.
     """
 
     def __init__(

@@ -37,9 +37,9 @@ class Progress:
     run_id: the run's id at an outside logger, the same over restarts. notes: for the user, about the start.
     ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order was made for,
     or 0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
-    evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss" of
-    training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the last one of
-    this progress. rollbacks: how often the run has gone back from a spike.
+    evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
+    of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the last one
+    of this progress. rollbacks: how often the run has gone back from a spike.
     """
 
     iteration: int = 0
