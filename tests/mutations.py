@@ -266,7 +266,7 @@ megazero/data/sampler.py
 +         self.consumed = consumed
   after a seek come the batches prepared before it
 
-megazero/ops/guards.py
+megazero/ops/failures.py
 - self.skipped_in_a_row += 1
 + self.skipped_in_a_row = 1
   a run of skipped steps never ends

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megazero.checkpoint import image, storage, store
 from megazero.checkpoint.directory import TRIAL
 from megazero.log.exit_status import ExitStatus, status_of
-from megazero.ops.guards import NonFiniteLoss
+from megazero.ops.failures import NonFiniteLoss
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
 

@@ -24,7 +24,7 @@ from megazero.config.model.architecture import from_hf_config
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
 from megazero.train import parallelize
-from megazero.train.ranks import make_mesh
+from megazero.train.distributed import make_mesh
 from tests.dist import parity
 from tests.dist.parity_cases import SIZES, Case, Model
 from tests.dist.pool import run_ranks
