@@ -48,11 +48,11 @@ ROUNDS = 5
 TITLE = "Step time against measurement"
 TEXT = """    python tests/benchmarks/plan_step_time.py --keep FOLDER {command}
 
-2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32; links shaped to the rate. On each of them first
-`megazero profile` of the first shape, then {layouts} layouts of each of two shapes, of which the second was not
-profiled, drawn at random by the seed: TP and PP first, then a base that has them, then shards, then messages.
-{batch} samples a step; medians (least to most) of the quietest {rounds} rounds of up to three more. Other programs
-took {foreign} of the machine's processors (median; {most} at most), and predictions are for what they left.
+2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32, links shaped to the rate. At each rate `megazero profile`
+measures the first shape. Then {layouts} layouts of each of two shapes are drawn by the seed and measured; the second shape
+was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up to {most_rounds} rounds. Other
+programs took {foreign} of the machine's processors (median; at most {most}); predictions are for what they left.
+[planning_steps.tsv](planning_steps.tsv) has every layout.
 
 - profiled: `{profiled}`
 - other: `{other}`
@@ -60,8 +60,6 @@ took {foreign} of the machine's processors (median; {most} at most), and predict
 {setting}.
 
 {verdicts}
-
-{table}
 """
 
 
@@ -202,19 +200,17 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    out = ["| rate | shape | layout; messages | measured s (rounds) | predicted | residual |"]
-    out.append("|---|---|---|---|---|---|")
+    out = ["rate\tshape\tlayout; messages\tmeasured s (rounds)\tpredicted\tresidual"]
     for row in rows:
         spread = f"{row['measured']:.3f} ({row['least']:.3f} to {row['most']:.3f})"
-        out.append(
-            f"| {row['rate']} | {row['shape']} | {row['layout']} | {spread} | {row['predicted']:.3f} | "
-            f"{row['residual']:+.0%} |"
-        )
+        cells = (row["rate"], row["shape"], row["layout"], spread, f"{row['predicted']:.3f}")
+        out.append("\t".join([*cells, f"{row['residual']:+.0%}"]))
     return out
 
 
 def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Put the tables into docs/planning.md."""
+    """Put the errors into docs/planning.md, and every layout into planning_steps.tsv beside it."""
+    options.page.with_name("planning_steps.tsv").write_text("\n".join(table(rows)) + "\n", encoding="utf-8")
     text = TEXT.format(
         command=f"--rates {' '.join(options.rates)} --seed {options.seed} --batch {options.batch}",
         profiled=SHAPES["profiled"],
@@ -222,11 +218,11 @@ def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace
         layouts=options.layouts,
         batch=options.batch,
         rounds=ROUNDS,
+        most_rounds=ROUNDS + 3,
         foreign=f"{statistics.median(row['foreign'] for row in rows):.0%}",
         most=f"{max(row['foreign'] for row in rows):.0%}",
         setting=setting(),
         verdicts="\n".join(verdicts(rows)),
-        table="\n".join(table(rows)),
     )
     body = text.strip("\n")
     page = options.page.read_text(encoding="utf-8")
