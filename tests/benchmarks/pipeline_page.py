@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "pipeline.md"
 HEAD = """# Pipelines: measurements
 
-Every section is written by the program that it names. Ranks are processes with gloo on one machine; figures are
-medians (least to most) unless said.
+Each section is written by the program it names. Ranks are processes with gloo on one machine. Figures are medians (least to
+most) unless stated otherwise.
 """
 BUBBLE, BYTES, STEP_TIME, SPLIT = (
     "Bubble against theory",
