@@ -103,10 +103,22 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def spelled(values: dict[str, Any]) -> dict[str, Any]:
+    """The same for transformers 4, whose rotary positions have fields of their own instead of rope_parameters."""
+    if "rope_parameters" not in values or not transformers.__version__.startswith("4."):
+        return values
+    rope = dict(values["rope_parameters"])
+    base, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    fields = {"rope_theta": base} if share is None else {"rotary_emb_base": base, "rotary_pct": share}
+    scaling = None if rope["rope_type"] == "default" else rope
+    others = {name: value for name, value in values.items() if name != "rope_parameters"}
+    return {**others, **fields, "rope_scaling": scaling}
+
+
 def make(variant: str, **changes: Any) -> Any:
     """transformers' model of a variant, with random weights."""
     family, values = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**{**values, **changes})
+    config = getattr(transformers, f"{family}Config")(**spelled({**values, **changes}))
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     return getattr(transformers, head)(config)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megazero.config.foreign.deepspeed import keys
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row
-from megazero.config.read.flags import FILES, default_text, spelling
+from megazero.config.read.flags import FILES, default_text, section_text, spelling
 from megazero.config.run import all_options, section_types
 
 HEAD = """# Flags
@@ -32,7 +32,7 @@ def markdown() -> str:
             "",
             f"## {section}",
             "",
-            (cls.__doc__ or "").strip(),
+            section_text(cls),
             "",
             "| flag | meaning | default |",
             "|---|---|---|",

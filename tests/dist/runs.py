@@ -27,31 +27,9 @@ from megazero.mesh.launch import Launch, read_launch
 from megazero.train import program, setup
 from megazero.train.data import feeding
 from tests.dist.pool import RankError, run_ranks
+from tests.sizes import TINY
 
 Values = Mapping[str, Any]
-
-TINY = {
-    "model_family": "llama",
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "ffn_hidden_size": 48,
-    "seq_length": 12,
-    "vocab_size": 51,  # odd: padded to 52 on up to 2 tensor-parallel ranks, to 56 on 4
-    "make_vocab_size_divisible_by": 2,
-    "micro_batch_size": 1,
-    "global_batch_size": 8,
-    "lr": 1e-2,
-    "lr_decay_style": "cosine",
-    "lr_warmup_iters": 2,
-    "train_iters": 6,
-    "mock_data": True,
-    "eval_iters": 0,
-    "device": "cpu",
-}
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from megazero.mesh.launch import Launch
 from megazero.train import setup
 from megazero.zero.records import held_bytes
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, refusals
+from tests.dist.runs import refusals
 from tests.family_models import save
 from tests.hugging_face import save_model, weights_digest
+from tests.sizes import TINY
 
 # What a folder decides is not said; the order of samples and the length of the run are the run's own.
 RUN = {

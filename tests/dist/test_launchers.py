@@ -17,14 +17,12 @@ import yaml
 from megazero.config import RunConfig
 from megazero.log.exit_status import ExitStatus, read_status
 from tests.dist.runs import free_port
+from tests.sizes import LEAST
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "pretrain" / "pretrain_gpt.py")
-FLAGS = (
-    "--model-family llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--micro-batch-size 2 --lr 1e-3 --train-iters 2 --mock-data --vocab-size 50 "
-    "--log-interval 1 --eval-iters 0 --device cpu"
-)
+FLAGS = f"--model-family llama {LEAST} --micro-batch-size 2 --train-iters 2 "
+FLAGS += "--log-interval 1 --eval-iters 0 --device cpu"
 TORCH = ["--nproc-per-node", "2", "--master-port", "{port}"]
 EACH = 'for r in 0 1; do RANK=$r "$@" & done; wait'
 # launcher -> (what stands before the program, what it says of the node)

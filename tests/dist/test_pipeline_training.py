@@ -11,7 +11,8 @@ from megazero.config import World, make_config
 from megazero.log.metrics import read_metrics
 from megazero.log.time_bill import ITEMS
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, Seen, checkpoint_of, differences, samples, train_all, train_each
+from tests.dist.runs import Seen, checkpoint_of, differences, samples, train_all, train_each
+from tests.sizes import TINY
 
 NODES = {"ranks_per_node": 2}
 TP2 = {"tensor_model_parallel_size": 2}

@@ -13,7 +13,7 @@ from megazero.config import World, make_config
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
 from megazero.train.ranks import make_mesh
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 WORLD = World(4, 2)
 

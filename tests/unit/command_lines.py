@@ -5,16 +5,9 @@ import json
 import pytest
 
 from megazero.config import ConfigError, World, parse
+from tests.sizes import SMALL, words
 
-BASE = [
-    "--model-family=llama",
-    "--num-layers=4",
-    "--hidden-size=64",
-    "--num-attention-heads=4",
-    "--seq-length=32",
-    "--micro-batch-size=2",
-]
-BASE += ["--lr=1e-3", "--train-iters=10", "--mock-data", "--vocab-size=100"]
+BASE = words({**SMALL, "train_iters": 10, "vocab_size": 100})
 WORLD = World(8, 4)
 
 

@@ -95,7 +95,7 @@ def test_ids_are_transformers(files: tuple[Path, Path]) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = GPT2BPETokenizer(*files)
     for theirs in (
-        transformers.GPT2Tokenizer(vocab=str(files[0]), merges=str(files[1])),
+        transformers.GPT2Tokenizer(str(files[0]), str(files[1])),
         transformers.GPT2Tokenizer.from_pretrained(str(files[0].parent)),
     ):
         assert tokenizer.info.eod == theirs.eos_token_id

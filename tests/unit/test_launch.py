@@ -7,6 +7,7 @@ import pytest
 from megazero.config import World, parse
 from megazero.log.exit_status import ExitStatus, process_status, tell_torchrun
 from megazero.mesh.launch import expand_hosts, read_launch, take_local_rank
+from tests.sizes import LEAST
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "7777"}
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", **MASTER}
@@ -147,9 +148,8 @@ def test_ranks_meet_where_rank_0_is_or_are_told_how_to_say_it() -> None:
 
 
 def test_a_node_size_that_nobody_says_is_noted_and_not_taken_for_one_node() -> None:
-    flags = "--model-family llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    flags += "--micro-batch-size 1 --lr 1 --train-iters 1 --mock-data --vocab-size 50 "
-    flags += "--zero-preset zeropp --zero-quantized-gradients"
+    flags = f"--model-family llama {LEAST} --micro-batch-size 1 --train-iters 1 --zero-preset zeropp "
+    flags += "--zero-quantized-gradients"
     launch = read_launch(BARE)
     (note,) = launch.found_nodes(8)
     assert "RANK and WORLD_SIZE does not say how many ranks a node has: 8, by the host names" in note

@@ -27,7 +27,7 @@ from megazero.ops.guards import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 
 def fp16(**options: Any) -> LossScaling:

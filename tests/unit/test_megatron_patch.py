@@ -128,7 +128,7 @@ def test_refused_optimizers_and_wrappers() -> None:
     assert list(module_problems(module))
 
 
-@pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.17.0", True)])
+@pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])
 def test_versions(version: str, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     core = pytest.importorskip("megatron.core")
     monkeypatch.setattr(core, "__version__", version)

@@ -34,7 +34,7 @@ from megazero.train.state.progress import Progress
 from megazero.train.state.rollback import LossSpike
 from megazero.train.state.saver import Saver
 from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 LAST = 48
 GOOD, SPIKE, SKIP, NAN = (3.0, 1.0), (9.0, 1.0), (3.0, math.inf), (math.nan, math.nan)  # loss and norm
