@@ -174,22 +174,22 @@ INTRODUCTION = """\
     python benchmarks/comparison.py --out docs
 
 writes this page, comparison.json and the chart. {nodes} nodes of {ranks_per_node} ranks run on one machine ({cores}
-cores, gloo, torch {torch}, DeepSpeed {deepspeed}). Each node is a network namespace, joined to the others by links of the
-given rate (`tests/netlab`). Every contestant trains the same decoder (8 layers, hidden 256, ffn 688, vocabulary 4096, 8.4M
-parameters) on the same tokens, sequence 128, micro-batch 1, in bf16 with an fp32 master and AdamW. Contestants take turns.
-Ratios are taken round by round within one run: median (least to most).
+cores, gloo, torch {torch}, DeepSpeed {deepspeed}). Each node is a network namespace, joined to the others by links
+of the given rate (`tests/netlab`). Every contestant trains the same decoder (8 layers, hidden 256, ffn 688,
+vocabulary 4096, 8.4M parameters) on the same tokens, sequence 128, micro-batch 1, in bf16 with an fp32 master and
+AdamW. Contestants take turns. Ratios are taken round by round within one run: median (least to most).
 
-Bytes are the kernel's count at a node's interface around the steps, everything included, for the node that sent most,
-relative to 2N, the model in bf16. *of formula*: relative to benchmarks/volume.py. *of counters*: relative to the
-engine's own counters. *loss*: of the same step for all.
+Bytes are the kernel's count at a node's interface around the steps, everything included, for the node that sent
+most, relative to 2N, the model in bf16. *of formula*: relative to benchmarks/volume.py. *of counters*: relative to
+the engine's own counters. *loss*: of the same step for all.
 
-Peers run as most people write the loop, with communication in every micro-batch, and in two further forms. *once*: across
-nodes once per step as far as their switches allow. *kept*: gathered parameters stay for the step. DeepSpeed's ZeRO-1 always
-communicates once; its ZeRO-3 cannot. `1,1,d` shards only the optimizer. zeropp's memory class is the peers that hold neither
-parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3.
+Peers run as most people write the loop, with communication in every micro-batch, and in two further forms. *once*:
+across nodes once per step as far as their switches allow. *kept*: gathered parameters stay for the step.
+DeepSpeed's ZeRO-1 always communicates once; its ZeRO-3 cannot. `1,1,d` shards only the optimizer. zeropp's memory
+class is the peers that hold neither parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3.
 
-On gloo, FSDP2's reduce-scatter costs the bytes of an all-reduce. NCCL would send half of that: 2.1 instead of 2.8 x 2N per
-micro-batch. {sharing:g} ranks share a core here, so compute weighs more than on a cluster.
+On gloo, FSDP2's reduce-scatter costs the bytes of an all-reduce. NCCL would send half of that: 2.1 instead of 2.8 x
+2N per micro-batch. {sharing:g} ranks share a core here, so compute weighs more than on a cluster.
 """
 
 

@@ -30,18 +30,19 @@ PAGE = """\
 
     python benchmarks/kernel_table.py
 
-writes this page and needs no GPU. Triton {triton} compiles every kernel for compute capability 9.0 (H100, H200), and its
-cuobjdump reads the machine code.
+writes this page and needs no GPU. Triton {triton} compiles every kernel for compute capability 9.0 (H100, H200),
+and its cuobjdump reads the machine code.
 
-- *registers*: per thread; a program has 128 threads. *spilled*: bytes of a thread's stack, used when registers run out.
-- *shared*: bytes of shared memory per program, through which its threads find a block's absmax or change the layout between
-  loads and stores.
+- *registers*: per thread; a program has 128 threads. *spilled*: bytes of a thread's stack, used when registers run
+  out.
+- *shared*: bytes of shared memory per program, through which its threads find a block's absmax or change the layout
+  between loads and stores.
 - *warps*: how many a multiprocessor holds at once, of 64, as registers and shared memory allow.
-- *loads*, *stores*: instructions on global memory in the machine code, by width in bits and count; 128 is the widest.
-  16-bit ones are scales, one per block; 32- and 64-bit ones are the payload of a thread that has no more.
+- *loads*, *stores*: instructions on global memory in the machine code, by width in bits and count; 128 is the
+  widest. 16-bit ones are scales, one per block; 32- and 64-bit ones are the payload of a thread that has no more.
 
-Accesses narrower than 128 bits cost no extra bandwidth here, because neighbouring threads access neighbouring bytes and a warp's
-accesses are combined into 32-byte sectors. Measuring bandwidth takes a card: `make gpu-report`.
+Accesses narrower than 128 bits cost no extra bandwidth here, because neighbouring threads access neighbouring bytes
+and a warp's accesses are combined into 32-byte sectors. Measuring bandwidth takes a card: `make gpu-report`.
 
 {table}
 

@@ -138,9 +138,7 @@ class Report:
             rows.append([name, harness.spread(turns), speed, whole])
         title = f"## Wall time at {wall['rate']} between the nodes"
         head = "variant|s per step (range of turns)|speed / zero3|s for all steps"
-        return (
-            f"{title}\n\nThe chart's wall time is the number of steps times the median.\n\n{_table(head, rows)}"
-        )
+        return f"{title}\n\nThe chart's wall time is the number of steps times the median.\n\n{_table(head, rows)}"
 
     def _codecs(self) -> str:
         steps = sorted({row["step"] for row in self.codecs})
@@ -156,8 +154,8 @@ class Report:
             rows.append(row)
         head = "weights|" + "|".join(f"step {s}: loss|from bf16 %|relative error" for s in steps)
         text = f"""
-            Without run noise: one zero3 run's master weights, halfway and at the end, refreshed through each codec. Delta
-            codecs follow the master over the {TRACE} steps before, starting from its bf16 values."""
+            Without run noise: one zero3 run's master weights, halfway and at the end, refreshed through each codec.
+            Delta codecs follow the master over the {TRACE} steps before, starting from its bf16 values."""
         return f"## One master under each weight codec\n\n{_filled(text)}\n\n{_table(head, rows)}"
 
     def _tuning(self) -> str:

@@ -56,11 +56,11 @@ ROUNDS = 5
 TITLE = "Step time against measurement"
 TEXT = """    python benchmarks/plan_step_time.py --keep FOLDER {command}
 
-2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32, links shaped to the rate. At each rate `megazero profile`
-measures the first shape. Then {layouts} layouts of each of two shapes are drawn by the seed and measured; the second shape
-was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up to {most_rounds} rounds. Other
-programs took {foreign} of the machine's processors (median; at most {most}); predictions are for what they left.
-[planning_steps.tsv](planning_steps.tsv) has every layout.
+2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32, links shaped to the rate. At each rate `megazero
+profile` measures the first shape. Then {layouts} layouts of each of two shapes are drawn by the seed and measured;
+the second shape was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up
+to {most_rounds} rounds. Other programs took {foreign} of the machine's processors (median; at most {most});
+predictions are for what they left. [planning_steps.tsv](planning_steps.tsv) has every layout.
 
 - profiled: `{profiled}`
 - other: `{other}`
