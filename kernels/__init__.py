@@ -1,4 +1,4 @@
-"""This package quantises messages. Each operation has one file, with its Triton kernel beside its torch reference.
+"""Kernels that quantise messages. Each operation has one file, with its Triton kernel beside its torch reference.
 
 dispatch.py chooses between the two. The operations are quantize, dequantize, dequantize_accumulate,
 dequantize_sum_quantize and reorder_quantize. format.py lays out the message, noise.py draws the numbers for

@@ -1,4 +1,4 @@
-"""Passing buffers, in memory that is used again and again.
+"""Transient buffers in memory that is reused from step to step.
 
 A steady step takes and closes the same buffers in the same order, so after its first steps an arena asks torch for no
 more memory. It holds as much as was in use at one time; gaps between buffers may add a little.

@@ -1,4 +1,4 @@
-"""This module bounds how far a decoded value may be from the value that was encoded.
+"""A bound on the difference between a decoded value and the encoded one.
 
 A digit is q = rint(y + draw), where y = x / s is computed in fp32 and clamped to -qmax .. qmax. The decoded value
 is q * s, which is exact. Then:

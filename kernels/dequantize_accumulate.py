@@ -1,4 +1,4 @@
-"""This operation decodes and sums, at the end of a quantised reduction.
+"""Decodes and sums, at the end of a quantised reduction.
 
 It computes out (+)= messages[0] + messages[1] + ... in this order. Products q * s are exact in fp32 and each
 addition is rounded once, so the sum has the same bits on every implementation. Where out is fp64, the sum is taken

@@ -1,4 +1,4 @@
-"""This module defines the coded part of a message: where payload and scales lie, and how digits become bytes.
+"""The coded part of a message: where payload and scales lie, and how digits become bytes.
 
 A slice of n elements is n / block blocks. A block's element i has the integer digit q[i] in -qmax .. qmax
 (symmetric, so no value is favoured). The block has one scale s, and x[i] is about q[i] * s.

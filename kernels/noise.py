@@ -1,6 +1,6 @@
-"""This module draws the noise for stochastic rounding from a counter hash.
+"""Noise for stochastic rounding, drawn from a counter hash.
 
-So the noise is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global
+It is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global
 element index) and of nothing else. The stream names who rounds what: the unit, the hop, and for gradients the
 sender, whose draws must be independent of others'. Two neighbouring elements share one 32-bit hash, and each takes
 16 bits of it. The lowest bit of each half is set, so a draw is an odd multiple of 2 ** -16: its mean is exactly

@@ -1,4 +1,4 @@
-"""This operation encodes values to payload and scales (kernels/format.py says how they lie).
+"""Encodes values to payload and scales (kernels/format.py has their layout).
 
 Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. Its digits are rint(clamp(x / s) [+
 draw]), where a draw in (-1/2, 1/2) makes the rounding stochastic. x / s is computed as x times the reciprocal of s.

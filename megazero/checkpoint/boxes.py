@@ -1,4 +1,4 @@
-"""A flat range of a local tensor is cut into boxes of the stored tensor. This is pure arithmetic, no torch."""
+"""Cuts a flat range of a local tensor into boxes of the stored tensor. Pure arithmetic; no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program of its own: write a stretch of shared memory to a file, where no other process wants to run.
+"""A separate program of the lowest priority that writes shared memory to a file.
 
     python -I -S image_writer.py MEMORY FILE BYTES PARENT
 

@@ -1,4 +1,4 @@
-"""This module says where a rank-local parameter lies in the model-wide tensor that a checkpoint stores.
+"""Where a rank-local parameter lies in the model-wide tensor that a checkpoint stores.
 
 Glossary
 --------

@@ -1,4 +1,4 @@
-"""These torch.distributed.checkpoint planners work on flat slices: no DTensor, no nested state dict.
+"""Planners of torch.distributed.checkpoint for flat slices: no DTensor, no nested state dict.
 
 A record's range becomes boxes (megazero.checkpoint.boxes). Each box is a chunk of the stored tensor 'kind/name' in
 global coordinates, so any layout can read what any other wrote. DCP removes duplicate chunks by (name, offset) only.

@@ -1,4 +1,4 @@
-"""A checkpoint is read here by one process: its description, its small files, and its tensors a piece at a time."""
+"""Reads a checkpoint in one process: its description, its small files, and its tensors a piece at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record says what one rank holds of one parameter, as views of its own flat buffers."""
+"""Records: what one rank holds of one parameter, as views of its own flat buffers."""
 
 from __future__ import annotations
 

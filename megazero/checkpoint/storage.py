@@ -1,4 +1,4 @@
-"""This is torch.distributed.checkpoint storage with checksums, without unrestricted unpickling (metadata.py).
+"""Storage for torch.distributed.checkpoint with checksums and without unrestricted unpickling (metadata.py).
 
 The files stay what torch writes: other DCP tools can read them.
 """

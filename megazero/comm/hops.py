@@ -1,4 +1,4 @@
-"""One hop is one collective over one mesh axis. It is started asynchronously, and its bytes are counted."""
+"""Hops: a hop is one collective over one mesh axis, started asynchronously, with its bytes counted."""
 
 from __future__ import annotations
 

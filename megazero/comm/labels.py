@@ -1,4 +1,4 @@
-"""Names for a profiler's trace. The code that runs gives them; the profiler alone switches them on."""
+"""Names in a profiler's trace. They cost nothing unless a profiler runs."""
 
 from __future__ import annotations
 

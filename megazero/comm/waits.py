@@ -1,4 +1,4 @@
-"""Waits for a collective at the very place where it is issued. Those of chains are timed by their lane."""
+"""Timed waits for a collective at the place where it is issued. Lanes time the waits of chains."""
 
 from __future__ import annotations
 

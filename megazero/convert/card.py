@@ -1,4 +1,4 @@
-"""The model card of an exported checkpoint: which run it is, how it was trained, and what lies in the folder."""
+"""The model card of an exported checkpoint: its run, its training, and the files of the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, the ids of texts."""
+"""Checks that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, token ids of texts."""
 
 from __future__ import annotations
 

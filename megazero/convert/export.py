@@ -1,7 +1,7 @@
-"""A checkpoint becomes a Hugging Face folder: its files of weights, then what describes them, config.json last.
+"""Exports a checkpoint to a Hugging Face folder: the weights, then their description, config.json last.
 
-Everything is written in FOLDER.partial, which takes its name when it is whole. Interrupted, the same call goes on: a
-file that was finished stays if its checksum is what it was.
+Everything is written in FOLDER.partial, which is renamed when it is complete. After an interruption the same call goes
+on and keeps finished files whose checksums match.
 """
 
 from __future__ import annotations

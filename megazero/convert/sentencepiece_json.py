@@ -1,4 +1,4 @@
-"""A SentencePiece model becomes a tokenizer.json that gives the same ids, which is proven before it is used.
+"""Turns a SentencePiece model into a tokenizer.json with the same ids, verified before use.
 
 transformers' own conversion gives other ids: it normalises (spaces are stripped, runs of them become one), and adds a
 space before the text, whatever the model says.

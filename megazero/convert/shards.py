@@ -1,4 +1,4 @@
-"""safetensors files are written here, a piece of a tensor at a time; a finished file is not written again."""
+"""Writes safetensors files, a piece of a tensor at a time; a finished file is not written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several datasets become one. They are interleaved as megatron-core's BlendedDataset does (0.16.1)."""
+"""Interleaves several datasets as megatron-core's BlendedDataset does (0.16.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the data flags the train, valid and test datasets are built here."""
+"""Builds the train, valid and test datasets from the data flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every machine has this text: the sources of the running Python's standard library."""
+"""A corpus that every machine has: the sources of the running Python's standard library."""
 
 from __future__ import annotations
 

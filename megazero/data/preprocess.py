@@ -1,4 +1,4 @@
-"""Raw text becomes indexed files, in chunks that any number of workers make and a killed run finds again.
+"""Turns raw text into indexed files, in chunks that any number of workers make and a killed run finds again.
 
 The inputs alone decide how they are cut, so the output does not depend on the workers. A finished chunk lies in
 PREFIX.parts/ until the files are joined. The file job.json there says what the chunks were made from.

@@ -1,4 +1,4 @@
-"""This module defines what a model family is. Options have the names of the flags, with underscores."""
+"""What a model family is. Options have the names of the flags, with underscores."""
 
 from __future__ import annotations
 

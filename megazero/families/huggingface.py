@@ -1,6 +1,6 @@
-"""This module reads Hugging Face's config.json as options, by a family's tables, and writes it.
+"""Reads and writes Hugging Face's config.json as options, by a family's tables.
 
-A field that no table knows is an error: what is ignored in silence would be another model.
+A field that no table knows is an error: silently ignoring it would give another model.
 """
 
 from __future__ import annotations

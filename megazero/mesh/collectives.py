@@ -1,4 +1,4 @@
-"""This module names torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old names."""
+"""torch's flat collectives under one name: 2.13 renames *_tensor to *_single and warns about the old names."""
 
 import torch.distributed as dist
 

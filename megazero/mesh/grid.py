@@ -1,4 +1,4 @@
-"""This module maps world ranks to named axes. It is pure arithmetic, without torch and without the environment.
+"""Maps world ranks to named axes. Pure arithmetic: no torch, no environment.
 
 The world is a grid, and its axes are named from the outermost on. They are pp, then the data-parallel sub-axes,
 then tp, which is innermost so that a tensor-parallel group never leaves its node. The other order is data-parallel,

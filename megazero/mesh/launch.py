@@ -1,6 +1,6 @@
-"""This module tells a process who it is. It alone knows launchers' variables, --local-rank and --nproc-per-node.
+"""Rank, world and node of this process, from launchers' variables, --local-rank and --nproc-per-node.
 
-CUDA's own variables are read and set here, too. It needs no torch.
+CUDA's own variables are read and set here, too. Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module runs local rank processes: one set serves many calls, and each call gets a fresh gloo world.
+"""A pool of local rank processes: one set serves many calls, and each call gets a fresh gloo world.
 
 It uses no ports. Starting a process costs an import of torch (about 2 s each on 2 cores). A gloo process group
 among running processes costs about 30 ms. So ranks are forked from a server that has torch loaded.

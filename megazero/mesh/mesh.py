@@ -1,4 +1,4 @@
-"""This module manages process groups. There is one frozen Mesh, which is passed on and is never a module global.
+"""Process groups. There is one frozen Mesh, which is passed as an argument and never a module global.
 
 Every axis with more than one rank has two communicators, so that gathers and reductions in flight do not queue
 behind each other (NCCL serialises per communicator; gloo has threads per group).

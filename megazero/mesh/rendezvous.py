@@ -1,7 +1,7 @@
-"""Ranks meet at a store before they form a process group, within one time limit. Who does not come is named.
+"""Rendezvous: ranks meet at a store within one time limit before they form a process group. Missing ranks are named.
 
-Left to itself, torch waits for a rank that never comes in several places, one after the other and each for its whole
-time limit, and does not say which rank it was. Here the waits are short sleeps, so that a signal is heard in them.
+By itself torch waits for a missing rank in several places in turn, each for its whole time limit, and does not say
+which rank is missing. Here waits are short sleeps, so that signals are handled during them.
 """
 
 from __future__ import annotations

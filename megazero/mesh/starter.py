@@ -1,6 +1,6 @@
-"""This module starts a program as ranks of this machine, and ends as they end: no launcher speaks in between.
+"""Starts a program as ranks of this machine, without a launcher, and returns their exit status.
 
-It needs no torch. The ranks read the variables that torchrun would set, and meet at a store of rank 0.
+It needs no torch. The ranks read torchrun's variables and meet at a store of rank 0.
 """
 
 from __future__ import annotations

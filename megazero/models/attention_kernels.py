@@ -1,4 +1,4 @@
-"""This module asks which of torch's attention kernels runs: a fused one, or "math".
+"""Which of torch's attention kernels runs: a fused one, or "math".
 
 "math" keeps a matrix [s, s] per head and sample. The fused kernels differ in dtypes (flash attention takes 16 bits),
 in masks (flash attention takes none) and in grouped key/value heads (whether the memory-efficient kernel, which takes

@@ -1,4 +1,4 @@
-"""The decoder consists of embedding, layers and head. Activations between them are [s, b, h].
+"""The decoder: embedding, layers and head. Activations between them are [s, b, h].
 
 Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the module is called.
 So all calls go through ``__call__``, and nothing reads another unit's parameters. Under tied embeddings the head

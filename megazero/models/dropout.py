@@ -1,4 +1,4 @@
-"""Here the mask of a dropout is a function of a key, not of a generator's history.
+"""Dropout whose mask is a function of a key, not of a generator's history.
 
 The key names the micro-batch, the layer and the site (and the tensor-parallel rank where the activation is sharded).
 So a recompute draws the same mask, ranks that hold the same activation draw the same mask, and no other random stream

@@ -1,4 +1,4 @@
-"""One transformer layer has attention and feed-forward. Each is behind a norm and is added to the residual."""
+"""One transformer layer: attention and feed-forward, each behind a norm and added to the residual."""
 
 from __future__ import annotations
 

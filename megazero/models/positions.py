@@ -1,4 +1,4 @@
-"""Rotary tables (Su et al. 2021) and ALiBi biases (Press et al. 2022) are computed when first needed."""
+"""Rotary tables (Su et al. 2021) and ALiBi biases (Press et al. 2022), computed on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module says what a rank holds of activations while a backward is at its head, a layer and its embedding.
+"""A rank's activations while a backward is at its head, a layer and its embedding.
 
 Activations are what autograd keeps of models/layer.py with a fused attention kernel (the counts of Korthikanti et al.
 2022, section 4, for these layers). Sizes are in bytes.

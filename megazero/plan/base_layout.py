@@ -1,4 +1,4 @@
-"""A base layout: a run's configuration on a world without its sharding, its stages, schedule and module times.
+"""A base layout: a configuration on a world, with its stages, schedule and module times but without sharding.
 
 Many layouts share one base.
 """

@@ -1,7 +1,7 @@
-"""This says what a rank spends on a unit's messages: to encode, decode and sum them, and to stage gradients.
+"""What a rank spends on a unit's messages: encoding, decoding, summing, and staging gradients.
 
-Where a cluster file has the codecs' times, they count for each element. Else messages take the time of the bytes that
-are read and written.
+Times per element come from the cluster file if it has the codecs' times. Otherwise they follow from the bytes read and
+written.
 """
 
 from __future__ import annotations

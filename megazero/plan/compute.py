@@ -1,8 +1,8 @@
-"""This module turns a micro-batch's operations into seconds, module by module, by a compute profile.
+"""Seconds of a micro-batch's operations, module by module, from a compute profile.
 
-Matrices run at a share of the device's peak, but not faster than their weights are read, and all else takes the time
-of the bytes it moves. Where modules were measured, these times are stretched as the measured ones of that size were.
-Multiply-adds are those of config/model/flops.py; here they are counted as the kernels do them.
+Matrix products run at a share of the device's peak, but not faster than their weights are read. Everything else takes
+the time of the bytes it moves. Measured modules scale these times. Multiply-adds are those of config/model/flops.py,
+counted here as the kernels execute them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""This module says when each unit is gathered over P in a step: the rule of zero/gather.py, from sizes alone.
+"""When each unit is gathered over P in a step: the rule of zero/gather.py, from sizes alone.
 
-What happens in a segment of the program (a forward or backward of one part) follows from what is held when it begins
-and from the segments after it. Both soon repeat, so that a long step costs little more than a short one.
+A segment of the program (a forward or backward of one part) depends on the units held when it begins and on the
+segments after it. Both soon repeat, so a long step costs little more than a short one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A layout: a base layout with shards and wire formats. It knows its memory, its bytes and its chains of hops."""
+"""A layout: a base layout with shards and wire formats, its memory, bytes and chains of hops."""
 
 from __future__ import annotations
 

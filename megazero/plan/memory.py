@@ -1,7 +1,7 @@
-"""This module says what a rank's memory holds at the peak of a step, item by item, in bytes.
+"""A rank's memory at the peak of a step, item by item, in bytes.
 
 Model states follow zero/unit.py: the P copy as it was received, gradients summed in at least fp32 over G, and over OS
-the master weights with the optimizer's moments. activations.py has what comes and goes with a micro-batch.
+the master weights with the optimizer's moments. activations.py has the memory of a micro-batch.
 """
 
 from __future__ import annotations

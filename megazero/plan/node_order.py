@@ -1,8 +1,7 @@
-"""This orders nodes so that groups which send much to each other lie under one leaf switch.
+"""Orders nodes so that groups with much traffic lie under one leaf switch.
 
-It is AMSP's communication order (section V-D) for any layout. Ranks and collectives stay what they are: only the
-host changes that a rank runs on. A group of an axis that crosses nodes is taken to send each rank's bytes to the
-others in equal parts.
+It is AMSP's communication order (section V-D) for any layout. Ranks and collectives do not change, only the host of
+each rank. In a group that crosses nodes, each rank's bytes are assumed to go to the others in equal parts.
 """
 
 from __future__ import annotations

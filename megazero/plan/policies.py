@@ -1,4 +1,4 @@
-"""This module lists the wire formats that the planner may choose, by how much of the loss they may touch.
+"""The wire formats that the planner may choose, by their effect on the loss.
 
 The figures are those of docs/loss.md: a small Llama over 400 steps, in percent of the loss of exact messages, with
 95% bounds where the page has them.

@@ -1,4 +1,4 @@
-"""What one pipeline rank does in a step, as data that the clocks run: modules, gathers, reductions."""
+"""The step of one pipeline rank as data for the simulation: modules, gathers, reductions."""
 
 from __future__ import annotations
 

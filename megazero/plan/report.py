@@ -1,4 +1,4 @@
-"""This module says what the planner found: tables, flags, plan.json and what --explain prints."""
+"""Reports the planner's results: tables, flags, plan.json, --explain."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""This module finds the fastest layouts that fit: it asks every legal one, less those that a bound rules out.
+"""Finds the fastest layouts that fit: every legal one, except those that a bound rules out.
 
-What is legal the configuration's own rules say: every base is a configuration that validates, every layout one whose
-shards and wire resolve. Each has a bound: a time that it cannot be below. The one with the least bound is looked at
-next, until ten results lie below all that is left.
+The configuration's own rules decide legality: every base validates, and every layout's shards and wire resolve. Each has
+a lower bound of its step time. The one with the least bound is simulated next, until ten results lie below all remaining
+bounds.
 
-Not asked, since nothing can be gained: schedule gpipe (the time of 1f1b at more memory), tensor parallelism without
-sequence parallelism where that is legal (the same bytes at more memory), P copies that are resident for no need.
+Never better and therefore not tried: schedule gpipe (the time of 1f1b with more memory), tensor parallelism without
+legal sequence parallelism (the same bytes with more memory), P copies that need not be resident.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""This module says how long a collective takes on a cluster: from a measured table, or from its links.
+"""How long a collective takes on a cluster: from a measured table, or from its links.
 
 Bytes are those that one rank sends, as in communication.py. All ranks of a node take part at the same time, each in
-its own group, so they share the node's link to the others. A measured table was measured so, too.
+its own group, so they share the node's link. Measured tables were measured in the same way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module says what would do where no layout fits: more nodes, or a choice that was given and is too dear."""
+"""What to change if no layout fits: more nodes, or a given choice that costs too much."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""This module runs a step of a layout on a clock: the schedule's actions, and the engine's gathers and reductions.
+"""Simulates a step of a layout: the schedule's actions, and the engine's gathers and reductions.
 
-The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there.
-A module waits for the gathers of its units; gathers begin where gathers.py says that zero/gather.py starts them.
-Reductions follow a backward as zero/reduce.py submits them, and a backward waits where more are under way than the
-policy allows. Each direction is a lane that has two chains under way at most; hops of both lanes share the links, one
-at a time. What is hidden behind compute is what this clock hides.
+The order is the engine's. A rank runs its actions in the schedule's order, each when its inputs are there. A module
+waits for the gathers of its units, which begin where zero/gather.py starts them (gathers.py). Reductions follow a
+backward as zero/reduce.py submits them, and a backward waits if more are in flight than the policy allows. Each
+direction is a lane with at most two chains in flight. Hops of both lanes share the links, one at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module decides which layers each pipeline stage holds. It is pure and needs no torch.
+"""Which layers each pipeline stage holds. Pure; no torch.
 
 A model is the embedding, ``num_layers`` equal layers and the head (final norm, output projection, loss), cut into
 ``pp * virtual`` stages. Placement is looped (Narayanan et al. 2021, section 2.2): stage i lies on rank i % pp.

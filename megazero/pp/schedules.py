@@ -1,4 +1,4 @@
-"""Pipeline schedules are data here: what every rank computes, in which order, and what it sends. Pure; no torch.
+"""Pipeline schedules as data: what every rank computes, in which order, and what it sends. Pure; no torch.
 
 Stage i lies on rank i % pp (partition.py). Every schedule here is one rule with other numbers: first ``warmup``
 forwards, then one forward and one backward in turn, then the backwards that are left. With split backwards, the

@@ -1,4 +1,4 @@
-"""This module says when every action of a schedule runs: simulated from times per action, or measured. It is pure.
+"""When every action of a schedule runs: simulated from times per action, or measured. Pure.
 
 A span is one action of one rank, and a timeline is all of them. Bubbles and peaks are read off the spans, so measured
 and simulated runs are judged by the same code. When a rank may post a receive is read off a simulated timeline, too.

@@ -1,7 +1,7 @@
 """Measures forward and backward of the embedding, of a layer and of the head, by micro-batch and TP.
 
-Each is measured apart, and then all of them one behind the other, as a step runs them. The parts are stretched to
-the whole's time: on a CPU, a step gives memory back that a module by itself keeps, and finds its pages anew (4 layers
+Each is measured alone, and then all of them in sequence, as a step runs them. Module times are scaled so that their sum
+matches the sequence: on a CPU a step returns memory that a single module keeps, and faults its pages in again (4 layers
 of width 256 on 4 ranks: 10,000 page faults of 2 us each, 5 to 10% of the processors' time).
 """
 

@@ -1,4 +1,4 @@
-"""Measures what a rank does by itself: matrices, memory, codecs, the optimizer's update; all ranks at once."""
+"""Measures a rank's own work, on all ranks at once: matrices, memory, codecs, the optimizer's update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps what was measured: line by line as it comes, and in the end as a cluster file. This needs no torch."""
+"""Stores measurements: line by line as they come, and at the end as a cluster file. No torch."""
 
 from __future__ import annotations
 

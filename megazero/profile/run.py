@@ -1,4 +1,4 @@
-"""Runs a profile on the ranks at hand: what is not measured yet, point by point, and then the cluster file."""
+"""Runs a profile on the ranks at hand: the points not yet measured, then the cluster file."""
 
 from __future__ import annotations
 

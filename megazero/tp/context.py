@@ -1,4 +1,4 @@
-"""The tensor-parallel context, which layers are given."""
+"""The tensor-parallel context that layers receive."""
 
 from __future__ import annotations
 

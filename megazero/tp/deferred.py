@@ -1,4 +1,4 @@
-"""Weight gradients are put off here: the W of a backward that is split into I and W (Qi et al. 2023, section 2).
+"""Deferred weight gradients: the W of a backward split into I and W (Qi et al. 2023, section 2).
 
     I   is a backward inside ``recording(key)``. It computes gradients of the inputs, with their tensor-parallel
         reductions.

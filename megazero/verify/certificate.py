@@ -1,4 +1,4 @@
-"""A certificate says what was asked for and what was run, and gives every check with its figure, limit and verdict.
+"""The certificate: what was asked for, what was run, and every check with its figure, limit and verdict.
 
 It is written as JSON and as Markdown, and printed as a table on the console.
 """

@@ -1,4 +1,4 @@
-"""The checks of a certificate compare figures from the ranks' records with one rank, set limits and give verdicts."""
+"""The checks of a certificate: figures from the ranks' records beside one rank, limits, verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags that ``megazero verify`` has beside those of training. This needs no torch."""
+"""The flags of ``megazero verify`` beside those of training. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A recorder notes what happens on a rank while a step runs.
+"""Records what happens on a rank during a step.
 
-It keeps hashes of what forwards read and of what stages pass on, the rank's slices, and the rounding of messages.
+It keeps hashes of the tensors that forwards read and stages pass on, the rank's slices, and the rounding of messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reference is one rank in plain torch: a whole decoder, autograd, torch.optim and clip_grad_norm_.
+"""The reference: one rank of plain torch with a whole decoder, autograd, torch.optim and clip_grad_norm_.
 
 It computes in fp64, so that a difference is the ranks' own rounding and not the sum of two roundings.
 """

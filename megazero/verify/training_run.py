@@ -1,4 +1,4 @@
-"""This is what the ranks of a verification run: recorded training steps on made-up tokens."""
+"""The ranks' part of a verification: recorded training steps on made-up tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO data parallelism. It has one verb, ``shard``."""
+"""ZeRO data parallelism, with one verb: ``shard``."""
 
 from __future__ import annotations
 

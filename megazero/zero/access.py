@@ -1,4 +1,4 @@
-"""Parameters between steps: who reads them outside ``gathered`` is refused, and what a block wrote is kept.
+"""Access to parameters between steps: reads outside ``gathered`` are refused, writes inside it are kept.
 
 state_dict, load_state_dict and deepcopy read a module's parameters as a whole; they work inside ``gathered`` alone.
 

@@ -1,4 +1,4 @@
-"""Which modules the engine takes. What it would damage is refused by name, before anything is changed."""
+"""Which modules the engine takes. Those it would damage are refused by name before anything is changed."""
 
 from __future__ import annotations
 

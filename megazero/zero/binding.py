@@ -1,4 +1,4 @@
-"""A Parameter bound to its part of a unit's buffer, and how the engine sees that the user broke the bond."""
+"""A Parameter bound to its part of a unit's buffer, and the check that the user has not replaced it."""
 
 from __future__ import annotations
 

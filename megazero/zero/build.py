@@ -1,4 +1,4 @@
-"""From a torch module to units: which parameters are gathered together, and in which order they lie."""
+"""Builds units from a torch module: which parameters are gathered together, and in which order they lie."""
 
 from __future__ import annotations
 

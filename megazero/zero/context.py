@@ -1,4 +1,4 @@
-"""What both directions of an engine's communication share."""
+"""State shared by an engine's gathers and reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of weights: when units are gathered and dropped, and what a gather sends, hop by hop.
+"""Weights: when units are gathered and dropped, and what a gather sends, hop by hop.
 
 ``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what
 moves for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has

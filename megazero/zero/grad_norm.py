@@ -1,4 +1,4 @@
-"""What ranks tell each other before an update: partial sums over tp, and one row of scalars."""
+"""What ranks exchange before an update: partial sums over tp, and one row of scalars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on the module: they say "this unit is needed now" and "this gradient is there", and nothing else.
+"""Hooks on the module. They only say "this unit is needed now" and "this gradient is there".
 
 There is one Hooks per engine. A pass is one segment of the step's program (program.py). A pipeline enters and
 leaves its segments itself. In a loop of plain forwards and backwards the hooks begin the segment of the part that

@@ -1,4 +1,4 @@
-"""Where everything of a unit lies. This is pure arithmetic over one flat buffer.
+"""Where the parts of a unit lie in its flat buffer. Pure arithmetic.
 
 Glossary
 --------

@@ -1,4 +1,4 @@
-"""What the engine may choose. The shard factors themselves are the mesh's cuts."""
+"""The engine's options. The shard factors themselves are the mesh's cuts."""
 
 from __future__ import annotations
 

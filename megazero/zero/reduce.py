@@ -1,4 +1,4 @@
-"""The way of gradients: when a unit's reduction begins, and what it sends, hop by hop.
+"""Gradients: when a unit's reduction begins, and what it sends, hop by hop.
 
 ``Reducer`` decides when: unit by unit as gradients complete, in one order on every rank, behind the backward.
 ``Reduction`` is what moves for one unit and micro-batch. It is a chain for comm.lane: it yields each collective's

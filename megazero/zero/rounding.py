@@ -1,4 +1,4 @@
-"""What rounding on the wire needs (noise, the divisor) and what it leaves (sampled errors, residuals).
+"""Rounding of messages: the noise and divisor it needs, the sampled errors and residuals it leaves.
 
 There is one Rounding per engine; the chains of gather.py and reduce.py are given it. Noise is a function of
 (seed, updates, unit, hop, sender, element). So it is the same after a resume, and replicas that round the
