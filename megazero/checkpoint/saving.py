@@ -1,7 +1,7 @@
 """Saves a checkpoint: parts that are each rank's own work, with collectives between them.
 
-``saving`` is a generator. The parts it yields use no collective, so any thread may run them; between the yields it
-is collective. ``save`` runs each part at once. An asynchronous save (train/state/saver.py) gives the parts to a thread
+``saving`` is a generator. The parts it yields use no collective, so any thread may run them; between the yields it is
+collective. ``save`` runs each part at once. An asynchronous save (train/state/saver.py) gives the parts to a thread
 and resumes the generator at the end of a step, when every rank has finished its part. So there is one way to save, no
 thread uses a process group, and no second set of groups is needed.
 """

@@ -1,4 +1,5 @@
-"""Checks that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, token ids of texts."""
+"""Checks that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, token ids of
+texts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a rank spends on a unit's messages: encoding, decoding, summing, and staging gradients.
 
-Times per element come from the cluster file if it has the codecs' times. Otherwise they follow from the bytes read and
-written.
+Times per element come from the cluster file if it has the codecs' times. Otherwise they follow from the bytes read
+and written.
 """
 
 from __future__ import annotations

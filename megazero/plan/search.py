@@ -1,8 +1,8 @@
 """Finds the fastest layouts that fit: every legal one, except those that a bound rules out.
 
-The configuration's own rules decide legality: every base validates, and every layout's shards and wire resolve. Each has
-a lower bound of its step time. The one with the least bound is simulated next, until ten results lie below all remaining
-bounds.
+The configuration's own rules decide legality: every base validates, and every layout's shards and wire resolve. Each
+has a lower bound of its step time. The one with the least bound is simulated next, until ten results lie below all
+remaining bounds.
 
 Never better and therefore not tried: schedule gpipe (the time of 1f1b with more memory), tensor parallelism without
 legal sequence parallelism (the same bytes with more memory), P copies that need not be resident.

@@ -1,9 +1,9 @@
 """Simulates hosts whose ranks share processors: CPUs with gloo.
 
-Overlap is not free there, because computing, coding and sending all need processors. If they need more than there are,
-each gets at most an equal share (max-min fairness). A rank that waits leaves its share to others, so a pipeline
-bubble costs less than on devices. Times were measured with every rank of a host at work and are scaled from there.
-If more ranks compute than there are processors, some idle while the last rank finishes; the share in use is measured
+Overlap is not free there, because computing, coding and sending all need processors. If they need more than there
+are, each gets at most an equal share (max-min fairness). A rank that waits leaves its share to others, so a pipeline
+bubble costs less than on devices. Times were measured with every rank of a host at work and are scaled from there. If
+more ranks compute than there are processors, some idle while the last rank finishes; the share in use is measured
 too. Chains of hops advance when their rank polls them, at module hooks and while it waits (comm/lane.py). Coding is
 the rank's own work.
 """

@@ -1,8 +1,8 @@
 """Measures forward and backward of the embedding, of a layer and of the head, by micro-batch and TP.
 
-Each is measured alone, and then all of them in sequence, as a step runs them. Module times are scaled so that their sum
-matches the sequence: on a CPU a step returns memory that a single module keeps, and faults its pages in again (4 layers
-of width 256 on 4 ranks: 10,000 page faults of 2 us each, 5 to 10% of the processors' time).
+Each is measured alone, and then all of them in sequence, as a step runs them. Module times are scaled so that their
+sum matches the sequence: on a CPU a step returns memory that a single module keeps, and faults its pages in again (4
+layers of width 256 on 4 ranks: 10,000 page faults of 2 us each, 5 to 10% of the processors' time).
 """
 
 from __future__ import annotations

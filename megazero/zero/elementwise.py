@@ -1,7 +1,7 @@
 """Tests an optimizer by running it on a few small tensors.
 
-It must be elementwise, because ZeRO gives each rank its own slices. Saving a checkpoint before the first step requires
-state that starts as zeros.
+It must be elementwise, because ZeRO gives each rank its own slices. Saving a checkpoint before the first step
+requires state that starts as zeros.
 """
 
 from __future__ import annotations
