@@ -13,9 +13,8 @@ gradients below 6e-8 x qmax). It has 8 significant bits, so q * s is exact in fp
 the same bits on every implementation, whether it contracts to multiply-add or not. Scales are rounded up, so that
 absmax is not clipped. ``DEFAULT_BLOCK`` compares error with bytes.
 
-A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16. A
-block of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero, and decodes
-to NaN.
+A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16. A block
+of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero, and decodes to NaN.
 """
 
 from __future__ import annotations

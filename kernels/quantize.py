@@ -40,8 +40,7 @@ def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise
     """Encode x, which is [k, n] of any float dtype and contiguous, into the coded part of ``messages``.
 
     ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16.
-    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each
-    other.
+    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each other.
     """
     if noise is not None:
         noise.check(x.numel())

@@ -1,11 +1,10 @@
 """Wire formats of the hops.
 
 A codec turns slices of n elements into messages and back. A message is a 1-D tensor of ``wire_dtype`` with
-``message_numel(n)`` elements. It holds everything of the slice that crosses the link. If asked for, it also
-holds the exact region behind that: elements that are sent as they are (small sensitive parameters). Messages
-of nested slices concatenate in layout order, so a gather over any axes needs no knowledge of the format: only
-the two ends encode and decode. A reduction is an all-to-all, then a decode, then a sum in at least fp32 by
-source index.
+``message_numel(n)`` elements. It holds everything of the slice that crosses the link. If asked for, it also holds the
+exact region behind that: elements that are sent as they are (small sensitive parameters). Messages of nested slices
+concatenate in layout order, so a gather over any axes needs no knowledge of the format: only the two ends encode and
+decode. A reduction is an all-to-all, then a decode, then a sum in at least fp32 by source index.
 
 Shapes: k is the number of slices (rows), n the elements of each, e the exact elements of each, and m is
 message_numel(n, e).
@@ -141,8 +140,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8
-    messages.
+    """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8 messages.
 
     block: how many elements share a scale. None takes the default for the bits. Slices must be whole blocks.
     stochastic: round at random, without bias; encode then needs ``noise``.

@@ -32,9 +32,8 @@ import torch.distributed as dist
 from megazero.comm.labels import Label, no_label
 
 Chain = Generator[dist.Work, None, None]
-STALLS = (
-    1024  # waits whose events are kept; of older ones that are over the seconds: nobody need ever take them
-)
+# Waits whose events are kept. Of older ones that are over only the seconds stay, in case nobody takes them.
+STALLS = 1024
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 

@@ -10,9 +10,8 @@ from megazero.mesh.grid import INTER, INTRA
 class Traffic:
     """Counters of the bytes that this rank sends, keyed by (hop kind, link class).
 
-    The hop kinds are 'refresh', 'gather', 'reduce', 'tp', 'pp' and 'scalar'. The link classes are grid.INTRA
-    and grid.INTER. A collective over an axis of size a with a message of m bytes per peer sends (a - 1) * m
-    bytes.
+    The hop kinds are 'refresh', 'gather', 'reduce', 'tp', 'pp' and 'scalar'. The link classes are grid.INTRA and
+    grid.INTER. A collective over an axis of size a with a message of m bytes per peer sends (a - 1) * m bytes.
     """
 
     def __init__(self) -> None:

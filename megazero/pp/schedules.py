@@ -161,8 +161,8 @@ def _phases(name: str, pp: int, virtual: int, micro_batches: int, rank: int) -> 
 
 
 def peak_activations(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
-    """Return, per rank, the most forwards (of one stage and micro-batch) whose backward has not
-    ended. The weights' half is part of the backward."""
+    """Return, per rank, the most forwards (of one stage and micro-batch) whose backward, weights' half included, has
+    not ended."""
     phases = (_phases(name, pp, virtual, micro_batches, rank) for rank in range(pp))
     return tuple(min(warmup + 1 + delay, virtual * micro_batches) for warmup, delay in phases)
 

@@ -1,5 +1,4 @@
-"""Finds the largest layout of the same structure inside a world too large for this machine. Pure.
-"""
+"""Finds the largest layout of the same structure inside a world too large for this machine. Pure."""
 
 from __future__ import annotations
 

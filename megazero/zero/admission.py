@@ -16,8 +16,7 @@ FROZEN = (*SCALED, torch.uint8, torch.int8, torch.bool)
 def refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: bool = False) -> None:
     """Raise ValueError for modules, and for dtypes of parameters, that training would damage.
 
-    dtype: ``Policy.dtype``, which floating-point parameters are converted to. loss_scaled:
-        ``Policy.loss_scaled``.
+    dtype: ``Policy.dtype``, which floating-point parameters are converted to. loss_scaled: ``Policy.loss_scaled``.
     """
     for name, param in module.named_parameters():
         _refuse_dtype(name, param, dtype, SCALED if loss_scaled else TRAINED)

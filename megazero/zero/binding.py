@@ -67,8 +67,7 @@ class Binding:
 
 @contextmanager
 def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Stand around bindings: torch's LSTM, GRU and RNN keep weak references to their weights, and may move
-    them.
+    """Stand around bindings: torch's LSTM, GRU and RNN keep weak references to their weights, and may move them.
 
     With weak references a Parameter cannot leave the meta device. On CUDA ``flatten_parameters``, which many
     forwards call, would move the weights out of the unit's buffer; from here on it does nothing.

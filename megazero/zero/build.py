@@ -43,8 +43,7 @@ def build_units(
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
 
     parts: the specs' modules that run together, where the module runs part by part (virtual pipeline stages).
-    tied: parameters of the pipeline's ends, each a unit of its own. It maps the name here to a name common to
-        both.
+    tied: parameters of the pipeline's ends, each a unit of its own. It maps the name here to a name common to both.
 
     A parameter that several modules share belongs to the first spec that holds it; the others' hooks gather
     that unit, too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init,
@@ -178,9 +177,8 @@ def _make_unit(
 
 
 def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
-    """Return the policy's codecs, with exact regions of weights in the parameters' dtype, of gradients in
-    the sums'.
-    """
+    """Return the policy's codecs, with exact regions of weights in the parameters' dtype, of gradients in the
+    sums'."""
 
     def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
         return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec

@@ -25,13 +25,11 @@ def refuse_unless_elementwise(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its
-    own.
+    """Raise ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its own.
 
-    options: the options of each parameter group. dtype, device: those of the master weights.
-    A few small tensors are stepped; the random generators stay as they are. Optimizers that draw random
-    numbers are
-    refused, too: ranks that hold the same slice would draw different ones.
+    options: the options of each parameter group. dtype, device: those of the master weights. The test steps a few
+    small tensors and leaves the random generators unchanged. Optimizers that draw random numbers are refused too:
+    ranks that hold the same slice would draw different ones.
     """
     groups = list(options)
     if not groups:

@@ -108,8 +108,7 @@ class Engine:
     ) -> None:
         """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
 
-        divisor: includes the loss scale, where losses are scaled; the norm and error feedback see divided
-            gradients.
+        divisor: includes the loss scale, where losses are scaled; the norm and error feedback see divided gradients.
         program: the (kind, part) pairs that the step will run, in order; the kinds F, B, I, W are in program.py.
             Gathers run ahead by it. By default each micro-batch has a forward and a backward of the whole module,
             all parts.

@@ -1,24 +1,22 @@
 """Weights: when units are gathered and dropped, and what a gather sends, hop by hop.
 
-``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what
-moves for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has
-finished. It takes the sub-axes outermost first, one collective and one message per sub-axis: first, once per
-update, the refresh of the P copy over the axes between P and OS (qwZ, ZeRO++ section 4.1), then the gather
-over P.
+``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what moves
+for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has finished. It takes the
+sub-axes outermost first, one collective and one message per sub-axis: first, once per update, the refresh of the P
+copy over the axes between P and OS (qwZ, ZeRO++ section 4.1), then the gather over P.
 
-What a gather must come after on CUDA. Its chain runs on a stream of the lane, behind what the compute stream
-had been given at the lane's last ``follow`` and not behind what it was given since: a gather may run beside
-all compute that was enqueued before it. ``follow`` is called at every drop, and when gathers begin outside of
-a step (``begin_step``, evaluation, ``gathered``, ``refresh``, a forward between steps). That is enough:
+What a gather waits for on CUDA. Its chain runs on a stream of the lane. It waits for the compute enqueued before the
+lane's last ``follow``, not for compute enqueued since, so a gather may overlap compute that was enqueued before it.
+``follow`` is called at every drop, and when gathers begin outside of a step (``begin_step``, evaluation,
+``gathered``, ``refresh``, a forward between steps). That is enough:
 
-- Memory. Buffers that come and go (full, copy) are allocated inside chains, so the allocator takes
-  them from blocks that were allocated on the same stream before. Such a block came free in a chain of that
-  stream (then the order of the stream is enough) or by a drop. Before a drop the compute stream has waited
-  for every chain that wrote or read the buffer, and all that reads it has been enqueued: what follows the
-  drop follows those. Passing messages are taken and closed inside one chain (kernels/arena.py).
-- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step
-and the
-  next time that gathers begin, with nothing in flight (``drop_all``). Chains of one unit follow each other.
+- Memory. Transient buffers (full, copy) are allocated inside chains, so the allocator reuses blocks of the same
+stream.
+  Such a block was freed in a chain of that stream (then stream order suffices) or by a drop. Before a drop the
+  compute stream has waited for every chain that wrote or read the buffer, and every reader has been enqueued; work
+  after the drop comes after those. Messages are taken and closed inside one chain (kernels/arena.py).
+- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step and the
+  next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
 """
 
 from __future__ import annotations
@@ -81,8 +79,7 @@ class Gatherer:
         show(unit)
 
     def prefetch(self) -> None:
-        """Start gathers of what comes next: all that the next module needs, and more within the policy's
-        bytes.
+        """Start gathers of what comes next: all that the next module needs, and more within the policy's bytes.
 
         The next module is the first one that needs what is not here, or what was started ahead of it. What is in use
         now and comes again within the bytes is noted, and then stays: to drop it would mean to gather it again at
@@ -168,8 +165,7 @@ class Gatherer:
 
 
 def gather_chain(unit: Unit, context: Context) -> Chain:
-    """Make the full parameters present: refresh the P copy if it is stale, then all-gather it over the P
-    axes.
+    """Make the full parameters present: refresh the P copy if it is stale, then all-gather it over the P axes.
 
     Every rank, the owner too, decodes what was received into ``full`` ([n], parameter dtype), so all forwards
     read the same bits.

@@ -128,11 +128,9 @@ class Hooks:
         self.program.leave()
 
     def read(self, unit: Unit, refusal: str, operation: Callable[[], Any]) -> Any:
-        """Run an operation that reads a released unit as if it were a module that needs the unit; in a backward,
-        too.
+        """Run an operation that reads a released unit as if it were a module that needs the unit; in a backward, too.
 
-        Raises RuntimeError with ``refusal`` outside of forward and backward: there ranks need not be doing the
-        same.
+        Raises RuntimeError with ``refusal`` outside of forward and backward: there ranks need not be doing the same.
         """
         if torch._C._current_graph_task_id() != -1:
             self._pre_backward([unit])
@@ -224,9 +222,7 @@ class Hooks:
             unit.active -= 1
             self.gatherer.release(unit)
         if output is None and sys.exc_info()[0] is not None:
-            return (
-                None  # the forward raised: torch would warn, at length, of each module whose hook raises, too
-            )
+            return None  # the forward raised; torch would warn at length about each module whose hook raises, too
         for unit in needs:
             if not unit.pinned:  # else gathered() looks when its block ends
                 cure = "write between steps, inside `with engine.gathered(write=True)`"
@@ -391,9 +387,8 @@ def _gradient_arrived(
 def brings_gradients(params: Container[int]) -> bool:
     """Whether autograd runs a backward, judged from the graph behind the hook.
 
-    params: the ids of Parameters. ``torch.autograd.grad`` passes by all of them that are in the graph; a
-        graph without
-    any is taken for a backward's.
+    params: the ids of Parameters. ``torch.autograd.grad`` passes over all of them that are in the graph. A graph
+        without any counts as a backward's.
     """
     passed = False
     for leaf in _leaves(torch._C._current_autograd_node()):

@@ -16,17 +16,15 @@ LIFETIMES = ("use", "step", "resident")
 
 @dataclass(frozen=True)
 class Codecs:
-    """Wire formats. None is exact: identity, in the parameters' dtype or, for sums of gradients, in at least
-    fp32.
+    """Wire formats. None is exact: identity, in the parameters' dtype or, for sums of gradients, in at least fp32.
 
     Blocks must divide the policy's block.
     weights: the format of the refresh; the gathers inside P send what was received.
     gradients_intra, gradients_inter: the formats of reductions inside a node and across nodes.
     delta: the refresh sends master - R instead of the master. R is the P copy that every receiver holds (see
         unit.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
-    feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the
-        sender (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per
-        step.
+    feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the sender
+        (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per step.
     """
 
     weights: Codec | None = None
@@ -65,9 +63,8 @@ class Policy:
     exact_numel: parameters with at most this many elements go to the unit's exact region. If anything is
         quantised, every parameter that tensor-parallel ranks replicate goes there, too.
     dtype: the parameters' dtype in forward and backward. None keeps the module's.
-    loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and
-        lowers it when a step is skipped. Parameters in fp16 are trained only so: else their gradients would
-        become zero.
+    loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and lowers it
+        when a step is skipped. Parameters in fp16 are trained only so: else their gradients would become zero.
     codecs: the wire formats of the hops. seed: the seed of stochastic rounding.
     weight_error_bound, gradient_error_bound: the largest relative rounding error, ||sent - exact|| /
         ||exact|| of a unit's messages in one step, that is allowed. A unit above it falls back to exact

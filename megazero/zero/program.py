@@ -1,5 +1,4 @@
-"""The order of use. It is recorded once per kind of segment, checked ever after, and hashed for ranks to
-compare.
+"""The order of use. It is recorded once per kind of segment, checked ever after, and hashed for ranks to compare.
 
 A step is a program: a sequence of segments. Each is the forward (F), the backward (B, or I for the input's
 gradient alone) or the weights' gradients (W) of one part of the module for one micro-batch. The program says

@@ -29,10 +29,9 @@ NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL)
 def save_records(engine: Engine, placements: Mapping[str, Placement] | None = None) -> list[SliceRecord]:
     """Return what this rank saves: its OS slice of every parameter. This is collective under error feedback.
 
-    The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``);
-    'master' (at least fp32) where that is another dtype; the optimizer's elementwise state, by torch's names;
-    and under error feedback 'residual', summed over senders. By default a parameter's placement is its own
-    name and shape.
+    The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``); 'master'
+    (at least fp32) where that is another dtype; the optimizer's elementwise state, by torch's names; and under error
+    feedback 'residual', summed over senders. By default a parameter's placement is its own name and shape.
     """
     engine.optimizer.ensure_state()
     records = []
@@ -108,9 +107,8 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
 
 
 def is_second_end(engine: Engine, unit: Unit) -> bool:
-    """Whether the first pipeline stage holds the same parameter, so that it saves it and is owed the
-    rounding loss.
-    """
+    """Whether the first pipeline stage holds the same parameter, so that it saves it and is owed the rounding
+    loss."""
     return unit.tied and engine.mesh.ends is not None and engine.mesh.ends.index > 0
 
 

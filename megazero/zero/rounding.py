@@ -38,8 +38,7 @@ Observer = Callable[[Unit, Codec, str, torch.Tensor, torch.Tensor], None]
 class Rounding:
     """Gives noise to the codecs of one engine and sums up the errors they made.
 
-    names: the names of the units of all pipeline stages. updates: how many updates the master weights have
-        had.
+    names: the names of the units of all pipeline stages. updates: how many updates the master weights have had.
     divisor: the open step's divisor of gradients. sums: what was measured since the last step's end, by kind.
     observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
@@ -88,9 +87,8 @@ class Rounding:
         """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the
         sample.
 
-        exact: what was encoded, any shape and float dtype. sent: returns what it decodes to, in the same
-            shape and at least exact's precision; it is called, with where buffers are taken, only if that is looked
-            at.
+        exact: what was encoded, any shape and float dtype. sent: returns what it decodes to, in the same shape and at
+            least exact's precision; it is called, with where buffers are taken, only if that is looked at.
         """
         if not self.measures(unit, codec):
             return
@@ -123,9 +121,8 @@ class Rounding:
         self.sums.clear()
 
     def abort(self) -> None:
-        """Forget what was measured of the open step's gradients. What was measured of the weights stays
-        and counts.
-        """
+        """Forget what was measured of the open step's gradients. What was measured of the weights stays and
+        counts."""
         self.sums.pop(GRADIENTS, None)
 
 
