@@ -40,7 +40,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulat
 
 
 class Summed:
-    """This is the reference: it sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements.
+    """The reference: sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements.
 
     ``take`` gives its buffers.
     """

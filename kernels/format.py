@@ -53,7 +53,7 @@ def bf16_floor_bits(value: float) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """This is a quantised format. A digit has ``bits`` bits (2, 4 or 8).
+    """A quantised format. A digit has ``bits`` bits (2, 4 or 8).
 
     ``block`` elements share a scale; it is a power of two from 8 to 2048.
     ``clip`` is 0, or the number of scales that are tried per block, from absmax / qmax down to about half of it.

@@ -29,7 +29,7 @@ from megazero.kernels.values import load_values, raw
 
 @dataclass(frozen=True)
 class Order:
-    """This describes nodes x node_size ranks, where rank = node * node_size + local.
+    """nodes x node_size ranks, where rank = node * node_size + local.
 
     ``stages`` counts the stages of the pipeline of chunks.
     """

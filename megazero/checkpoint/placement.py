@@ -29,7 +29,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """It maps a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
+    """Maps a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
 
     name: It is the stored tensor's fully qualified name (no rank, no stage, no local index in it).
     shape: It is the stored tensor's shape, as stored.

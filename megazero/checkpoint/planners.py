@@ -47,7 +47,7 @@ def box_view(record: SliceRecord, kind: str, box: Box) -> torch.Tensor:
 
 
 class SliceSavePlanner(DefaultSavePlanner):
-    """It writes every box of every owned record of this rank."""
+    """Writes every box of every owned record of this rank."""
 
     def __init__(self, records: Sequence[SliceRecord]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -102,7 +102,7 @@ class SliceSavePlanner(DefaultSavePlanner):
 
 
 class SliceLoadPlanner(DefaultLoadPlanner):
-    """It reads what this rank's records need, in place, whatever slices the checkpoint was written in.
+    """Reads what this rank's records need, in place, whatever slices the checkpoint was written in.
 
     ``kinds`` maps kind in the records to kind in the checkpoint ({'master': 'weights'} starts the masters from the
     weights). Records whose stored tensor the checkpoint lacks are left alone (the caller compares names first).

@@ -97,7 +97,7 @@ def pieces(shape: Sequence[int], limit: int = PIECE_ELEMENTS) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class StoredKind:
-    """These are the tensors of one kind in a checkpoint directory. Reading takes the memory of a piece.
+    """The tensors of one kind in a checkpoint directory. Reading takes the memory of a piece.
 
     Only sizes are checked when it is made; ``check_files`` or ``verify`` checks the bytes.
     """

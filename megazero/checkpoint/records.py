@@ -13,7 +13,7 @@ from megazero.checkpoint.placement import Placement
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """It is the flat range [start, stop) of a local tensor, once per kind of value kept for it.
+    """The flat range [start, stop) of a local tensor, once per kind of value kept for it.
 
     placement: It says where the local tensor lies in the stored one.
     start, stop: They are flat indices into the row-major local tensor. An empty range is legal.

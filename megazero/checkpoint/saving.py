@@ -53,7 +53,7 @@ Tick = Callable[[], None]  # called whenever a part gets on
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This is what one rank saves. ``step`` is the training step and names the directory. ``records`` are this rank's
+    """What one rank saves. ``step`` is the training step and names the directory. ``records`` are this rank's
     slices. ``rank_tensors`` are small tensors of this rank alone (random generators). ``state``, ``layout`` and
     ``configuration`` are plain JSON values, the same on every rank (the first rank's are stored). ``files`` are small
     files by name that go with them, of the first rank (``read_file`` gives them back)."""

@@ -28,7 +28,7 @@ from megazero.checkpoint.metadata import read_metadata
 
 
 class Writer(FileSystemWriter):
-    """It writes one file per rank, without a copy of what lies on the host, and takes checksums while writing.
+    """Writes one file per rank, without a copy of what lies on the host, and takes checksums while writing.
 
     torch's own loop (2.13) has three faults. It keeps a host copy of every tensor of the file until the end, which is
     a second copy of the rank's whole state. It loses an error in one of several writer threads. It hides 'no space
@@ -164,7 +164,7 @@ def _compact(data: Any) -> torch.Tensor:
 
 
 class Reader(FileSystemReader):
-    """It reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
+    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
 
     The signature has no ``kwargs``, so torch does not fall back to per-rank metadata files.
     """

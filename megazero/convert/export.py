@@ -46,7 +46,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExportProgress:
-    """Is told what is being done, in words, and the bytes that are written of it."""
+    """A callback that receives a description of the current work and the bytes written of it."""
 
     say: Callable[[str, int], None] = lambda what, total: None
     advance: Callable[[int], None] = lambda count: None

@@ -17,7 +17,7 @@ from megazero.data.tokenizer import TokenizerInfo, check_meta
 
 
 class Dataset(Protocol):
-    """It gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
+    """Gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
     loss_mask float32 [s], and position_ids and document_starts int64 [s] where they are asked for.
 
     ``ordered_for`` is the number of samples that their order was made for. It is 0 where the order is the same for

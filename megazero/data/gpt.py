@@ -25,7 +25,7 @@ Sample = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """It says how samples are cut and masked.
+    """How samples are cut and masked.
 
     ``seq_length`` is the tokens per sample. ``seed`` is the seed of both shuffles. With ``reset_position_ids`` or
     ``reset_attention_mask`` samples say where documents begin (``document_fields``).

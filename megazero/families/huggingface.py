@@ -35,7 +35,7 @@ class FieldGroup:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """This describes a family's config.json, whose fields are those of transformers' configuration class.
+    """A family's config.json, whose fields are those of transformers' configuration class.
 
     ``model_type`` and ``architecture`` name the family there, and its model with a head.
     ``fields`` maps an option to its field. ``absent`` maps an option to what an absent field means; a field without

@@ -43,7 +43,7 @@ PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
 
 @dataclass(frozen=True)
 class Launch:
-    """This is what the launcher says of this process. ``local_world_size`` is its word for ranks per node.
+    """The launcher's description of this process. ``local_world_size`` is its number of ranks per node.
 
     ``attempt`` is how often torchrun has started the ranks again, at the same store. ``agent_store`` tells that its
     agent holds the store at which the ranks meet; otherwise rank 0 does. ``hosts`` are the nodes in the order of the

@@ -25,12 +25,12 @@ DIED, TIMEOUT = "RankDied", "Timeout"
 
 
 class RanksFailed(RuntimeError):
-    """This says that at least one rank raised, died or did not answer. The message has what each of them said."""
+    """At least one rank raised, died or did not answer. The message has the error of each."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """This is what a rank returned, or why it did not return.
+    """A rank's return value, or the reason why it did not return.
 
     ``error`` is an exception's name, DIED or TIMEOUT; it is '' where there is no error. ``text`` is its message,
     and ``trace`` is its traceback.
@@ -43,7 +43,7 @@ class Answer:
 
 
 class LocalRanks:
-    """This is a context manager of processes that live until ``close``. They are started as calls need them.
+    """A context manager of processes that live until ``close``. Calls start them as needed.
 
     ``preload`` names modules that the server imports once, for all ranks. Those of this process's first call count.
     """

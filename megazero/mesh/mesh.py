@@ -21,7 +21,7 @@ from megazero.mesh.launch import Launch
 
 @dataclass(frozen=True)
 class Axis:
-    """This is an axis as this rank sees it. Its groups are None when ``size`` is 1.
+    """An axis as this rank sees it. Its groups are None when ``size`` is 1.
 
     In the pp axis, gather_group carries what goes to higher ranks and reduce_group what goes to lower ones. In
     each, the messages of one pair have one direction, so sender and receiver agree on their order (NCCL matches by
@@ -49,7 +49,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This has the axes by name, this rank's place in them, and the device that ranks compute on.
+    """The axes by name, this rank's place in them, and the device that ranks compute on.
 
     ``ends`` is the axis of the first and the last stage of a pipeline, on these two ranks, where ``create_mesh``
     was asked for it; tied embeddings meet there. Otherwise it is None.

@@ -86,7 +86,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """It holds the final norm, the projection to the vocabulary, and the loss.
+    """Holds the final norm, the projection to the vocabulary, and the loss.
 
     ``weight`` is [vocabulary rows of this rank, h]. It is the embedding's Parameter when tied.
     """

@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
+    """Computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
     tanh) or relu(x)^2 (So et al. 2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
@@ -138,7 +138,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """It computes x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """Computes x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Parallel blocks (Wang and Komatsuzaki 2021) compute x + attention(norm(x)) + feed_forward(norm(x)), with one norm
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)).

@@ -21,7 +21,7 @@ _CPU_CHUNK, _CUDA_CHUNK = 1 << 19, 1 << 26
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """It saves the logits and each token's log-sum-exp. The backward writes the gradient over the logits."""
+    """Saves the logits and each token's log-sum-exp. The backward writes the gradient over the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel) -> Tensor:
