@@ -2,7 +2,7 @@
 
 dispatch.py chooses between the two. The operations are quantize, dequantize, dequantize_accumulate,
 dequantize_sum_quantize and reorder_quantize. format.py lays out the message, noise.py draws the numbers for
-stochastic rounding, and bound.py bounds the error. arena.py lends passing buffers, to the references and to the
+stochastic rounding, and bound.py bounds the error. arena.py lends transient buffers, to the references and to the
 packages above; accumulate.py adds values of a narrower dtype without a copy of them.
 
 On a CPU (one core at 2.6 GHz, AVX-512, 1M elements, fp32), encoding, decoding and decode-accumulating one element

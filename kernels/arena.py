@@ -26,7 +26,7 @@ Take = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Arena:
-    """Holds the memory of one engine's passing buffers. One thread at a time uses it."""
+    """The memory of one engine's transient buffers. One thread at a time uses it."""
 
     def __init__(self) -> None:
         self.regions: dict[object, _Region] = {}
@@ -148,7 +148,7 @@ class _Region:
 
 
 def home_of(device: torch.device) -> object:
-    """Return what tells streams apart: on CUDA the device's current stream."""
+    """Return a stream's identity: on CUDA the device's current stream."""
     return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else device
 
 

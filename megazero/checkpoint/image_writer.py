@@ -4,7 +4,7 @@
 
 MEMORY and FILE are open descriptors. A line of output, the number of bytes written, comes after every write and when
 a piece is on the disk, and at last "crc32 N", or "errno N" where the operating system refused. It ends when PARENT
-is not its parent any more, or nobody reads its output.
+is no longer its parent, or its output is closed.
 """
 
 import errno

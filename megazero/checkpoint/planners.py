@@ -137,7 +137,7 @@ class SliceLoadPlanner(DefaultLoadPlanner):
             found = create_read_items_for_chunk_list(name, stored, [chunk])
             if sum(prod(item.lengths) for item in found) != prod(chunk.sizes):
                 raise ValueError(f"'{name}': the checkpoint does not hold all of {chunk}")
-            target = MetadataIndex(name, chunk.offsets, len(self.views))  # index tells two readers apart
+            target = MetadataIndex(name, chunk.offsets, len(self.views))  # index distinguishes two readers
             self.views.append(box_view(record, kind, box))
             items += [dataclasses.replace(item, dest_index=target) for item in found]
         return items

@@ -193,7 +193,7 @@ def saving(
         agree(group, doing, part.result)
     except (
         CheckpointError
-    ) as error:  # agreed on by every rank, so nobody writes any more, but on a disk that hangs
+    ) as error:  # every rank agrees on it, so none writes any more, except on a disk that hangs
         if rank == 0 and not isinstance(error.__cause__, TimeoutError):
             shutil.rmtree(temporary, ignore_errors=True)
         raise

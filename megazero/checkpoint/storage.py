@@ -125,7 +125,8 @@ def _plain_zip() -> Iterator[None]:
 class _Sink:
     """Hands what torch.save writes on to a file, and keeps size and checksum of all of it.
 
-    error: what the file's write raised. torch.save would hide it: it is told that all is well, and its caller looks.
+    error: what the file's write raised. torch.save would hide it, so the write reports success and the caller looks
+    here.
     """
 
     def __init__(self, file: FileIO) -> None:

@@ -37,7 +37,7 @@ ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
 
 class Codec(Protocol):
-    """The one small interface that every wire format has."""
+    """The interface of every wire format."""
 
     @property
     def wire_dtype(self) -> torch.dtype: ...
@@ -57,7 +57,7 @@ class Codec(Protocol):
         """Encode x [k, n] and exact [k, e], of any float dtype, into messages [k, m] of wire_dtype.
 
         The messages are written to ``out`` if it is given; else they are a new tensor, or x itself.
-        noise: what a stochastic codec draws from. Its start is the global index of x[0, 0]; the rows follow
+        noise: the source of a stochastic codec's draws. Its start is the global index of x[0, 0]; the rows follow
             each other.
         """
         ...
@@ -252,7 +252,7 @@ class Blockwise:
         noise: Noise | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Do the middle of two hops: sum messages by source, and encode the sum for the next hop.
+        """Between two hops, sum messages by source and encode the sum for the next hop.
 
         messages [k, m] (uint8) hold n coded and ``exact`` exact elements. The sum is encoded with next_codec
         as ``rows`` slices of n / rows elements (and exact / rows). Returns uint8 [rows, next m], ``out`` if it is

@@ -11,8 +11,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def no_label(what: str, of: str) -> AbstractContextManager[object]:
-    """Give no name: this is the label where no profiler records.
+    """The label while no profiler records: gives no name.
 
-    It returns always the same object, because chains of hops advance often.
+    Always returns the same object, because chains of hops advance often.
     """
     return _NOTHING

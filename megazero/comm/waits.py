@@ -17,7 +17,7 @@ MOST = 1024  # waits whose events are kept; of older ones that are over the seco
 class Waits:
     """Times such waits by name: on a CPU the host's, as spans of ``timed``; on CUDA the compute stream's, by events.
 
-    Nobody waits for the events: ``take_stalls`` reads them after the step's own wait for the device.
+    No host waits for the events: ``take_stalls`` reads them after the step's own wait for the device.
     """
 
     def __init__(self, device: torch.device | None = None, timed: Callable[[str], Any] = no_timing) -> None:
@@ -27,7 +27,7 @@ class Waits:
         self.stood: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, name: str) -> AbstractContextManager[Any]:
-        """Time what is waited for inside, under ``name``: an item of the time bill ('exposed_tp_intra')."""
+        """Time the waits inside under ``name``, an item of the time bill ('exposed_tp_intra')."""
         return self._between_events(name) if self.by_events else self.timed(name)
 
     def take_stalls(self) -> dict[str, float]:

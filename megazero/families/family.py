@@ -64,8 +64,7 @@ def fused_row(names: TensorNames, part: int, head: int, heads: int, groups: int)
 class Family:
     """One model family. ``name`` is the value of ``--model-family``.
 
-    ``defaults`` maps an option to its value where nothing else is said. Of ``names``, those count that can express
-    the choices first.
+    ``defaults`` maps an option to its default value. Of ``names``, the first that can express the choices counts.
     ``rounds_swiglu_down`` is Megatron's rule for the default width of a SwiGLU MLP; Llama's own code rounds up.
     ``exact_gelu_without_biases`` is Megatron's, too: its fused kernel for biases and GELU has the tanh form.
     """

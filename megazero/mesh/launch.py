@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32  # that CUDA has
-USUAL_CONNECTIONS = 8  # what CUDA takes where nothing is said
+USUAL_CONNECTIONS = 8  # CUDA's default
 MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 # Ports of jobs whose launcher names none: below 32768, from where Linux gives out ports of its own.
@@ -45,7 +45,7 @@ PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
 class Launch:
     """The launcher's description of this process. ``local_world_size`` is its number of ranks per node.
 
-    ``attempt`` is how often torchrun has started the ranks again, at the same store. ``agent_store`` tells that its
+    ``attempt`` is how often torchrun has started the ranks again, at the same store. ``agent_store`` says that its
     agent holds the store at which the ranks meet; otherwise rank 0 does. ``hosts`` are the nodes in the order of the
     ranks, where the launcher lists them. ``node`` is SLURM's name of this node, whatever has launched the
     rank; None where SLURM did not give the node. ``job`` is the batch system's name of the job, or torchrun's of the
@@ -78,7 +78,7 @@ class Launch:
     def address(self) -> tuple[str, int]:
         """Return host and port at which the ranks meet.
 
-        Raises ValueError if nobody said where rank 0 is.
+        Raises ValueError if the address of rank 0 is unknown.
         """
         if self.master_addr is None:
             raise ValueError(
@@ -181,7 +181,7 @@ def read_launch(
 def is_first(environ: Mapping[str, str] | None = None) -> bool:
     """Tell whether this process is the first of its job, also where ``read_launch`` refuses the variables.
 
-    A mistake that all processes make is said by that one.
+    It reports mistakes that all processes make.
     """
     env = os.environ if environ is None else environ
     ranks = [names[0] for names in (*LAUNCHERS.values(), PMI)] + ["SLURM_PROCID"]

@@ -277,7 +277,7 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, s
 def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
     """Return the ranks per node by exchanging host names, or return the override.
 
-    The launcher's word must confirm the host names if it has one. The override lets one machine pretend to be
+    If the launcher gives a node size, it must agree with the host names. The override lets one machine pretend to be
     several nodes. Raises ValueError on every rank if the launcher and the host names disagree, if nodes differ in
     size, or if a node's ranks are not consecutive.
     """

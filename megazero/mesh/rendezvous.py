@@ -22,7 +22,7 @@ ANSWER = timedelta(seconds=30)  # that a store which has been reached has for on
 
 
 class RanksMissing(RuntimeError):
-    """Not all ranks came. ``told`` is True on a rank that has it from another one, which says it, too."""
+    """Not all ranks came. ``told`` is True on a rank that heard it from another one, which reports it too."""
 
     def __init__(self, text: str, told: bool = False) -> None:
         super().__init__(text)
@@ -94,7 +94,7 @@ def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, launch: Launch, looks: Iterator[float]) -> str | None:
-    """Say that this rank is there, and wait for what is said of all. None if the time is over."""
+    """Announce this rank and wait for the others. None if the time is over."""
     rank = launch.rank
     store.set(f"host/{rank}", launch.host)
     if store.add(f"rank/{rank}", 1) > 1:

@@ -95,7 +95,7 @@ class States:
         return os * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
 
     def gather_messages(self, unit: UnitShape) -> float:
-        """Return the bytes of the passing messages of a refresh and gather: none where they are the parameters."""
+        """Return the bytes of transient messages of a refresh and gather: none if they are the parameters."""
         if self.formats.weights is None or not unit.quantised:
             return 0.0
         p, _, os = self.shards.factors
@@ -138,8 +138,9 @@ class States:
     def sampled_bytes(self, counts: Sequence[tuple[UnitShape, int]]) -> tuple[float, float]:
         """Return the bytes in which the rounding of one unit's weights, and of its gradients, is measured.
 
-        Every unit has its turn, the largest, too. What was sent is decoded, the error is taken, and its squares in
-        fp64 (zero/rounding.py): of this rank's sum between two quantised hops, else of the other ranks' rows.
+        Every unit is measured in turn, the largest included. What was sent is decoded, the error is taken, and its
+        squares in fp64 (zero/rounding.py): of this rank's sum between two quantised hops, else of the other ranks'
+        rows.
         """
         largest = max((u.elements for u, _ in counts if u.quantised), default=0)
         largest *= 2 * self.formats.sums + SQUARE
@@ -223,7 +224,7 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
 
 
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
-    """Return the bytes of the pool of passing buffers (kernels/arena.py).
+    """Return the bytes of the pool of transient buffers (kernels/arena.py).
 
     Staging holds the unit whose gradients arrive, and those before it whose reductions the backward need not have
     waited for. On CUDA the pool has memory for each stream: staging on that of compute, and on the two of each lane

@@ -256,7 +256,7 @@ class Search:
         bases: those to choose from, if not every legal one.
 
         Base layouts, shard choices, layouts and results stand in one queue by the least time that they can come to,
-        and the first is taken: a base turns into its shard choices, a choice into its layouts, a layout into a
+        and the first is taken: a base becomes its shard choices, a choice its layouts, a layout a
         result. So nothing is computed whose bound is above the last result's time.
         """
         order = count()
@@ -296,7 +296,7 @@ class Search:
 
 
 def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER), once: bool = False) -> float:
-    """Return a time that the layout's step is not below, as far as these links tell.
+    """Return a lower bound of the layout's step time, from these links.
 
     The first forward cannot end before the weights that it needs are refreshed, nor the step before the last
     micro-batch's gradients of the first stage are summed. Neither has more than that forward or backward to hide

@@ -69,7 +69,8 @@ class Collectives:
         return min(like, key=lambda m: (abs(m[1] - ranks), m[1]), default=None)
 
     def by_links(self, ranks: int, nodes: int, sent: float) -> float:
-        """Return the seconds from rates and latencies: a ring, or pairs in turn, take a step for each other rank."""
+        """Return the seconds from rates and latencies: a ring, or pairwise exchanges, take one step per other
+        rank."""
         link = INTER if nodes > 1 else INTRA
         return (ranks - 1) * self.latency(link) + sent / self.rate(link)
 

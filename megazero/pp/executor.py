@@ -31,7 +31,7 @@ StageForward = Callable[[StageSpec, Tensor | None, Any], Tensor]
 
 
 class ShardedParameters(Protocol):
-    """The executor tells the ZeRO engine which stage computes, and hands it the gradients that were put off."""
+    """The executor's view of the ZeRO engine: it reports which stage computes, and passes deferred gradients."""
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]: ...
     def weight_gradients(self, part: int, micro_batch: int, pairs: Iterable[tuple[Any, Tensor]]) -> None: ...

@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule tells one schedule from another.
+    """The rule of one schedule.
 
     warmup: It gives the forwards before the first backward, from (ranks, stages per rank, micro-batches, rank).
     several_stages: The schedule takes several stages per rank, and only those, in groups of as many micro-batches as

@@ -24,7 +24,7 @@ class TensorParallel:
         (Korthikanti et al. 2022, section 4.2.2).
     traffic: It counts the bytes this rank sends, if given. The axis never leaves a node.
     waits: It times what is waited for the other ranks of the axis.
-    deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
+    deferred: if given, backwards defer weight gradients. It works for every size, 1 included.
     """
 
     group: ProcessGroup | None = None

@@ -30,7 +30,7 @@ class _Entry(NamedTuple):
 
 
 class DeferredGradients:
-    """Queues of weight gradients that are owed, by key (say, a micro-batch's number).
+    """Queues of deferred weight gradients, by key (say, a micro-batch's number).
 
     While ``recording(key)`` is open, the linears and the embedding whose context holds this object enqueue in their
     backward instead of computing. Outside of it they compute everything. Parameters that need no gradient are never
@@ -91,7 +91,7 @@ class DeferredGradients:
         return _drain(self._queues.pop(key))
 
     def discard(self) -> None:
-        """Forget everything that is owed (an aborted step), and close a recording that is open."""
+        """Forget all deferred gradients (of an aborted step), and close an open recording."""
         self._queues.clear()
         self._open = self._queue = None
 

@@ -54,7 +54,7 @@ _COMPILE = (
 
 @torch.compiler.assume_constant_result
 def refuse_tracing(unit: str) -> None:
-    """Raise RuntimeError. torch.compile calls this as it traces a hook, so the sentence is what it fails with."""
+    """Raise RuntimeError. torch.compile calls this as it traces a hook, so this is its error."""
     raise RuntimeError(f"torch.compile traces unit {unit!r} of a sharded module: {_COMPILE}")
 
 

@@ -36,7 +36,7 @@ class Agreement:
     def check(self, failed: bool = False) -> None:
         """Raise Differ, with the names of units, if a peer is known to have issued something else.
 
-        failed: peers will soon look, too, and are waited for.
+        failed: peers will soon look too; wait for them.
         """
         if not self.peers:
             return
@@ -54,7 +54,7 @@ class Agreement:
                     )
 
     def _exchange(self, until: float) -> dict[int, list[str]]:
-        """Tell what was issued here; return what the peers have told of the same step."""
+        """Publish what was issued here; return what the peers published of the same step."""
         store, key = self._store(), f"megazero/issued/{self.engine}"
         store.set(f"{key}/{self.rank}", json.dumps([self.issued.step, self.issued.history]))
         found: dict[int, list[str]] = {}

@@ -200,7 +200,7 @@ def _initial_values(
 ) -> dict[str, torch.Tensor]:
     """Return the full values of a unit's parameters, each in its parameter's shape.
 
-    They are as the module has them or, for meta parameters, what ``init`` gives, in at least fp32.
+    They come from the module or, for meta parameters, from ``init``, in at least fp32.
     """
     meta = [n for n, p in params.items() if p.is_meta]
     if meta and init is None:
@@ -223,7 +223,7 @@ def _initial_values(
 def _refuse_different_starts(module: nn.Module, mesh: Mesh) -> None:
     """Refuse ranks that start from different values.
 
-    Each rank gives its own slices, so different values would be mixed, or would drift apart.
+    Each rank contributes its own slices, so different values would mix, or drift apart.
     """
     values = [p.detach() for p in module.parameters() if not p.is_meta]
     if not values or mesh.dp_size == 1:

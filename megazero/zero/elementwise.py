@@ -102,7 +102,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def _probe(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a matrix and its gradients of some steps, all in ``dtype``.
 
-    The two parts differ in scale, and one gradient in five is large, so that it shows if something is scaled
+    The two parts differ in scale, and one gradient in five is large, to reveal whether something is scaled
     or clipped by a norm.
     """
     at = torch.arange(1, SHAPE[0] * SHAPE[1] + 1, dtype=torch.float64).view(SHAPE)

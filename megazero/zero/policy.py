@@ -55,9 +55,9 @@ class Policy:
         reduced to the G slice with every micro-batch. It takes effect where G > 1.
     prefetch_bytes: how many bytes may be gathered ahead of use, or kept for the next one, beyond what the next
         module needs.
-    pending_reductions: how many units' gradients may be on their way before a backward waits for the oldest.
+    pending_reductions: how many units' reductions may be in flight before a backward waits for the oldest.
     chunk_numel: a unit with more elements is cut, at parameters, into several units. They are gathered for
-        the same module but move one by one: one's hop inside a node runs beside another's across nodes, and
+        the same module but move one by one: the hop of one inside a node overlaps another's across nodes, and
         messages take less memory.
     block: a number of elements. Parameters start on block boundaries, and slices are whole blocks.
     exact_numel: parameters with at most this many elements go to the unit's exact region. If anything is
@@ -138,7 +138,7 @@ class Policy:
 @dataclass(frozen=True)
 class Levels:
     """How many data-parallel sub-axes, innermost first, cut the parameters, the accumulated gradients and the
-    optimizer states. Gradients that are whole for the step are cut by none.
+    optimizer states. No axis cuts gradients that are whole for the step.
     """
 
     p: int

@@ -110,7 +110,7 @@ def hide(unit: Unit) -> None:
 
 
 def show(unit: Unit) -> None:
-    """Give the unit's Parameters their own class again: they are gathered."""
+    """Restore the class of the unit's Parameters: they are gathered."""
     for param, own in zip(unit.params.values(), unit.shown, strict=False):
         param.__class__ = own
     unit.shown = []

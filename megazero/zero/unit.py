@@ -133,8 +133,7 @@ class Unit:
         return UnitLayout((), ((0, message * prod(sizes)),), sizes, indices)
 
     def _make_master(self) -> torch.Tensor:
-        """Return a part of the P copy where the two have one dtype and the copy is never dropped; else a new
-        buffer."""
+        """Return a part of the P copy if the two have one dtype and the copy is never dropped, else a new buffer."""
         levels = self.levels
         kept = levels.p == levels.os or self.lifetime == "resident"
         if self.direct and self.dtype == self.sum_dtype and kept and not self.delta:
@@ -156,7 +155,7 @@ class Unit:
         self.codecs = replace(self.codecs, weights=None)
         copy = self.copy
         self._plan_wire()
-        # Rounded, or of another format: stale also where the step that told so was skipped.
+        # Rounded, or in another format: stale even if the step that found out was skipped.
         self.copy_version = 0
         if self.delta:
             self.copy = copy  # R goes on
@@ -216,8 +215,8 @@ class Unit:
         self.copy_present, self.copy_version = False, 0
 
     def open_refresh(self, take: Take) -> torch.Tensor:
-        """Return the buffer that a refresh fills with messages: the P copy where that keeps them, else a
-        passing one, from ``take``.
+        """Return the buffer that a refresh fills with messages: the P copy if that keeps them, else a transient one
+        from ``take``.
         """
         if not self.copy_present and self.levels.p:
             self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
@@ -229,7 +228,7 @@ class Unit:
         return take(self.refresh_wire.level_numel(self.levels.p), self.refresh_codec.wire_dtype)
 
     def open_residual(self) -> torch.Tensor:
-        """Return the residual, which is made of zeros at first."""
+        """Return the residual, which starts as zeros."""
         assert self.crossing is not None
         if self.residual is None:
             numel = self.layout.level_numel(self.crossing)
@@ -240,7 +239,7 @@ class Unit:
     def gather_bytes(self) -> int:
         """How many bytes a gather ahead of use adds to the memory held.
 
-        They are the full parameters; with P = 1 they are passing messages.
+        They are the full parameters; with P = 1 they are transient messages.
         """
         if self.levels.p:
             return self.full.nbytes
@@ -255,7 +254,8 @@ class Unit:
 
     @property
     def ready(self) -> bool:
-        """Whether full parameters of the current version are there. What a ``gathered`` block holds is current."""
+        """Whether full parameters of the current version are present. A ``gathered`` block's parameters are
+        current."""
         return self.full_present and (self.pinned > 0 or not self.stale) and self.ticket is None
 
     # -- gradients -------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Unit:
             buffer[slot.start : slot.start + slot.numel].zero_()
 
     def close_micro_batch(self, last: bool) -> tuple[torch.Tensor, Frame] | None:
-        """Hand over the staging [n] of a micro-batch whose gradients have all arrived, and its frame.
+        """Return the staging [n] of a micro-batch whose gradients have all arrived, and its frame.
 
         Where G = 1 there is none.
 
