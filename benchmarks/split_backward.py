@@ -49,8 +49,8 @@ HEADER = [
 ]
 TEXT = """    python benchmarks/split_backward.py
 
-{layers} layers of hidden {hidden} (ffn {ffn}, {heads} heads), {sequence} x {batch} tokens, fp32, one thread. A forward of
-the stack precedes every backward and is not counted.
+{layers} layers of hidden {hidden} (ffn {ffn}, {heads} heads), {sequence} x {batch} tokens, fp32, one thread.
+A forward of the stack precedes every backward and is not counted.
 
 - *Runs*: how often the backward computes a layer, and its attention alone, per layer. torch's W walks the graph
   once for each of a layer's nine parameters.
