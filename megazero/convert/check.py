@@ -32,7 +32,7 @@ _BATCH, _LENGTH = 2, 64
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the outcome. good: None where it was not judged, and ``figure`` says why."""
+    """One line of the outcome. good: None if it was not judged; ``figure`` says why."""
 
     what: str
     figure: str

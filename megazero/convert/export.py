@@ -192,7 +192,7 @@ def _remove_others(partial: Path, ours: set[str]) -> None:
 
 
 def _source_name(source: Source) -> str:
-    """Return what makes the bytes of the weights: a file that was written from another source is written again."""
+    """Return the identity of the weights' source: a file from another source is written again."""
     entries = sorted((name, e.size, e.crc32) for name, e in source.manifest.files.items())
     return f"{entries} {source.weights}"
 

@@ -29,7 +29,7 @@ class VocabPiece:
 
 @dataclass(frozen=True)
 class Spec:
-    """What the model file says of itself, with the proto's defaults."""
+    """The model file's settings, with the proto's defaults."""
 
     pieces: tuple[VocabPiece, ...]
     model_type: int = UNIGRAM

@@ -82,7 +82,7 @@ class LocalRanks:
         timeout: float,
         grace: float = GRACE_S,
     ) -> list[Answer]:
-        """Do as ``call`` does, but return every rank's answer.
+        """Do the same as ``call``, but return every rank's answer.
 
         ``grace`` is the time in seconds that the other ranks have when one has failed. Where a rank died or has not
         answered in time, all of them are ended.

@@ -99,7 +99,7 @@ class Mesh:
 
     @property
     def is_replica(self) -> bool:
-        """Tell whether another rank holds the same optimizer slice and counts.
+        """Return whether another rank holds the same optimizer slice and counts.
 
         The rank that counts has index 0 on every replica axis.
         """
@@ -177,7 +177,7 @@ def create_axes(
     device: torch.device,
     timeout: timedelta | None = None,
 ) -> tuple[Axis, ...]:
-    """Make axes over ranks that a program with process groups of its own names, each with this rank in it.
+    """Make axes over given ranks, each with this rank in it, for a program with its own process groups.
 
     The ranks of an axis are by index along it; the spec's stride is not used. This is collective over the
     default group: every rank calls it with as many axes, and axes of the same ranks stand at the same place. An axis
@@ -293,7 +293,7 @@ def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
 def check_hosts(names: Sequence[str], local_world_size: int | None) -> int:
     """Return the ranks per node by the host name of every rank.
 
-    Raises ValueError if the launcher's word differs (None means that it has none), or if nodes are not alike.
+    Raises ValueError if the launcher's size differs (None: it gives none), or if nodes are not alike.
     """
     cure = "start the same number of consecutive ranks on every node, or override the ranks per node"
     counts = {n: names.count(n) for n in dict.fromkeys(names)}

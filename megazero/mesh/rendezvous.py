@@ -72,7 +72,7 @@ def connect(launch: Launch, timeout: timedelta, *, serve: bool = False) -> dist.
 
 
 def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
-    """Connect as soon as there is something to connect to. torch's own attempts take twice its limit, and traces."""
+    """Connect as soon as the store is up. torch's own attempts take twice its limit and print traces."""
     if launch.rank == 0 and not launch.agent_store:
         return connect(launch, ANSWER, serve=True)
     why = OSError("no answer")
@@ -129,10 +129,10 @@ def _host(store: dist.Store, rank: int) -> str | None:
 
 
 def missing_ranks(came: Sequence[str | None], launch: Launch) -> str:
-    """Say which ranks have not come, and where they are to be looked for.
+    """Name the missing ranks and the hosts to look at.
 
-    came: by rank, the host that it came from, or None. The host of a rank that did not come is that of the others
-    of its node, or the launcher's word.
+    came: by rank, the host that it came from, or None. A missing rank's host is that of the others of its node,
+    or comes from the launcher.
     """
     per_node = launch.local_world_size
     parts = []

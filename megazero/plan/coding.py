@@ -32,7 +32,7 @@ class Coder:
         return bool(self.compute.cluster.codecs)
 
     def refresh(self, unit: UnitShape, gathered: bool) -> tuple[float, float]:
-        """Return what is spent before a refresh is sent, and after it came. gathered: a gather follows."""
+        """Return the seconds before a refresh is sent, and after it arrived. gathered: a gather follows."""
         weights, elements, width = self.formats.weights, unit.elements, self.formats.width
         coded = weights is not None and unit.quantised
         if not self.measured:
@@ -45,7 +45,7 @@ class Coder:
         return before * 1e-9, elements / self.p * self._ns(weights.bits, "decode_ns") * decoded * 1e-9
 
     def gather(self, unit: UnitShape) -> float:
-        """Return what is spent after a gather came."""
+        """Return the seconds after a gather arrived."""
         weights, elements = self.formats.weights, unit.elements
         if weights is None or not unit.quantised:
             return 0.0
@@ -54,7 +54,7 @@ class Coder:
         return 0.0 if self.formats.delta else elements * self._ns(weights.bits, "decode_ns") * 1e-9
 
     def exchange(self, unit: UnitShape, axis: AxisSpec, left: float, raw: bool) -> tuple[float, float]:
-        """Return what is spent before and after an exchange of ``left`` elements over ``axis``.
+        """Return the seconds before and after an exchange of ``left`` elements over ``axis``.
 
         raw: they are one micro-batch's gradients in the parameters' dtype, not sums.
         """
@@ -71,6 +71,6 @@ class Coder:
         return before * 1e-9, after * 1e-9
 
     def staged(self, unit: UnitShape, added: bool) -> float:
-        """Return what is spent to take a micro-batch's gradients from autograd. added: they are added to a sum."""
+        """Return the seconds to take a micro-batch's gradients from autograd. added: they are added to a sum."""
         column = "sum_ns" if added else "encode_ns"
         return unit.elements * self._ns(32, column) * 1e-9 if self.measured else 0.0

@@ -47,7 +47,7 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Formats:
-    """What each hop sends; None means exact.
+    """The format of each hop; None means exact.
 
     width: the bytes of a parameter. sums: the bytes of a sum of gradients.
     """

@@ -54,7 +54,7 @@ class ModuleTimes:
 
 
 class Sizes(NamedTuple):
-    """What a forward of one module and micro-batch takes on a rank.
+    """The size of a forward of one module and micro-batch on a rank.
 
     matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
     """
@@ -165,8 +165,8 @@ class Compute:
     def _stretched(self, rows: Sequence[MeasuredLayer], sizes: Sizes) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward.
 
-        By its operations and bytes a module has a time. Measured modules took so many times as long, and between two
-        of them that factor is interpolated. Bytes count only where every row says them.
+        Operations and bytes give a module's time. The ratio of measured to computed time is interpolated between
+        measured modules. Bytes count only if every row has them.
         """
         known = all(row.forward_bytes for row in rows)
 

@@ -16,8 +16,8 @@ from typing import Any
 class FormatChoice:
     """A choice of formats. values: options of the ZeRO section. loss: what docs/loss.md measured of it.
 
-    weights, gradients: whether it quantises the one or the other. delta: it needs parameter shards that stay, P < OS.
-    once: it needs gradients that cross nodes once per step, G within a node.
+    weights, gradients: whether it quantises them. delta: it needs resident parameter shards, P < OS. once: it needs
+    gradients that cross nodes once per step, G within a node.
     """
 
     name: str

@@ -18,7 +18,7 @@ Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
 
 class Cost(NamedTuple):
-    """What a collective takes: seconds, and seconds of a processor of one rank (0 where that was not measured)."""
+    """The cost of a collective: seconds, and processor seconds of one rank (0 if not measured)."""
 
     seconds: float
     busy: float = 0.0
@@ -48,7 +48,7 @@ class Collectives:
         return self.cost(operation, ranks, nodes, sent).seconds
 
     def cost(self, operation: str, ranks: int, nodes: int, sent: float) -> Cost:
-        """Return what it takes that every rank of a group sends ``sent`` bytes."""
+        """Return the cost of a collective in which every rank of a group sends ``sent`` bytes."""
         if ranks < 2 or sent <= 0:
             return Cost(0.0)
         mesh = (operation, ranks, nodes)

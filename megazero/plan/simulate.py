@@ -27,7 +27,7 @@ class Execution:
     """How a system runs a step. The defaults are this engine's.
 
     ahead: gathers run ahead of use. behind: reductions run behind the backward; else it waits for each.
-    early_refresh: all refreshes come before the first forward, and hide behind nothing.
+    early_refresh: all refreshes come before the first forward and are fully exposed.
     """
 
     ahead: bool = True
@@ -41,10 +41,10 @@ BILL = ("compute", "recompute", "tensor", "pipeline", "gather", "reduce", "updat
 
 @dataclass
 class Timing:
-    """The seconds of a step, and what they were spent on, as means over the pipeline's ranks.
+    """The seconds of a step and their bill, as means over the pipeline's ranks.
 
-    pipeline: waits for other stages, messages included. gather, reduce: waits for weights and for gradients, which no
-    compute hid. update: norm, optimizer and the exchange of scalars.
+    pipeline: waits for other stages, messages included. gather, reduce: exposed waits for weights and for
+    gradients. update: norm, optimizer and the exchange of scalars.
     """
 
     seconds: float

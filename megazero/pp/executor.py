@@ -242,8 +242,8 @@ class Pipeline:
 
     @contextmanager
     def _measured(self, action: Action) -> Iterator[None]:
-        """Label the action's compute. If someone asked for its span, note that, too (by the host clock, and CUDA is
-        waited for)."""
+        """Label the action's compute. If its span was asked for, note that too (by the host clock, after waiting for
+        CUDA)."""
         if self.spans is None:
             with self.label("compute", str(action)):
                 yield

@@ -27,7 +27,7 @@ from types import MappingProxyType
 class Rule:
     """The rule of one schedule.
 
-    warmup: It gives the forwards before the first backward, from (ranks, stages per rank, micro-batches, rank).
+    warmup: the number of forwards before the first backward, from (ranks, stages per rank, micro-batches, rank).
     several_stages: The schedule takes several stages per rank, and only those, in groups of as many micro-batches as
     there are ranks.
     splits_backward: Backwards are split into INPUT and WEIGHT. Rank r computes the latter r micro-batches later.
@@ -205,7 +205,7 @@ def in_order(schedule: Sequence[Sequence[Action]], stages: int) -> Iterator[tupl
 
 
 def _cycle(queues: Sequence[Sequence[Action]], done: set[Action], stages: int) -> str:
-    """Name the waits, 'rank 0: A waits for B; rank 1: ...', along the cycle, or to what nobody computes."""
+    """Name the waits, 'rank 0: A waits for B; rank 1: ...', along the cycle, or to an event that no rank computes."""
     holder = {done_by(action): rank for rank, queue in enumerate(queues) for action in queue}
     rank, waits = next(rank for rank, queue in enumerate(queues) if queue), dict[int, str]()
     while rank not in waits:

@@ -95,8 +95,8 @@ def _tried(
 ) -> tuple[Decoder, dict[str, Callable[[], Tensor]]]:
     """Return the modules and a forward of each, and of all; each is run once with its backward. Collective.
 
-    It is here that memory runs out if it does, before ranks of the world wait for each other. Those of one
-    tensor-parallel group wait for each other already, but hold the same sizes. Raises DoesNotFit.
+    If memory runs out, it does so here, before ranks of the world wait for each other. Ranks of one tensor-parallel
+    group already wait for each other, but hold the same sizes. Raises DoesNotFit.
     """
     made: list[tuple[Decoder, dict[str, Callable[[], Tensor]]]] = []
 

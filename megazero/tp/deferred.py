@@ -49,7 +49,7 @@ class DeferredGradients:
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
-        """Backwards that run inside put their weights' gradients off to ``compute(key)``.
+        """Backwards that run inside defer their weights' gradients to ``compute(key)``.
 
         If it is opened again for a key that is not computed yet, it adds to what is there.
         Raises RuntimeError inside another recording.
@@ -65,7 +65,7 @@ class DeferredGradients:
             self._open = self._queue = None
 
     def put_off(self, parameters: Iterable[Tensor], start: Start) -> None:
-        """Owe ``parameters`` the gradients that ``start()()`` will yield, one each, in their order.
+        """Defer the gradients of ``parameters``, which ``start()()`` will yield, one each, in their order.
 
         ``start`` is called once. What it returns is called after it, with at most one other entry's start between.
         """
@@ -75,7 +75,7 @@ class DeferredGradients:
         self._queue.append(_Entry(owed, start))  # type: ignore[arg-type]
 
     def compute(self, key: Hashable) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the (parameter, gradient) pairs put off under ``key``, each computed when it is asked for.
+        """Yield the (parameter, gradient) pairs deferred under ``key``, each computed on demand.
 
         They come in the order in which they were enqueued, each parameter once. A parameter used several times comes
         with the sum, at the place of its last use. A gradient has its parameter's shape. An entry's tensors are free

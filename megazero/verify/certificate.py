@@ -29,7 +29,7 @@ class Section:
 class Certificate:
     """The result of a verification.
 
-    asked: lines that say what the configuration says. run: lines that say what was run. changes: maps an option to
+    asked: lines that describe the configuration. run: lines that describe what was run. changes: maps an option to
     (the value asked for, the value run).
     """
 

@@ -181,7 +181,7 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
 def _head_width(config: RunConfig) -> int:
     """Choose a head width that is odd or even as the configuration's is.
 
-    Rotary positions turn pairs of elements; with them, the turned part of the width is whole pairs.
+    Rotary positions rotate pairs of elements, so the rotated part of the width is whole pairs.
     """
     m = config.model
     widths = count(HEAD + m.kv_channels % 2, 2)

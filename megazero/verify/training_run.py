@@ -48,8 +48,8 @@ class TrainingRun:
     """The steps [start, stop) of one run.
 
     exact: the codecs are identities. save: the step after which the run saves, and the folder. load: the folder to
-    begin from. around: a picklable function; in it a test breaks a part of the engine, to see that the certificate
-    says so.
+    begin from. around: a picklable function in which a test breaks a part of the engine, to see that the certificate
+    finds it.
     """
 
     config: RunConfig
@@ -63,7 +63,7 @@ class TrainingRun:
 
 @dataclass
 class RankRecord:
-    """What one rank says of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
+    """One rank's results of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
 
     tp: int
     dp: int
