@@ -45,7 +45,7 @@ class Ring:
 
 
 def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> NodeOrder:
-    """Return the best order found. It tries the given order, and packs nodes under leaves in every order of the axes."""
+    """Return the best order found: the given one, or nodes packed under leaves in some order of the axes."""
     leaf_of = {node: leaf for leaf, nodes in topology.leaves.items() for node in nodes}
     axes = rings(layout)
     before = _under(axes, [leaf_of[host] for host in hosts])
