@@ -7,12 +7,17 @@ import pytest
 from megazero.config import ConfigError, World, parse
 from tests.sizes import SMALL, words
 
-BASE = words({**SMALL, "train_iters": 10, "vocab_size": 100})
+VALUES = {**SMALL, "train_iters": 10, "vocab_size": 100}
+BASE = words(VALUES)
 WORLD = World(8, 4)
 
 
 def run(text="", world=WORLD):
     return parse([*BASE, *text.split()], world)
+
+
+def base_without(name):
+    return words({key: value for key, value in VALUES.items() if key != name})
 
 
 def errors(text="", world=WORLD):
