@@ -31,10 +31,10 @@ class RowRange:
 class Placement:
     """Maps a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
 
-    name: It is the stored tensor's fully qualified name (no rank, no stage, no local index in it).
-    shape: It is the stored tensor's shape, as stored.
-    local_shape: It is the rank's own shape (padded rows included).
-    segments: They are dim-0 row ranges, sorted by ``local`` and disjoint. Local rows in no segment (vocabulary
+    name: the stored tensor's fully qualified name (no rank, no stage, no local index in it).
+    shape: the stored tensor's shape, as stored.
+    local_shape: the rank's own shape (padded rows included).
+    segments: dim-0 row ranges, sorted by ``local`` and disjoint. Local rows in no segment (vocabulary
         padding) are not stored and are zero when loaded.
     offset1: The local dim-1 columns start here (row-parallel weights). It is 0 for 1-D tensors.
     transposed: The stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].

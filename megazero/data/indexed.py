@@ -209,7 +209,7 @@ class IndexedDataset:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return sha256 of .idx and size of .bin: they identify the index, and every copy has the same."""
+        """Return the sha256 of .idx and the size of .bin, which identify the index: every copy has the same."""
         with open(idx_path(self.prefix), "rb") as handle:
             digest = hashlib.file_digest(handle, "sha256").hexdigest()
         return {"idx_sha256": digest, "bin_bytes": bin_path(self.prefix).stat().st_size}

@@ -135,7 +135,7 @@ class Decoder(nn.Module):
 
         recompute: The backward computes this again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
-        stages: These are the pipeline stages that this rank holds. The default is one that is the whole model.
+        stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
         """
         super().__init__()
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
         """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s].
 
         labels: labels[:, i] is the token after tokens[:, i] (nothing is shifted here).
-        dropout_key: It names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
+        dropout_key: names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
         documents: The samples are packed of them. They are needed if positions or attention go by documents.
         Returns the same as ``Head.forward``.
         """

@@ -48,7 +48,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command line asks for.
+    """The request of the command line.
 
     values: the training's options by name. explain: those of a layout, or None. hosts: the nodes that are to be
     ordered by the topology, if there is one.

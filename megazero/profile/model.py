@@ -43,7 +43,7 @@ def measure_modules(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of the cluster file for each module. Collective.
 
-    values: the training's options. cluster: what is known so far; its sizes, and the rates by which work is counted.
+    values: the training's options. cluster: the measurements so far; its sizes, and the rates for counting work.
     Raises ConfigError where the model does not run on so many tensor-parallel ranks, DoesNotFit where a rank has too
     little memory. Both are raised on every rank.
     """

@@ -35,7 +35,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What the command line asks for.
+    """The request of the command line.
 
     config: the configuration as training would have it on ``world``. options: those of the verification.
     """

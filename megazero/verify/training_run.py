@@ -98,7 +98,7 @@ def slice_block(config: RunConfig, world: World) -> int:
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens (int64), labels (int64) and the loss mask (fp64), each [count, s], of a step's global batch.
 
-    A fifth of the tokens do not count.
+    A fifth of the tokens is masked.
     """
     length, vocabulary = config.model.seq_length, config.model.vocab_size
     assert length and vocabulary

@@ -42,7 +42,7 @@ def build_units(
 ) -> UnitPlan:
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
 
-    parts: the specs' modules that run together, where the module runs part by part (virtual pipeline stages).
+    parts: the specs' modules that run together, if the module runs part by part (virtual pipeline stages).
     tied: parameters of the pipeline's ends, each a unit of its own. It maps the name here to a name common to both.
 
     A parameter that several modules share belongs to the first spec that holds it; the others' hooks gather
