@@ -1,4 +1,4 @@
-"""This operation encodes values to payload and scales (kernels/format.py says how they lie).
+"""Encodes values to payload and scales (kernels/format.py has their layout).
 
 Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. Its digits are rint(clamp(x / s) [+
 draw]), where a draw in (-1/2, 1/2) makes the rounding stochastic. x / s is computed as x times the reciprocal of s.
@@ -54,8 +54,7 @@ def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise
     """Encode x, which is [k, n] of any float dtype and contiguous, into the coded part of ``messages``.
 
     ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16.
-    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each
-    other.
+    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each other.
     """
     if noise is not None:
         noise.check(x.numel())

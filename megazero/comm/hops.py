@@ -37,8 +37,7 @@ class Traffic:
 
 
 def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, traffic: Traffic) -> dist.Work:
-    """Start an all-gather over one axis: out [size * m] receives each rank's own [m], by index along the
-    axis.
+    """Start an all-gather over one axis: out [size * m] receives each rank's own [m], by index along the axis.
 
     Both tensors have the same dtype, which may be any. ``own`` may be the part of ``out`` at this rank's
     index; then the gather is in place and nothing is copied.
@@ -51,8 +50,7 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
 
 
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:
-    """Start an all-to-all over one axis: row i of messages [size, m] goes to index i; out [size, m] is by
-    source.
+    """Start an all-to-all over one axis: row i of messages [size, m] goes to index i; out [size, m] is by source.
 
     Both tensors have the same dtype. With [size - 1, m] the own row is left out on both sides: nothing is
     sent from a rank to itself. The reduction sends this way for two reasons. On gloo it is 3 to 5 times

@@ -1,6 +1,6 @@
-"""What times communication: labels for a profiler's trace, spans of the time bill, and waits outside of chains.
+"""Times communication: labels for a profiler's trace, spans of the time bill, and waits outside of chains.
 
-The code that runs gives names; the profiler and the bill alone switch them on. A lane times the waits of its chains.
+The running code gives names; the profiler and the bill switch them on. A lane times the waits of its chains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Waits:
     """Times waits for collectives where they are issued, by name: on a CPU the host's, as spans of ``timed``; on CUDA
     the compute stream's, by events.
 
-    Nobody waits for the events: ``take_stalls`` reads them after the step's own wait for the device.
+    No host waits for the events: ``take_stalls`` reads them after the step's own wait for the device.
     """
 
     def __init__(self, device: torch.device | None = None, timed: Callable[[str], Any] = no_timing) -> None:
@@ -45,7 +45,7 @@ class Waits:
         self.stood: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, name: str) -> AbstractContextManager[Any]:
-        """Time what is waited for inside, under ``name``: an item of the time bill ('exposed_tp_intra')."""
+        """Time the waits inside under ``name``, an item of the time bill ('exposed_tp_intra')."""
         return self._between_events(name) if self.by_events else self.timed(name)
 
     def take_stalls(self) -> dict[str, float]:

@@ -115,7 +115,7 @@ def _compared(
 
 @contextmanager
 def _progress() -> Iterator[ExportProgress]:
-    """Show on stderr what is done and, of what is written, how much."""
+    """Show the current work on stderr and, while writing, how much is done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars

@@ -1,4 +1,4 @@
-"""From the data flags the train, valid and test datasets are built here, of a corpus or of synthetic text."""
+"""Builds the train, valid and test datasets from the data flags, of a corpus or of synthetic text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEAN_DOCUMENT = 64  # tokens of mock data
 
 
 class Dataset(Protocol):
-    """It gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
+    """Gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
     loss_mask float32 [s], and position_ids and document_starts int64 [s] where they are asked for.
 
     ``ordered_for`` is the number of samples that their order was made for. It is 0 where the order is the same for
@@ -87,11 +87,11 @@ def build_datasets(
 ) -> Datasets:
     """Return train, valid and test datasets, None where 0 samples are asked for. Every rank may call it at once.
 
-    data_path: It holds words as config.data_inputs reads them (prefixes, or weights and prefixes). None is mock data.
-    split: It gives shares of the documents, such as "969,30,1".
+    data_path: words as config.data_inputs reads them (prefixes, or weights and prefixes). None is mock data.
+    split: shares of the documents, such as "969,30,1".
     samples: Each dataset must have at least so many.
     cache_dir: The indices are kept there. By default it is a folder ``cache`` beside the first prefix.
-    ordered_for: It gives each dataset's own value of an earlier call, or 0. The earlier order is kept where it holds
+    ordered_for: each dataset's own value of an earlier call, or 0. The earlier order is kept where it holds
     ``samples``.
     A blend without weights is one epoch of everything, so it may have fewer samples than asked for.
     Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.

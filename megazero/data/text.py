@@ -1,4 +1,4 @@
-"""Raw text is read here: which files, their lines, and errors that name file and line.
+"""Reads raw text: which files, their lines, and errors that name file and line.
 
 Every machine has some: the sources of the running Python's standard library.
 """

@@ -1,4 +1,5 @@
-"""Each model family has one record: defaults by flag, tensor names, Hugging Face's config.json.
+"""The registry of model families: one record each, with defaults by flag, tensor names and Hugging Face's
+config.json.
 
 This package needs no torch. To add a family, write a file with its record here, and add its line to the registry.
 What the record says is all that the configuration, the decoder's placements and the import from Hugging Face know

@@ -1,4 +1,4 @@
-"""One transformer layer has attention and feed-forward. Each is behind a norm and is added to the residual.
+"""One transformer layer: attention and feed-forward, each behind a norm and added to the residual.
 
 The mask of a dropout is a function of a key, not of a generator's history. The key names the micro-batch, the layer
 and the site (and the tensor-parallel rank where the activation is sharded). So a recompute draws the same mask, ranks
@@ -188,7 +188,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
+    """Computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
     tanh) or relu(x)^2 (So et al. 2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
@@ -213,7 +213,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """It computes x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """Computes x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Parallel blocks (Wang and Komatsuzaki 2021) compute x + attention(norm(x)) + feed_forward(norm(x)), with one norm
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)).

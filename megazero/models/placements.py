@@ -1,4 +1,4 @@
-"""This module says where the decoder's parameters lie in the Hugging Face tensors of its family.
+"""Where the decoder's parameters lie in the Hugging Face tensors of its family.
 
 megazero.config.model.parameters lists the parameters. The family's record (megazero/families) says what the family
 calls them and how it stores them.

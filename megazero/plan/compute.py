@@ -1,8 +1,8 @@
-"""This module turns a rank's own work into seconds: a micro-batch's operations, and the coding of messages.
+"""Seconds of a rank's own work: a micro-batch's operations, and the coding of messages.
 
-Matrices run at a share of the device's peak, but not faster than their weights are read, and all else takes the time
-of the bytes it moves. Where modules were measured, these times are stretched as the measured ones of that size were.
-Multiply-adds are those of config/model/flops.py; here they are counted as the kernels do them. Where a cluster file
+Matrix products run at a share of the device's peak, but not faster than their weights are read. Everything else takes
+the time of the bytes it moves. Measured modules scale these times. Multiply-adds are those of config/model/flops.py,
+counted here as the kernels execute them. Where a cluster file
 has the codecs' times, they count for each element. Else coding takes the time of the bytes that are read and written.
 """
 
@@ -23,9 +23,8 @@ from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind
 
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
-UPDATE_BYTES = (
-    40  # per element of an optimizer slice: gradient, master and two moments read, three written; the norm
-)
+# Per element of an optimizer slice: gradient, master and two moments read, three written; the norm.
+UPDATE_BYTES = 40
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file says nothing of codecs
 
 
@@ -56,7 +55,7 @@ class ModuleTimes:
 
 
 class Sizes(NamedTuple):
-    """What a forward of one module and micro-batch takes on a rank.
+    """The size of a forward of one module and micro-batch on a rank.
 
     matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
     """
@@ -167,8 +166,8 @@ class Compute:
     def _stretched(self, rows: Sequence[MeasuredLayer], sizes: Sizes) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward.
 
-        By its operations and bytes a module has a time. Measured modules took so many times as long, and between two
-        of them that factor is interpolated. Bytes count only where every row says them.
+        Operations and bytes give a module's time. The ratio of measured to computed time is interpolated between
+        measured modules. Bytes count only if every row has them.
         """
         known = all(row.forward_bytes for row in rows)
 

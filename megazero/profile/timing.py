@@ -1,4 +1,4 @@
-"""Rounds of one operation on all ranks at once: the seconds, their spread, and the processor's share of them."""
+"""Times rounds of one operation on all ranks at once: seconds, spread, and the processor's share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy and sequence parallel live here."""
+"""Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy, sequence parallelism."""
 
 from megazero.tp.collectives import (
     TensorParallel,

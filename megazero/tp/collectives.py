@@ -69,7 +69,7 @@ class TensorParallel:
 
 
 class Pending(NamedTuple):
-    """A collective that is under way. ``inputs`` keeps its buffers alive until ``wait``, which ``waits`` times."""
+    """A collective in flight. ``inputs`` keeps its buffers alive until ``wait``, which ``waits`` times."""
 
     work: Any
     waits: Waits
