@@ -24,9 +24,6 @@ def run_options(folder: Path, accept: Collection[str] = ()) -> dict[str, object]
     file = folder if folder.is_file() else folder / CONFIG_FILE
     model = from_hf_config(read_json(file, "it says what the model is"), accept)
     options = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    options["seq_length"] = min(
-        model.max_position_embeddings, model.sliding_window or model.max_position_embeddings
-    )
     return {**options, **find_tokenizer(file.parent)}
 
 

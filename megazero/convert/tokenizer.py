@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint import store
-from megazero.config import RunConfig
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
 from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, load_tokenizer
@@ -53,23 +52,25 @@ class RunTokenizer:
     files: Mapping[str, bytes]
 
 
-def of_checkpoint(path: Path, config: RunConfig, named: Path | None = None) -> RunTokenizer:
+def of_checkpoint(path: Path, values: Mapping[str, Any], named: Path | None = None) -> RunTokenizer:
     """Load the tokenizer that a checkpoint holds, or the one that is ``named``, a file or a folder.
+
+    values: the options that the checkpoint was made with, by name.
 
     Checkpoints of before they held their tokenizer give the path that it had in training. Raises ValueError if the
     tokenizer is not there, or is not the one that the model was trained with.
     """
-    kind, manifest = config.data.tokenizer_type or "NullTokenizer", store.read_manifest(path)
+    kind, manifest = values["tokenizer_type"] or "NullTokenizer", store.read_manifest(path)
     if kind == "NullTokenizer":
         if named:
             raise ValueError(f"--tokenizer {named}: '{path}' was trained on token ids, without a tokenizer")
-        return RunTokenizer(kind, load_tokenizer(kind, vocab_size=(config.model.vocab_size or 0) - 1), {})
+        return RunTokenizer(kind, load_tokenizer(kind, vocab_size=values["vocab_size"] - 1), {})
     held, names = held_tokenizer(kind, path, manifest.files), MODEL_FILES[kind]
     given = (
         {option: named / name if named.is_dir() else named for option, name in names.items()} if named else {}
     )
     try:
-        tokenizer = load_run_tokenizer(config, held, given)
+        tokenizer = load_run_tokenizer(values, held, given)
     except ValueError as error:
         raise ValueError(f"{error}. Name the tokenizer with --tokenizer") from None
     trained = store.read_state(path)["tokenizer"]
@@ -81,9 +82,7 @@ def of_checkpoint(path: Path, config: RunConfig, named: Path | None = None) -> R
     if held and not named:
         files = {name: store.read_file(path, name) for name in manifest.files if name in TOKENIZER_FILES}
         return RunTokenizer(kind, tokenizer, files)
-    return RunTokenizer(
-        kind, tokenizer, read_tokenizer_files(kind, {**tokenizer_options(config.data), **given})
-    )
+    return RunTokenizer(kind, tokenizer, read_tokenizer_files(kind, {**tokenizer_options(values), **given}))
 
 
 def special_ids(run: RunTokenizer) -> dict[str, int]:

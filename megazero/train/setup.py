@@ -169,7 +169,7 @@ def _checkpointing(
     config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder
 ) -> Checkpointing:
     """Return what saves and loads this engine's state, with what a checkpoint says beside it."""
-    named, first = tokenizer_options(config.data), engine.mesh.rank == 0
+    named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
     return Checkpointing(
         config,
         engine.mesh,

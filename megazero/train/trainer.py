@@ -73,10 +73,8 @@ class Trainer:
         self.config = checkpointing.config
         self.data, self.length, self.learning_rates = data, length, learning_rates
         self.checkpointing, self.outputs = checkpointing, outputs
-        micro_batch_size = self.config.batch.micro_batch_size
-        assert micro_batch_size
         masked = self.config.data.eod_mask_loss
-        self.feeding = Feeding(self.mesh, micro_batch_size, pipeline.loss_rank, masked)
+        self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
         self.saver = Saver(checkpointing, outputs.console, self._saved, limit_s)
         self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
@@ -291,16 +289,15 @@ class Trainer:
 
     def _mean_loss(self, data_set: Dataset, stoppable: bool) -> float | None:
         """Return the loss over eval_iters global batches, or None if the run was told to stop between two of them."""
-        config, size = self.config, self.feeding.micro_batch_size * self.mesh.dp_size
-        assert config.batch.global_batch_size
+        sizes = self.length.batch_sizes
         self.decoder.eval()
         return mean_loss(
             self.engine,
             self.pipeline,
             self.feeding,
             data_set,
-            steps=config.training.eval_iters,
-            micro_batches=config.batch.global_batch_size // size,
+            steps=self.config.training.eval_iters,
+            micro_batches=sizes.target // sizes.quantum,
             broken_off=lambda: stoppable and self._asked_to_stop(),
         )
 
@@ -326,10 +323,11 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the folder of --save-hf when the training is over, not where it stops on the way."""
-        if self.config.checkpoint.save_hf is None or self.progress.iteration < self.length.last_iteration:
+        folder = self.config.checkpoint.save_hf
+        if folder is None or self.progress.iteration < self.length.last_iteration:
             return
         self.phase = "writing --save-hf"
-        self.saver.export(self.progress.iteration)
+        self.saver.export(self.progress.iteration, folder)
 
     # -- small parts -----------------------------------------------------------------------------
 
@@ -346,7 +344,6 @@ class Trainer:
         traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
         ranks, slow = self.stragglers.take([row[3:] for row in info.scalars], bill, seconds)
         length = self.config.model.seq_length
-        assert length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
         metrics = IterationMetrics(
             iteration=self.progress.iteration,
