@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import tokenizers as library
 import torch
 
 from megazero.checkpoint.reading import pieces
@@ -202,8 +203,6 @@ def _their_tokenizer(folder: Path) -> tuple[str, Callable[[str], list[int]]]:
 
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         return "transformers", lambda text: theirs.encode(text, add_special_tokens=False)
-    import tokenizers as library
-
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
             f"'{folder}' has no tokenizer.json, and without transformers no other file is compared"

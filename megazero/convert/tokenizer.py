@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from sentencepiece import SentencePieceProcessor
+
 from megazero.checkpoint import store
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
@@ -96,8 +99,6 @@ def special_ids(run: RunTokenizer) -> dict[str, int]:
 
 def special_tokens(run: RunTokenizer) -> dict[str, str]:
     """Return the special tokens as tokenizer_config.json has them: eos_token and so on, as text."""
-    import tokenizers
-
     if run.kind == "SentencePieceTokenizer":
         pieces = read_spec(run.files["tokenizer.model"]).pieces
         return {f"{role}_token": pieces[i].text for role, i in special_ids(run).items()}
@@ -160,8 +161,6 @@ def sample_texts(tokenizer: Tokenizer, count: int = 200) -> list[str]:
 
 def _prove(raw: bytes, made: Any) -> None:
     """Compare a tokenizer.json with its SentencePiece model. Raises ValueError, naming a text with other ids."""
-    from sentencepiece import SentencePieceProcessor
-
     model, spec, draw = SentencePieceProcessor(model_proto=raw), read_spec(raw), random.Random(1)
     drawn = [[draw.randrange(len(spec.pieces)) for _ in range(30)] for _ in range(200)]
     texts = [
