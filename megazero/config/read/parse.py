@@ -14,8 +14,6 @@ from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.foreign import megatron
-from megazero.config.foreign.deepspeed import read_deepspeed
-from megazero.config.foreign.typos import suggestion
 from megazero.config.layout.elastic import fit
 from megazero.config.nearest import did_you_mean
 from megazero.config.read.files import read_yaml
@@ -43,6 +41,8 @@ def read_layers(flags: Flags) -> Layer:
     """Return what flags and the files that they name say. Faults are in its errors."""
     layers = []
     if "deepspeed-config" in flags.files:
+        from megazero.config.foreign.deepspeed import read_deepspeed  # 2 ms, which --help does not pay
+
         layers.append(read_deepspeed(flags.files["deepspeed-config"]))
     if "config" in flags.files:
         layers.append(read_yaml(flags.files["config"]))
@@ -59,6 +59,8 @@ def settle(layer: Layer) -> None:
         if said is False and f"no-{key}" in megatron.flags():
             key, said = f"no-{key}", []  # a switch that is on by default, off
         if key not in megatron.flags():
+            from megazero.config.foreign.typos import suggestion  # 3 ms, only after an error
+
             layer.errors.append(
                 f"{word.prefix}{key} does not exist{suggestion(key, word.prefix, word.others)}"
             )
