@@ -28,8 +28,8 @@ _PLACES = ("tokenizer_model", "save", "load", "save_hf", "log_dir", "data_cache_
 
 def card(source: Source, files: Mapping[str, FileEntry]) -> str:
     """Return README.md of the folder: a model card as Hugging Face reads it. files: those of the folder, by name."""
-    config, state = source.config, source.state
-    samples, length = state.get("consumed_samples", 0), config.model.seq_length or 0
+    state = source.state
+    samples, length = state.get("consumed_samples", 0), source.model.seq_length
     losses = state.get("losses", {})
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in source.tensors})
     facts = {
@@ -68,7 +68,7 @@ def _loss(value: float | None) -> str:
 
 def _flags(source: Source) -> list[str]:
     """Return the flags of the run that are not at their default, one a line."""
-    values = {name: value for name, value in source.config.values().items() if name not in _PLACES}
+    values = {name: value for name, value in source.values.items() if name not in _PLACES}
     return flag_lines(source.model.model_family, values)
 
 
@@ -80,9 +80,6 @@ def run_options(folder: Path, accept: Collection[str] = ()) -> dict[str, object]
     file = folder if folder.is_file() else folder / CONFIG_FILE
     model = from_hf_config(read_json(file, "it says what the model is"), accept)
     options = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    options["seq_length"] = min(
-        model.max_position_embeddings, model.sliding_window or model.max_position_embeddings
-    )
     return {**options, **find_tokenizer(file.parent)}
 
 

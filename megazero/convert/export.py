@@ -85,7 +85,7 @@ def write_folder(
         shards = plan_shards(source.tensors, shard_bytes)
         run = None
         if rank == 0:
-            run = tokenizers.of_checkpoint(source.path, source.config, tokenizer)
+            run = tokenizers.of_checkpoint(source.path, source.values, tokenizer)
             partial.mkdir(parents=True, exist_ok=True)
             _check_space(partial, shards)
         return shards, run

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
 SPACE = "\u2581"  # stands for a space in pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 UNIGRAM, BPE = 1, 2
@@ -113,8 +116,6 @@ def to_tokenizer_json(raw: bytes) -> Any:
     Raises ValueError for a model of a kind that the tokenizers library cannot express. ``differences`` proves the
     rest.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     spec = read_spec(raw)
     if spec.model_type not in (UNIGRAM, BPE) or spec.space_is_suffix or not spec.escape_spaces:
         raise ValueError(
@@ -180,8 +181,6 @@ def differences(raw: bytes, encode: Callable[[str], list[int]], texts: Sequence[
     Segmentations of equal probability are no difference: SentencePiece adds scores in fp32 and the tokenizers library
     in fp64, and rounding decides which of them is taken.
     """
-    from sentencepiece import SentencePieceProcessor
-
     model, spec = SentencePieceProcessor(model_proto=raw), read_spec(raw)
 
     def score(ids: Sequence[int]) -> float:

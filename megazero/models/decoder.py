@@ -45,7 +45,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
         self.config, self.tp = config, tp
-        shard = VocabShard.of(config.vocab_size, config.padded_vocab_size(tp.size), tp)
+        shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.tokens = VocabParallelEmbedding(shard, config.hidden_size, tp, **factory)
         self.positions = (
             nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size, **factory))
@@ -95,7 +95,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.shard = VocabShard.of(config.vocab_size, config.padded_vocab_size(tp.size), tp)
+        self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
             tied = nn.Parameter(torch.empty(self.shard.rows, config.hidden_size, **factory))
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         if self.tp.size > 1:
             parts = start_all_gather(local.permute(2, 1, 0), self.tp).wait()
             local = parts.permute(2, 1, 0)
-        return local[..., : self.config.vocab_size]
+        return local[..., : self.config.vocabulary]
 
     def units(self) -> list[tuple[nn.Module, ...]]:
         """Return the modules whose parameters are gathered together, in order of use."""

@@ -49,7 +49,7 @@ def _stored_name(names: TensorNames, name: str) -> tuple[str, int | None]:
 def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: ParameterRole) -> Placement:
     name, part = _stored_name(names, role.name)
     if role.name in ("embedding.tokens.weight", "head.weight"):
-        shard = VocabShard.of(c.vocab_size, c.padded_vocab_size(tp.size), tp)
+        shard = VocabShard.of(c.vocabulary, c.padded_vocab_size(tp.size), tp)
         return Placement.plain(name, role.shape, (shard.rows, c.hidden_size), shard.start)
     local, copies = list(role.shape), head_copies(c, role.name, tp.size)
     if role.split is not None:

@@ -33,7 +33,6 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     so its scores, their mask and their product stay, in at least fp32.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    assert size and model.seq_length
     tokens = size * model.seq_length
     stream = model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
     q, kv = model.query_projection_size / tp, model.kv_projection_size / tp
@@ -69,7 +68,6 @@ def activations(
     processors.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
-    assert size and model.seq_length
     tokens = size * model.seq_length
     layer = layer_activations(config, width, on_host)
     stream = tokens * width * model.hidden_size / (tp if config.parallel.sequence_parallel else 1)

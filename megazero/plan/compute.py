@@ -83,7 +83,6 @@ class Compute:
         self.memory_rate = device.memory_gbytes_per_s * 1e9
         self.codec_rate = (device.codec_gbytes_per_s or device.memory_gbytes_per_s * CODEC_SHARE) * 1e9
         parallel, model, size = config.parallel, config.model, config.batch.micro_batch_size
-        assert size and model.seq_length
         self.tp = parallel.tensor_model_parallel_size
         self.sharded = parallel.sequence_parallel and self.tp > 1
         self.tokens = size * model.seq_length

@@ -64,16 +64,14 @@ def layout_flags(config: RunConfig) -> list[str]:
 def model_flops_utilisation(layout: Layout, seconds: float) -> float:
     """Return MFU: the model's operations, recompute left out, by what the devices could have done in the time."""
     config, cluster = layout.config, layout.base.cluster
-    batch, length = config.batch.global_batch_size, config.model.seq_length
-    assert batch and length
-    flops = batch * training_flops(config.model, [length], layout.base.tp)
+    batch = config.batch.samples_per_step(layout.base.d)
+    flops = batch * training_flops(config.model, [config.model.seq_length], layout.base.tp)
     return flops / seconds / cluster.world_size / cluster.device.peak(config.precision.params_dtype)
 
 
 def tokens_per_second(layout: Layout, seconds: float) -> float:
     config = layout.config
-    assert config.batch.global_batch_size and config.model.seq_length
-    return config.batch.global_batch_size * config.model.seq_length / seconds
+    return config.batch.samples_per_step(layout.base.d) * config.model.seq_length / seconds
 
 
 def describe(layout: Layout) -> str:

@@ -102,11 +102,11 @@ def _tried(
 
     def attempt() -> None:
         dtype = DTYPES[config.precision.params_dtype]
-        whole = StageSpec(0, 0, range(min(STACK, config.model.num_layers or 1)), True, True)
+        whole = StageSpec(0, 0, range(min(STACK, config.model.num_layers)), True, True)
         decoder = Decoder(config.model, tp, stages=[whole], device=device, dtype=dtype)
         decoder.initialize(config.training.seed)
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout) > 0
-        calls = _calls(decoder, samples, int(config.model.seq_length), 1 if dropout else None)
+        calls = _calls(decoder, samples, config.model.seq_length, 1 if dropout else None)
         for kind, call in calls.items():
             if kind != WHOLE:
                 _with_backward(call, decoder)()
@@ -137,7 +137,7 @@ def _calls(decoder: Decoder, samples: int, length: int, key: int | None) -> dict
     """Return a forward of each module, on tensors of its own, and one of all."""
     embedding, head, device = decoder.embedding, decoder.head, decoder.head.weight.device  # type: ignore[union-attr]
     assert embedding is not None and head is not None
-    tokens = torch.randint(decoder.config.vocab_size, (samples, length), device=device)
+    tokens = torch.randint(decoder.config.vocabulary, (samples, length), device=device)
     x = embedding(tokens, key).detach().requires_grad_()
 
     def layers(x: Tensor) -> Tensor:

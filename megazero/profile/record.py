@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megazero.charts import new_figure, save
 from megazero.config import ConfigError
 from megazero.config.options.cluster import TABLES, Cluster, parse_cluster
@@ -83,7 +85,6 @@ def links(collectives: Rows, memory_gbytes_per_s: float) -> dict[str, dict[str, 
 
 def cluster_text(sections: Mapping[str, Any]) -> str:
     """Return a cluster file: scalars and sections first, then a line for each row of the tables."""
-    import yaml
 
     def flow(value: Any) -> str:
         return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).strip()

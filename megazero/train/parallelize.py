@@ -215,7 +215,6 @@ def build_pipeline(
         return (out * batch.loss_mask).sum() if stage.head else out
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size
-    assert model.seq_length and model.hidden_size and size
     carrier = Slices((model.seq_length, size, model.hidden_size), tp)
     dtype = DTYPES[config.precision.params_dtype]
     links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, timed)

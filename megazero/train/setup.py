@@ -169,7 +169,7 @@ def _checkpointing(
     config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder
 ) -> Checkpointing:
     """Return what saves and loads this engine's state, and all else that a checkpoint holds."""
-    named, first = tokenizer_options(config.data), engine.mesh.rank == 0
+    named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
     files = read_tokenizer_files(config.data.tokenizer_type, named) if first else {}
     return Checkpointing(
         config,

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from megazero.verify.checks import Check
 
 JSON, MARKDOWN = "certificate.json", "certificate.md"
@@ -105,9 +108,6 @@ class Certificate:
 
     def print(self) -> None:
         """Print the short table on standard output. It has every check with its figure, limit and verdict."""
-        from rich.console import Console
-        from rich.table import Table
-
         console = Console(highlight=False)
         table = Table(box=None, pad_edge=False)
         for title in ("check", "figure", "limit", "verdict"):

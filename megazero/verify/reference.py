@@ -77,14 +77,14 @@ class Reference:
         return _arrays({n: p.grad for n, p in self.decoder.named_parameters() if p.grad is not None})
 
     def micro_batches(self, step: int) -> int:
-        return self._sizes[step] // (self.data_parallel * (self.config.batch.micro_batch_size or 1))
+        return self._sizes[step] // (self.data_parallel * self.config.batch.micro_batch_size)
 
     def _backward(self, step: int, without_last: bool = False) -> float:
         tokens, labels, mask = tokens_of(self.config, step, self._sizes[step])
         packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
         losses = self.decoder(tokens, labels, documents=packed) * mask
         if without_last:
-            losses = losses[: -self.data_parallel * (self.config.batch.micro_batch_size or 1)]
+            losses = losses[: -self.data_parallel * self.config.batch.micro_batch_size]
         total = losses.sum() / mask.sum()
         total.backward()
         return total.item()

@@ -100,8 +100,7 @@ def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, t
 
     A fifth of the tokens is masked.
     """
-    length, vocabulary = config.model.seq_length, config.model.vocab_size
-    assert length and vocabulary
+    length, vocabulary = config.model.seq_length, config.model.vocabulary
     generator = torch.Generator().manual_seed(config.training.seed * 1000 + step)
     ids = torch.randint(0, vocabulary, (count, length + 1), generator=generator)
     mask = (torch.rand(count, length, generator=generator) > 0.2).double()
@@ -165,7 +164,7 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
     The micro-batches are dealt as the sampler deals them.
     """
     tokens, labels, mask = tokens_of(config, step, size)
-    micro, dtype = config.batch.micro_batch_size or 1, DTYPES[config.precision.params_dtype]
+    micro, dtype = config.batch.micro_batch_size, DTYPES[config.precision.params_dtype]
     batches = []
     for begin in range(0, size, micro * mesh.dp_size):
         ids = micro_batch_ids(begin, micro, mesh.dp_rank, mesh.dp_size)
