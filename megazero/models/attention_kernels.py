@@ -19,8 +19,8 @@ from megazero.tp import TensorParallel
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
     """Return whether a fused CUDA kernel takes q [b, heads, s, d], k and v [b, kv heads, s, d] as they are.
 
-    Without an additive mask, attention is causal. The answer is False for tensors that are not on CUDA. cuDNN's
-    kernel is not asked: where the other two refuse, torch prefers math to it.
+    Without an additive mask, attention is causal. False for tensors that are not on CUDA. cuDNN's
+    kernel is ignored: if the other two refuse, torch prefers math to it.
     """
     inputs = cuda.SDPAParams(q, k, v, mask, dropout, mask is None, q.shape[1] != k.shape[1])
     return cuda.can_use_flash_attention(inputs) or cuda.can_use_efficient_attention(inputs)
@@ -29,7 +29,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
 def math_note(
     config: ModelConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype, documents: bool = False
 ) -> str | None:
-    """Return what to say at the start of a run whose attention gets no fused kernel on a GPU, or None if it gets one.
+    """Return a note for the start of a run whose attention gets no fused kernel on a GPU, or None if it gets one.
 
     ``documents`` says that attention stays within documents.
     """
