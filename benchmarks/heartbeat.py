@@ -6,7 +6,7 @@ A training of a few seconds in which each rank counts, besides the seconds of it
 
 - timing: the main thread's seconds in the time bill's spans, in reading stalls, and in gathering and judging times
   of ranks, less what it takes to count a call of nothing;
-- heartbeat: the seconds of the watch's threads and of the link meter, which hold the interpreter for no longer.
+- heartbeat: the seconds of the watchdog's threads and of the link meter, which hold the interpreter for no longer.
 
 All are seconds of CPU of a thread, so that what else runs on the cores does not count. Timing is divided by those of
 the main thread in its steps, which are at most the real ones; heartbeats by real ones: they come once a second.
@@ -102,7 +102,7 @@ def count(rank: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of the watch's threads and the link meter so far."""
+    """CPU seconds of the watchdog's threads and the link meter so far."""
     ours = [each for each in threading.enumerate() if each.name == "link meter" or "watch" in each.name]
     assert len(ours) == 3, ours
     return sum(

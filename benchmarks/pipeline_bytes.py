@@ -25,8 +25,8 @@ from megazero.config import RunConfig, World, make_config
 from megazero.mesh.grid import INTER
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 from megazero.zero import Engine
 from megazero.zero.unit import Unit
 from tests.netlab.lab import bytes_sent_again

@@ -33,8 +33,8 @@ from megazero.config import RunConfig, World, make_config
 from megazero.models import Decoder
 from megazero.pp.partition import StageSpec
 from megazero.tp import vocab_parallel_cross_entropy
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 
 CPU, PP, LR = torch.device("cpu"), 2, 1e-4
 ACROSS, INSIDE = "stages across nodes", "stages inside nodes"

@@ -41,8 +41,8 @@ from megazero.plan.report import describe, layout_flags
 from megazero.plan.search import Search
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 from tests.netlab.lab import Lab
 
 NODES, RANKS = 2, 2

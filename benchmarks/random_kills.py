@@ -58,7 +58,7 @@ RUN = {
 }
 KEYS = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 HIDDEN = re.compile(r"\.iter_\d+\.(partial|replaced|removed)-")
-PRELOADED = ["megazero.train.setup", "megazero.train.program", "tests.dist.runs"]
+PRELOADED = ["megazero.train.setup", "megazero.train.entry_point", "tests.dist.runs"]
 LAUNCHER_S = 15.0
 FORKED_S, REAL_S = 5.0, 12.0  # longer than a run that is forked, or a real start with its imports, takes
 

@@ -191,7 +191,7 @@ megazero/comm/hops.py
 + axis.size * row * messages.element_size()
   bytes to itself count as sent
 
-megazero/comm/waits.py
+megazero/comm/timing.py
 - self.pairs[0][2].query()
 + self.pairs[0][1].query()
   a wait is read before it is over (CUDA)
@@ -266,7 +266,7 @@ megazero/data/sampler.py
 +         self.consumed = consumed
   after a seek come the batches prepared before it
 
-megazero/ops/guards.py
+megazero/ops/failures.py
 - self.skipped_in_a_row += 1
 + self.skipped_in_a_row = 1
   a run of skipped steps never ends

@@ -22,13 +22,12 @@ import torch
 
 from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import SCRATCH, Take
-from megazero.kernels.bound import error_bound
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import DEFAULT_BLOCK, Format
 from megazero.kernels.noise import Noise
-from megazero.kernels.quantize import quantize
+from megazero.kernels.quantize import error_bound, quantize
 from megazero.kernels.sum_rows import sum_rows
 
 __all__ = ["Blockwise", "Codec", "Identity", "Noise", "decoded", "encoded"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.comm.labels import Label, no_label
+from megazero.comm.timing import Label, no_label, no_timing
 
 Chain = Generator[dist.Work, None, None]
 # Waits whose events are kept. Of older ones that are over only the seconds stay, in case nobody takes them.
@@ -259,8 +259,3 @@ class Lane:
             if len(self.stalls) > STALLS:
                 self._add_up()
         stream.wait_event(ticket.event)
-
-
-def no_timing(_: str) -> Any:
-    """Time nothing: the default ``timed`` of engines."""
-    return nullcontext()

@@ -41,6 +41,12 @@ from megazero.mesh.grid import data_ranks_per_node
 from megazero.pp.partition import StageSpec, partition, partition_table
 from megazero.pp.schedules import micro_batch_multiple
 
+# Options of earlier versions, and what to do instead. Files of those versions may have them: off, they mean nothing.
+REMOVED = {
+    "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
+    "--log-dir LOGS (--tee 3 prints it, too)",
+}
+
 
 @dataclass(frozen=True)
 class World:
@@ -235,7 +241,7 @@ class RunConfig:
                 try:
                     if key in known:
                         read[key] = None if value is None else convert(known[key], value)
-                    else:
+                    elif key not in REMOVED:
                         errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
                 except ValueError as error:
                     errors.append(f"{section}.{key} {error}")

@@ -83,7 +83,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _flags(options: argparse.Namespace) -> int:
-    from megazero.convert.run_flags import flag_text, yaml_text
+    from megazero.convert.card import flag_text, yaml_text
 
     text = yaml_text if options.yaml else flag_text
     print(text(options.folder, options.accept_field))

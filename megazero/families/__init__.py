@@ -20,6 +20,7 @@ from megazero.families.huggingface import HuggingFace
 from megazero.families.llama import LLAMA
 from megazero.families.mistral import MISTRAL
 from megazero.families.olmo2 import OLMO2
+from megazero.families.phi3 import PHI3
 from megazero.families.qwen2 import QWEN2
 from megazero.families.qwen3 import QWEN3
 
@@ -34,6 +35,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             QWEN3,
             MISTRAL,
             OLMO2,
+            PHI3,
             GPT_NEOX,
             FALCON,
         )

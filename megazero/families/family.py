@@ -19,14 +19,13 @@ class TensorNames:
 
     ``model`` maps a module here to the module there. ``layer`` does the same within a layer, whose modules there
     begin with ``layer_prefix`` and the layer's number. In it, (module, part) stands for q, k, v as parts 0, 1, 2 of
-    one tensor.
+    one tensor, or for the gate and the up projection as parts 0, 1.
     ``transposed`` says that matrices of layers are stored [in, out].
-    ``fused`` is the order of the rows of such a tensor. With "sides", it has all of q, then all of k, then all of
-    v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of the
-    second group, and so on.
-    ``needs`` maps an option to the value, or to the tuple of values, that these names can express. ``equal`` has
-    pairs of options that must be equal for it.
-    ``aliases`` maps a tensor's name in the modules of a release to its name in files.
+    ``fused`` is the order of the rows of such a tensor of q, k, v. With "sides", it has all of q, then all of k, then
+    all of v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of
+    the second group, and so on. ``needs`` maps an option to the value, or to the tuple of values, that these names
+    can express. ``equal`` has pairs of options that must be equal for it. ``aliases`` maps a tensor's name in the
+    modules of a release to its name in files.
     """
 
     model: Mapping[str, str]

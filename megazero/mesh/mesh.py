@@ -14,9 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.launch import Launch
+
+# torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old names.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)

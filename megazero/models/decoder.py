@@ -20,9 +20,8 @@ from megazero.config.model.parameters import head_copies, of_own_heads
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
-from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, make_norm, sharded_key
+from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition

@@ -15,8 +15,8 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.coding import Coder
 from megazero.plan.communication import Bytes, Formats
+from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies
 from megazero.plan.memory import Memory, States, rank_memory
 from megazero.plan.units import Module, RankUnits, rank_units

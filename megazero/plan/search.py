@@ -11,9 +11,10 @@ legal sequence parallelism (the same bytes with more memory), P copies that need
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
@@ -24,7 +25,6 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Chain, Layout
-from megazero.plan.policies import LOSS_POLICIES, FormatChoice
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
@@ -49,6 +49,67 @@ CHOICES = (*PARALLEL, *STAGES, *ZERO, "recompute_granularity", "micro_batch_size
 LARGEST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
 MODULES_HELD = 4  # from one segment to the next: the last one and the next one, each with a tied table
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """A choice of wire formats. values: options of the ZeRO section.
+
+    loss: what docs/loss.md measured of it: a small Llama over 400 steps, in percent of the loss of exact messages,
+    with 95% bounds where the page has them.
+    weights, gradients: whether it quantises the one or the other. delta: it needs parameter shards that stay, P < OS.
+    once: it needs gradients that cross nodes once per step, G within a node.
+    """
+
+    name: str
+    loss: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    weights: bool = False
+    gradients: bool = False
+    delta: bool = False
+    once: bool = False
+
+
+_INT8 = {"zero_quantized_weights": True}
+_DELTA = {"zero_quantized_weights_delta": True}
+_INT4 = {"zero_quantized_gradients": True}
+_INT2 = {**_INT4, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"}
+_INSIDE = {**_INT4, "zero_gradient_bits_intra_node": 8}
+
+EXACT = FormatChoice("exact", "0")
+ZEROPP = (
+    EXACT,
+    FormatChoice("weights INT8", "-0.10 (-0.14 to -0.07)", _INT8, weights=True),
+    FormatChoice("weights INT4 of differences", "0.000, of one master", _DELTA, weights=True, delta=True),
+    FormatChoice("gradients INT4", "-0.08 (-0.41 to +0.25)", _INT4, gradients=True),
+    FormatChoice("weights INT8, gradients INT4", "-0.12 (-0.34 to +0.10)", {**_INT8, **_INT4}, True, True),
+    FormatChoice(
+        "weights INT4 of differences, gradients INT4",
+        "-0.09 (-0.24 to +0.07)",
+        {**_DELTA, **_INT4},
+        weights=True,
+        gradients=True,
+        delta=True,
+    ),
+)
+AGGRESSIVE = (
+    *ZEROPP,
+    FormatChoice("gradients INT8 inside nodes, INT4 across", "not measured", _INSIDE, gradients=True),
+    FormatChoice("gradients INT2 with feedback", "+0.25 (no bounds)", _INT2, gradients=True, once=True),
+    FormatChoice(
+        "weights INT4 of differences, gradients INT2 with feedback",
+        "not measured together",
+        {**_DELTA, **_INT2},
+        weights=True,
+        gradients=True,
+        delta=True,
+        once=True,
+    ),
+)
+# By how much of the loss the planner may touch.
+LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
+    {"exact": (EXACT,), "zeropp": ZEROPP, "aggressive": AGGRESSIVE}
+)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megazero.comm.labels import Label, no_label
 from megazero.comm.lane import CommunicationError
+from megazero.comm.timing import Label, no_label
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Message, make_evaluation, make_schedule, sends

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.mesh.mesh import Mesh
 from megazero.pp.schedules import Message
 

@@ -21,8 +21,8 @@ from megazero.profile.points import modules, sizes, wires
 from megazero.profile.rates import find_host, measure_codecs, measure_device
 from megazero.profile.record import Measurements, Rows, cluster_text, draw, links, write_cluster
 from megazero.profile.timing import Clock
+from megazero.train.distributed import start_rank
 from megazero.train.parallelize import DTYPES
-from megazero.train.ranks import start_rank
 
 TIMEOUT = timedelta(minutes=10)
 METHOD = 2  # counts the ways of measuring: what another one measured is not gone on with

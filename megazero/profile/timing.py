@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.collectives import all_gather_flat
+from megazero.mesh.mesh import all_gather_flat
 
 ROUND_S = 0.06  # about how long a round is to take
 MOST_REPEATS = 200

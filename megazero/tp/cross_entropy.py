@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.tp.collectives import start_all_gather
-from megazero.tp.context import TensorParallel
+from megazero.tp.collectives import TensorParallel, start_all_gather
 from megazero.tp.vocabulary import VocabShard
 
 IGNORED_LABEL = -100  # torch's own convention: zero loss, zero gradient

@@ -12,8 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megazero.tp.collectives import reduce_output, start_all_gather, start_all_reduce, start_reduce_scatter
-from megazero.tp.context import TensorParallel
+from megazero.tp.collectives import (
+    TensorParallel,
+    reduce_output,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megazero.tp.deferred import DeferredGradients
 
 

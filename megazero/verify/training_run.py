@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megazero import zero
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -25,7 +26,6 @@ from megazero.train.parallelize import (
     make_policy,
     shard_decoder,
 )
-from megazero.train.ranks import make_mesh
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.origin import find_origin
@@ -132,7 +132,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     decoder.train()
     checkpoint = replace(config.checkpoint, save=run.save and run.save[1], load=run.load)
     stored = replace(config, checkpoint=checkpoint)
-    checkpointing = Checkpointing(stored, mesh, engine, decoder.placements(), "")
+    checkpointing = Checkpointing(stored, engine, decoder.placements())
     origin = find_origin(stored, mesh)
     checkpointing.load(origin)
     assert origin.progress.iteration == run.start, (origin.progress, run)

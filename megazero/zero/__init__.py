@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Mesh
 from megazero.zero.admission import refuse_foreign_parallelism
 from megazero.zero.binding import recurrent_weights_kept

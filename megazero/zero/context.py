@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megazero.comm.hops import Traffic
 from megazero.comm.lane import HopSpec
-from megazero.comm.traffic import Traffic
 from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Axis
 from megazero.zero.policy import Policy

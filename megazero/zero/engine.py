@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.comm.hops import Traffic
 from megazero.comm.lane import Lane
-from megazero.comm.traffic import Traffic
-from megazero.comm.waits import Waits
+from megazero.comm.timing import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
 from megazero.zero.access import note, take_written

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megazero.comm.traffic import Traffic
-from megazero.comm.waits import Waits
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import Waits
 from megazero.kernels.arena import Frame
-from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import INTER, INTRA
-from megazero.mesh.mesh import Axis, Mesh
+from megazero.mesh.mesh import Axis, Mesh, all_gather_flat
 from megazero.zero.optimizer import Run
 from megazero.zero.rounding import KINDS, relative_errors
 

@@ -9,10 +9,9 @@ import torch
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.kernels.arena import Arena
-from megazero.mesh.collectives import all_gather_flat
-from megazero.mesh.mesh import Axis
+from megazero.mesh.mesh import Axis, all_gather_flat
 from megazero.zero.context import Context
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot

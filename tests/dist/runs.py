@@ -24,7 +24,7 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
-from megazero.train import program, setup
+from megazero.train import entry_point, setup
 from megazero.train.data import feeding
 from tests.dist.pool import RankError, run_ranks
 from tests.sizes import TINY
@@ -216,7 +216,7 @@ def _process(rank: int, world: int, port: int, values: Values, log: str, prepare
     os.environ.update({name: str(value) for name, value in launcher.items()})
     if prepare is not None:
         prepare(rank)
-    status = program.run(make_config({**TINY, **values}, World(world, world)), read_launch())
+    status = entry_point.run(make_config({**TINY, **values}, World(world, world)), read_launch())
     sys.stdout.flush()
     os._exit(status)
 

@@ -9,8 +9,8 @@ import torch
 
 from megazero.config import World, make_config
 from megazero.plan.gathers import Copies, gathers
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 from tests.dist.pool import by_case
 from tests.sizes import SMALL
 

@@ -122,9 +122,13 @@ def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus
     assert run.returncode == status and read_status(str(tmp_path)) == status, text
     assert "Traceback" not in text and "RankFailure" not in text, text
     last = text.splitlines()[-1]
-    assert "why: received SIGINT" in last if handler else "interrupted: what was not saved is lost" in last, (
-        text
+    # The signal reaches ranks one by one: the first rank may learn of it from another.
+    why = (
+        "why: (received SIGINT|another rank received a signal)"
+        if handler
+        else "interrupted: what was not saved"
     )
+    assert re.search(why, last), text
     assert any((tmp_path / "save").glob("iter_*")) == handler
 
 

@@ -17,7 +17,7 @@ from megazero.mesh.mesh import create_mesh
 from megazero.pp.schedules import make_evaluation, make_schedule, sends
 from megazero.pp.timeline import Times
 from megazero.train import parallelize
-from megazero.train.ranks import make_mesh
+from megazero.train.distributed import make_mesh
 from megazero.zero.engine import Engine
 from megazero.zero.grad_norm import StepScalars
 from tests.dist.pool import run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import World, parse
-from megazero.log.exit_status import ExitStatus, process_status, tell_torchrun
+from megazero.log.exit_status import ExitStatus, process_status, report_to_torchrun
 from megazero.mesh.launch import expand_hosts, read_launch, take_local_rank
 from tests.sizes import LEAST
 
@@ -182,7 +182,7 @@ def test_torchruns_report_ends_with_the_ranks_own_words(tmp_path, monkeypatch) -
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("WANDB_API_KEY", "do-not-show-this-one")
-    tell_torchrun("2 configuration errors:\n  - --lr -1 must be above 0; do-not-show-this-one")
+    report_to_torchrun("2 configuration errors:\n  - --lr -1 must be above 0; do-not-show-this-one")
     failure = errors.ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     *_, first, second, _ = f"{errors.ChildFailedError('pretrain_gpt.py', {0: failure})}".splitlines()
     assert "traceback : 2 configuration errors:" in first and second.endswith("--lr -1 must be above 0; ***")
@@ -190,7 +190,7 @@ def test_torchruns_report_ends_with_the_ranks_own_words(tmp_path, monkeypatch) -
 
 def test_others_are_told_nothing(monkeypatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    tell_torchrun("an error")  # there is no file to write to
+    report_to_torchrun("an error")  # there is no file to write to
 
 
 @pytest.mark.parametrize("status", ExitStatus)

@@ -23,7 +23,7 @@ from megazero.config.options.sections import PrecisionConfig
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
-from megazero.ops.guards import NonFiniteLoss
+from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.trainer import Trainer

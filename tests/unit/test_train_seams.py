@@ -23,7 +23,7 @@ from megazero.data.tokenizer import NullTokenizer
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
-from megazero.ops.guards import NonFiniteLoss
+from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy

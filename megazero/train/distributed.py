@@ -1,4 +1,4 @@
-"""How a rank starts: its device, the process group, the proof that all ranks were started alike, and the mesh."""
+"""How a rank joins the others: device, process group, a check that all ranks have the same options, and the mesh."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megazero.config.run import all_options
 from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
-from megazero.ops.guards import RankFailure
+from megazero.ops.failures import RankFailure
 
-# Options that may differ between ranks: what only the first one uses, and where files lie on a node.
+# Options that may differ between ranks: what only the first rank uses, and where files lie on a node.
 OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
 OWN_SECTIONS = {"logging"}
 
@@ -57,12 +57,12 @@ def _meet(minutes: float, launch: Launch) -> dist.Store:
         raise RankFailure(
             f"{error}. Waited {minutes * 60:g} s (--distributed-init-timeout-minutes); look for the first error in "
             "the logs of those ranks, or for a node to exclude",
-            told=error.told,
+            reported_elsewhere=error.told,
         ) from error
 
 
 def pick_device(wanted: str, launch: Launch) -> torch.device:
-    """The device that --device names. 'auto' takes CUDA where there is one, one GPU for each local rank."""
+    """Return the device that --device names. 'auto' takes CUDA where there is one, one GPU for each local rank."""
     present = torch.cuda.is_available()
     if wanted == "cuda" and not present:
         raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
@@ -129,9 +129,9 @@ def _refuse_different_options(config: RunConfig, world_size: int) -> None:
 
 
 def _odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str:
-    """Say which ranks differ from most others, and in which options.
+    """Return which ranks differ from most others, and in which options.
 
-    Where no set of options is the most frequent one, the first rank's counts as the usual one.
+    If no set of options is the most frequent one, the first rank's counts as the usual one.
     """
     usual = digests.index(Counter(digests).most_common(1)[0][0])
     groups: dict[str, list[int]] = {}
@@ -141,12 +141,12 @@ def _odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> st
     parts = []
     for ranks in groups.values():
         wrong = {name: value for name, value in every[ranks[0]].items() if value != every[usual][name]}
-        said = (
+        differing = (
             f"{all_options()[name].flag} {show(value)} (rank {usual}: {show(every[usual][name])})"
             for name, value in wrong.items()
         )
         who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-        parts.append(f"{who} {', '.join(said)}")
+        parts.append(f"{who} {', '.join(differing)}")
     return (
         f"ranks were started with different options: {'; '.join(parts)}. Start every rank with the same ones"
     )

@@ -1,40 +1,32 @@
-"""A run as a program: what is around it from before torch is loaded to the exit status. This needs no torch."""
+"""The entry point of a rank: signals before torch is loaded, and exit statuses. This module needs no torch."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from megazero.config import RunConfig
 from megazero.log.exit_status import ExitStatus, process_status
 from megazero.log.history import record_end
-from megazero.log.streams import log_each_rank
 from megazero.mesh.launch import Launch
-from megazero.ops.stopping import NotStarted, StopSignals
+from megazero.ops.exit_conditions import NotStarted, StopSignals
 
 
 def run(config: RunConfig, launch: Launch) -> int:
     """Train as configured, and return the exit status. Under --exit-signal-handler signals are handled from here on.
 
-    A signal during the start, in which torch is loaded, ends the process at once. So does Ctrl-C without that flag,
-    or the second one with it: without a trace, of which every rank would print its own.
+    A signal during the start, while torch is loaded, ends the process at once. So does Ctrl-C without that flag, or
+    the second Ctrl-C with it. Neither prints a trace: every rank would print its own.
     """
-    if config.logging.log_each_rank:
-        try:
-            log_each_rank(config.logging.log_dir, launch.rank)
-        except ValueError as error:
-            print(f"[rank {launch.rank}] {error}", file=sys.stderr, flush=True)
-            return ExitStatus.MISTAKE
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
             from megazero.train.setup import main
 
             return process_status(ExitStatus(main(config, launch, signals)))
-        except NotStarted as told:
-            _leave(config, launch, told.exit_status, f"{told}")
+        except NotStarted as reason:
+            _leave(config, launch, reason.exit_status, f"{reason}")
         except KeyboardInterrupt:
             lost = "interrupted: what was not saved is lost (--exit-signal-handler saves at the first Ctrl-C)"
             _leave(config, launch, ExitStatus.INTERRUPTED, lost)

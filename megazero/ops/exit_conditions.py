@@ -1,4 +1,4 @@
-"""What stops a run before its last iteration: signals, limits, the kill switch. This needs no torch.
+"""Exit conditions, which stop a run before its last iteration: signals, limits, the kill switch. No torch is needed.
 
 Every decision is the same on all ranks: a rank that stopped alone would leave the others waiting in a collective.
 """
@@ -20,12 +20,14 @@ from megazero.log.exit_status import ExitStatus
 if TYPE_CHECKING:
     from megazero.config.options.sections import TrainingConfig
 
-SAME_S = 1.0  # within which a second signal is the first once more: the terminal signals ranks, torchrun hands it on
+SAME_S = (
+    1.0  # within which a second signal is the first one again: from the terminal, and handed on by torchrun
+)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class NotStarted(BaseException):  # as KeyboardInterrupt: no handler of errors on the way may swallow it
-    """The run was told not to begin, or to stop before it trained. There is nothing to save."""
+    """The run may not begin, or stops before it has trained. There is nothing to save."""
 
     def __init__(self, text: str, exit_status: ExitStatus = ExitStatus.SWITCHED_OFF) -> None:
         super().__init__(text)
@@ -33,12 +35,11 @@ class NotStarted(BaseException):  # as KeyboardInterrupt: no handler of errors o
 
 
 class StopSignals:
-    """Notes a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
+    """Records a signal instead of dying of it, so that the step is finished and a checkpoint is saved.
 
-    Use it as a context manager in the main thread. Until ``hold()`` is called there is nothing to finish or save:
-    a signal raises NotStarted at once. From then on it is noted; another SIGINT, more than SAME_S seconds later,
-    raises KeyboardInterrupt at once, another one of the other signals changes nothing. The old handlers come back at
-    the end.
+    Use it as a context manager in the main thread; at its end the old handlers come back. Before ``hold()`` there is
+    nothing to finish or save: a signal raises NotStarted at once. Afterwards it is recorded. A second SIGINT, more
+    than SAME_S seconds later, raises KeyboardInterrupt at once; other signals that follow change nothing.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -60,7 +61,7 @@ class StopSignals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def hold(self) -> None:
-        """Say that a signal has to wait: training begins, or the run ends with an error, whose status it keeps."""
+        """Record signals from now on: training begins, or the run ends with an error and keeps its status."""
         self._held = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -80,13 +81,13 @@ class StopSignals:
 class ExitConditions:
     """Decides when to save a checkpoint and stop before the last iteration.
 
-    exit_interval: the run stops at iterations that this number divides; after the last of those that are passed over,
-    if one is among them. exit_duration_in_mins: the run stops once it has lasted that long since `began` (for example
-    time.monotonic() of the process's start). signals: the run stops when one was received. halt: the run stops at
-    this iteration, for this reason. kill_switch: the run stops when there is a file of this name.
+    exit_interval: the run stops at multiples of this number; if a skipped range holds one, after that range.
+    exit_duration_in_mins: the run stops once it has lasted that long since `began` (time.monotonic() at the start of
+    the process). signals: the run stops when one was received. halt: the run stops at this iteration, for this
+    reason. kill_switch: the run stops when a file of this name exists.
 
-    In every iteration the ranks tell each other whether they have a reason of their own, with the step's scalars, and
-    between the batches of an evaluation by themselves.
+    Ranks exchange whether they have a reason of their own: in every iteration with the step's scalars, and between
+    the batches of an evaluation.
     """
 
     exit_interval: int | None = None
@@ -101,7 +102,7 @@ class ExitConditions:
     def of(
         cls, training: TrainingConfig, signals: StopSignals | None, halt: tuple[int, str] | None, began: float
     ) -> Self:
-        """Return those that a run's flags ask for."""
+        """Return the conditions that a run's flags ask for."""
         return cls(
             exit_interval=training.exit_interval,
             exit_duration_in_mins=training.exit_duration_in_mins,
@@ -118,12 +119,12 @@ class ExitConditions:
             raise ValueError(f"--exit-duration-in-mins {self.exit_duration_in_mins} must be above 0")
 
     @property
-    def may_be_told(self) -> bool:
-        """Whether there is anything that could stop the run at once."""
+    def can_stop_at_once(self) -> bool:
+        """Whether any condition could stop the run between two planned iterations."""
         return any(each is not None for each in (self.signals, self.exit_duration_in_mins, self.kill_switch))
 
-    def told(self, own: str | None, any_rank: bool) -> str | None:
-        """Return why to save and stop at once, or None. Every rank gets the same answer to whether to stop.
+    def agreed_reason(self, own: str | None, any_rank: bool) -> str | None:
+        """Return why to save and stop at once, or None. All ranks agree on whether to stop.
 
         own: what `own_reason` returned. any_rank: whether it returned a reason on some rank.
         """

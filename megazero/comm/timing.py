@@ -1,21 +1,39 @@
-"""Timed waits for a collective at the place where it is issued. Lanes time the waits of chains."""
+"""Times communication: labels for a profiler's trace, spans of the time bill, and waits outside of chains.
+
+The running code gives names; the profiler and the bill switch them on. A lane times the waits of its chains.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from megazero.comm.lane import no_timing
-
+# Entered around what is to have a name: called with what is done, and of what ('gather_inter', 'layers.3').
+Label = Callable[[str, str], AbstractContextManager[object]]
+_NOTHING: AbstractContextManager[None] = nullcontext()
 MOST = 1024  # waits whose events are kept; of older ones that are over the seconds
 
 
+def no_label(what: str, of: str) -> AbstractContextManager[object]:
+    """Give no name: this is the label where no profiler records.
+
+    It returns always the same object, because chains of hops advance often.
+    """
+    return _NOTHING
+
+
+def no_timing(_: str) -> Any:
+    """Time nothing: this is ``timed`` for engines that nobody watches."""
+    return nullcontext()
+
+
 class Waits:
-    """Times such waits by name: on a CPU the host's, as spans of ``timed``; on CUDA the compute stream's, by events.
+    """Times waits for collectives where they are issued, by name: on a CPU the host's, as spans of ``timed``; on CUDA
+    the compute stream's, by events.
 
     No host waits for the events: ``take_stalls`` reads them after the step's own wait for the device.
     """

@@ -1,6 +1,6 @@
-"""This module holds what stops a run: exit conditions, signals, non-finite losses and gradients, and dead ranks.
+"""The failures that end a run: losses and gradients that are not finite, and ranks that died or hang.
 
-Every decision is the same on all ranks, or says which rank it is about. A rank that stopped alone would leave the
+The decision is the same on all ranks, or names the rank that it is about. A rank that stopped alone would leave the
 others waiting in a collective until the time-out.
 """
 
@@ -24,7 +24,7 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass(frozen=True)
 class LocalStep:
-    """One rank's part of an iteration. It has the rank's own loss (any normalisation) and the ids of its samples."""
+    """One rank's part of an iteration: its own loss (any normalisation) and the ids of its samples."""
 
     rank: int
     loss: float
@@ -51,7 +51,7 @@ class NonFiniteGuard:
     def check_loss(
         self, iteration: int, loss: float, local: LocalStep, gather: Callable[[LocalStep], list[LocalStep]]
     ) -> None:
-        """Raises NonFiniteLoss, naming iteration, ranks, samples and the cure, if `loss` is not finite."""
+        """Raise NonFiniteLoss, naming iteration, ranks, samples and the cure, if `loss` is not finite."""
         if not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"iteration {iteration}: the loss is {loss}; {_culprits(gather(local))}. The weights of the last "
@@ -98,13 +98,13 @@ def _shortened(samples: Sequence[int]) -> str:
 
 
 class RankFailure(RuntimeError):
-    """A collective failed because another rank died, hung or left. ``told``: another rank says it, too."""
+    """A collective failed because another rank died, hung or left. reported_elsewhere: another rank prints it."""
 
     exit_status = ExitStatus.RANK_LOST
 
-    def __init__(self, text: str, told: bool = False) -> None:
+    def __init__(self, text: str, reported_elsewhere: bool = False) -> None:
         super().__init__(text)
-        self.told = told
+        self.reported_elsewhere = reported_elsewhere
 
 
 # What gloo, NCCL and the store say (torch 2.11 to 2.13), lower case, and what it means.
@@ -136,10 +136,10 @@ def readable_failures(
     phase: Callable[[], str],
     hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Turns the exception of a collective that failed under it into a RankFailure. Other exceptions pass unchanged.
+    """Turn the exception of a failed collective into a RankFailure. Other exceptions pass unchanged.
 
-    The RankFailure names the rank, the host, the phase, the time-out, the peer if the message tells its address, and
-    the cure.
+    The RankFailure names the rank, the host, the phase, the time-out, the cure, and the peer if the message has its
+    address.
 
     phase() returns what this rank was doing ("backward of iteration 12"). hosts maps an address to a name with ranks
     ("10.0.0.2" -> "node2, ranks 8-15").

@@ -1,4 +1,4 @@
-"""Files of lines that grow while a run trains. A full disk never stops it: lines wait in memory for room."""
+"""A file of lines that grows while a run trains. A full disk never stops the run: lines wait in memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import IO
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 RETRY_S = 10.0  # between two attempts: opening may read the whole file
-MOST_BYTES = 64 * 2**20  # that wait; lines of metrics.jsonl have about 1 kB
+MOST_BYTES = 64 * 2**20  # of waiting lines; those of metrics.jsonl have about 1 kB
 
 
 class LineFile:
-    """Appends whole lines, each by one unbuffered write, on one rank only.
+    """Appends whole lines, each by one unbuffered write. Only one rank may have it open.
 
-    prepare: called before the file is opened (again where the disk had no room for it). What the disk does not take
-    waits in memory, up to ``most_bytes``, and is written when it does; beyond that the oldest lines are lost. Each of
-    these is said once. Raises OSError with its path if the file cannot be opened for another reason than room.
+    prepare: called before the file is opened (and again if the disk had no room for that). Lines that the disk does
+    not take wait in memory, up to ``most_bytes``, and are written when there is room; beyond that the oldest are
+    lost. There is one warning of each kind. Raises OSError with the path if opening fails for another reason.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LineFile:
         self._most, self._clock, self._retry_at = most_bytes, clock, 0.0
         self._file: IO[bytes] | None = None
         self._waiting, self._bytes = deque[bytes](), 0  # the first one may be the rest of a line
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         try:
             self._open()
         except OSError as error:
@@ -53,12 +53,12 @@ class LineFile:
             self._write()
         while self._bytes > self._most and len(self._waiting) > 1:
             self._bytes -= len(self._waiting[1])
-            del self._waiting[1]  # the first may be half on disk
+            del self._waiting[1]  # the first may be half written
             self.lost += 1
-            self._say(f"{self._most:,} bytes wait for room on the disk: the oldest lines are being lost")
+            self._warn(f"{self._most:,} bytes wait for room on the disk: the oldest lines are being lost")
 
     def reopen(self, prepare: Callable[[], None]) -> None:
-        """Prepare the file anew, by another function: the lines that are in it change."""
+        """Prepare the file again, by another function that changes its lines."""
         self._write()
         if self._file is not None:
             self._file.close()
@@ -70,11 +70,11 @@ class LineFile:
             self._failed(error)
 
     def close(self) -> None:
-        """Write what waits, if there is room now, and say how many lines are lost if there is none."""
+        """Write the waiting lines if there is room now, else warn how many are lost."""
         self._write()
         self.lost += len(self._waiting)
         if self.lost:
-            self._say(f"{self.lost} line(s) lost, for which the disk had no room")
+            self._warn(f"{self.lost} line(s) lost, for which the disk had no room")
         self._waiting.clear()
         if self._file is not None:
             try:
@@ -107,15 +107,15 @@ class LineFile:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        self._say(
+        self._warn(
             f"{error.strerror}; training goes on, and lines are kept in memory until the disk takes them again"
         )
         self._retry_at = self._clock() + RETRY_S
         if self._file is not None and error.errno not in NO_ROOM:
-            self._file.close()  # a stale handle never takes anything again
+            self._file.close()  # a stale handle never works again
             self._file = None
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             warnings.warn(f"{self.path}: {what}", stacklevel=2)

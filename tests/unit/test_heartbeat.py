@@ -1,16 +1,16 @@
-"""Who is missing, in words, from what ranks said of themselves."""
+"""Who is missing, in words, from the heartbeats of the ranks."""
 
 from __future__ import annotations
 
-from megazero.ops.beats import Beat, missing_ranks, starved
+from megazero.ops.heartbeat import Heartbeat, missing_ranks, starved
 
 
-def beat(rank: int, awaits: tuple[int, str, float] | None = None, **values: object) -> Beat:
+def beat(rank: int, awaits: tuple[int, str, float] | None = None, **values: object) -> Heartbeat:
     where = {"phase": "iteration 7"}
-    made = Beat(
+    made = Heartbeat(
         rank, 3, "n0", 40 + rank, 1, 5.0 - rank, waiting=True, where=where, stack="x.py:1 f", awaits=awaits
     )
-    return Beat(**{**vars(made), **values})
+    return Heartbeat(**{**vars(made), **values})
 
 
 def test_who_is_silent_or_busy_is_missing() -> None:
@@ -39,7 +39,7 @@ def test_a_stage_that_never_sent_is_found_though_all_wait() -> None:
     assert text.endswith("the activation of micro-batch 3")
 
 
-def test_a_stage_that_needs_a_gradient_has_owed_the_activation_whoever_waited_first() -> None:
+def test_a_stage_that_needs_a_gradient_should_have_sent_the_activation_whoever_waited_first() -> None:
     """The last stage was held up between its last message and its wait."""
     ring = [
         beat(1, (2, "gradient of micro-batch 5", 10.1)),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
 from megazero.mesh.rendezvous import meet
-from megazero.ops.watch import INTERVAL, Limit, Watch, connect
+from megazero.ops.watchdog import INTERVAL, Limit, Watchdog, connect
 from tests.dist.runs import free_port
 
 WORLD, LIMIT, HANGS_AT = 3, 2.0, 5
@@ -42,22 +42,26 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
     limit, launch = timedelta(seconds=60), Launch(rank, WORLD, rank, WORLD, master_port=port)
     dist.init_process_group("gloo", store=meet(launch, 60), timeout=limit, world_size=WORLD, rank=rank)
 
-    def end(line: str | None) -> None:
-        if line is not None:
-            print(f"{time.time() - came[0] - LIMIT:.1f} s after the limit: {line}", file=sys.stderr)
-        os._exit(ExitStatus.RANK_LOST)
+    class Counting:
+        def where(self) -> dict[str, str]:
+            return {"phase": f"iteration {at[0]}"}
 
-    watch = Watch(
-        connect(launch, limit),
-        rank,
-        WORLD,
-        where=lambda: {"phase": f"iteration {at[0]}"},
-        moved=lambda: at[0],
-        limit=lambda: Limit(LIMIT, "--limit"),
-        folder=folder / "hang",
-        end=end,
-    )
-    watch.start()
+        def progress(self) -> int:
+            return at[0]
+
+        def awaits(self) -> None:
+            return None
+
+        def limit(self) -> Limit:
+            return Limit(LIMIT, "--limit")
+
+        def end(self, line: str | None) -> None:
+            if line is not None:
+                print(f"{time.time() - came[0] - LIMIT:.1f} s after the limit: {line}", file=sys.stderr)
+            os._exit(ExitStatus.RANK_LOST)
+
+    watchdog = Watchdog(connect(launch, limit), launch, Counting(), folder / "hang")
+    watchdog.start()
     try:
         for at[0] in range(1_000):
             if at[0] == HANGS_AT:
@@ -67,7 +71,7 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
                     hang(kind, folder)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
-        watch.ask(f"a collective failed: {error}")
+        watchdog.find_missing(f"a collective failed: {error}")
 
 
 SOME = [("loop", 0)]  # test_failing_ranks has a stopped one, in training
@@ -79,7 +83,7 @@ EVERY = [(kind, victim) for kind in ("stopped", "loop", "fifo", "killed") for vi
     [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in SOME)],
 )
 def test_a_rank_that_hangs_is_named_and_all_end(tmp_path: Path, kind: str, victim: int) -> None:
-    """All kinds and ranks: pytest -m slow tests/dist/test_watch.py."""
+    """All kinds and ranks: pytest -m slow tests/dist/test_watchdog.py."""
     os.mkfifo(tmp_path / "fifo")
     context, port = get_context("forkserver"), free_port()
     context.set_forkserver_preload(["torch", "torch.distributed"])
