@@ -48,9 +48,9 @@ _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
 class Retention:
     """Which older checkpoints stay after a save. The one just saved always does.
 
-    ``keep_last`` is how many of the most recently saved ones stay. None keeps all. ``interval`` keeps for good the
-    first at or after each multiple of it: at the multiple itself nothing may have been saved. ``way_back`` keeps the
-    newest from before that step, to which the run may have to return. None means no such rule.
+    ``keep_last``: how many of the most recently saved ones stay; None keeps all. ``interval`` keeps the first at or
+    after each of its multiples permanently (at the multiple itself nothing may have been saved). ``way_back`` keeps
+    the newest before that step, which a rollback may need. None means no such rule.
     """
 
     keep_last: int | None = None
@@ -73,7 +73,7 @@ Look = Callable[[Path], Manifest | None]  # what a folder is taken for: ``descri
 def described(path: Path) -> Manifest | None:
     """Return the manifest of ``path`` if it can be read, else None.
 
-    No other file is looked at, so that every rank of a large run can ask.
+    It reads no other file, so every rank of a large run can call it.
     """
     try:
         return read_manifest(path)
@@ -95,7 +95,7 @@ def checkpoints(root: str | os.PathLike, before: float = inf, look: Look = compl
     """Return the checkpoints under ``root`` of steps below ``before``, oldest first in order of saving.
 
     The order is that of saving, not of steps: after a roll-back to step 80 the newest is the 90 that was saved since,
-    not the 120 of the abandoned run. They are found by looking, and no tracker file is trusted.
+    not the 120 of the abandoned run. They are found by listing the folder; no tracker file is trusted.
     """
     found = []
     for path in _entries(Path(root)):
@@ -111,10 +111,10 @@ def latest(root: str | os.PathLike, before: float = inf, look: Look = complete) 
 
 
 def named(folder: str | os.PathLike, step: int | None = None) -> Path | None:
-    """Return the one checkpoint that is meant, or None where the newest in ``folder`` is.
+    """Return the named checkpoint, or None if the newest in ``folder`` is meant.
 
-    It is named by ``folder``, which is then its own, or by ``step``. Whether it is whole is not asked: who names one
-    wants that one, or an error. Raises CheckpointError if there is none of that step.
+    ``folder``, if it is a checkpoint's own, or ``step`` names it. It may be incomplete: a named checkpoint is loaded
+    or is an error. Raises CheckpointError if there is none of that step.
     """
     root = Path(folder)
     if _ANY.fullmatch(root.name) or (root / MANIFEST_FILE).is_file():
@@ -150,7 +150,7 @@ def find_checkpoint(folder: str | os.PathLike[str], step: int | None = None) -> 
 
 
 def stated(path: Path) -> Mapping[str, Any]:
-    """Return what a checkpoint says of the run, unchecked: every rank of a large run may ask.
+    """Return a checkpoint's description of its run, unchecked, so every rank of a large run may call it.
 
     Raises CheckpointError if it cannot be read.
     """
@@ -162,10 +162,10 @@ def stated(path: Path) -> Mapping[str, Any]:
 
 
 def supersede(root: Path, origin: Path) -> list[Path]:
-    """Rename the checkpoints under ``root`` that a run leaves behind which goes on from ``origin``: the new names.
+    """Rename the checkpoints under ``root`` that a run resumed from ``origin`` leaves behind. Returns the new names.
 
-    These are all of a later step and, if ``origin`` is under ``root``, all that were saved after it: what is newest
-    from now on is on the way of this run. A folder that is no checkpoint of megazero stays.
+    These are all of a later step and, if ``origin`` is under ``root``, all saved after it, so the newest is always
+    this run's. A folder that is no checkpoint of megazero stays.
     """
     start, here = read_manifest(origin), os.path.realpath(origin.parent) == os.path.realpath(root)
     _clean(root)  # or what a killed save put aside would take the place of what is renamed
@@ -267,7 +267,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def _clean(root: Path) -> None:
-    """Remove what killed saves left. Put back a checkpoint that was moved aside and not replaced."""
+    """Remove the leftovers of killed saves. Restore a checkpoint that was moved aside and not replaced."""
     for path in leftovers(root):
         shutil.rmtree(path)
     for path in _entries(root):
@@ -277,12 +277,12 @@ def _clean(root: Path) -> None:
 
 
 def leftovers(root: str | os.PathLike) -> list[Path]:
-    """Return what killed saves left under ``root``: the next save removes it."""
+    """Return the leftovers of killed saves under ``root``. The next save removes them."""
     return [path for path in _entries(Path(root)) if _HIDDEN.fullmatch(path.name) and not _stands_in(path)]
 
 
 def _stands_in(path: Path) -> bool:
-    """Tell whether ``path`` is a checkpoint that was moved aside, and the one that replaces it is not there."""
+    """Return whether ``path`` is a checkpoint that was moved aside and has no replacement."""
     hidden = _HIDDEN.fullmatch(path.name)
     if hidden is None or hidden[2] != "replaced":
         return False

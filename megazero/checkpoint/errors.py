@@ -40,7 +40,7 @@ def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) 
 
 
 def agree_local(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) -> T:
-    """Do as ``agree``, but give each rank its own result, which is not sent."""
+    """Do the same as ``agree``, but return each rank's own result, which is not sent."""
     results: list[T] = []
     agree(group, doing, lambda: results.append(action()))
     return results[0]
@@ -90,7 +90,7 @@ def _text(error: BaseException) -> str:
 
 
 def _by_cause(failures: dict[int, str], world_size: int) -> str:
-    """Return 'cause' if every rank says the same or there is one rank, else 'rank 1, 3: cause; rank 2: other'."""
+    """Return 'cause' if all ranks have the same or there is one rank, else 'rank 1, 3: cause; rank 2: other'."""
     causes: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
         causes.setdefault(text, []).append(rank)

@@ -48,7 +48,7 @@ class Staging:
         return self._buffer.nbytes
 
     def room(self, nbytes: int, pinned: bool) -> Image:
-        """Return room for so many bytes, at least 1. It is that of the last call. Raises OSError without memory."""
+        """Return room for this many bytes, at least 1. It reuses the last call's. Raises OSError without memory."""
         if self.nbytes < nbytes:
             self.release()
             self._memory = os.memfd_create("megazero save")
@@ -79,7 +79,7 @@ class ImageBuilder:
         self._values = range(0)
 
     def add(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
-        """Make room for what torch.save writes of a tensor. Returns its start and length."""
+        """Reserve room for torch.save's bytes of a tensor. Returns start and length."""
         start, untouched = self.size, torch.empty(tuple(shape), dtype=dtype)
         self._values = range(untouched.data_ptr(), untouched.data_ptr() + untouched.nbytes)
         torch.save(untouched, cast(IO[bytes], self))
@@ -88,7 +88,7 @@ class ImageBuilder:
         return start, self.size - start
 
     def write(self, data: Any) -> int:
-        """Take what torch.save writes: its own bytes as they are, of the values the place."""
+        """Take torch.save's output: its own bytes, and the places of the values."""
         address = np.frombuffer(data, np.uint8).__array_interface__["data"][0] if len(data) else 0
         if address not in self._values:
             self._around.append((self.size, bytes(data)))
@@ -117,11 +117,11 @@ class ImageBuilder:
 
 
 def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry:
-    """Write the image to a new file by a process of its own, and return its size and checksum. tick: it got on.
+    """Write the image to a new file by a separate process, and return its size and checksum. tick: reports progress.
 
-    Not by a thread: steps are to come first, so what writes has the least priority there is, and a thread that has it
-    would make the others wait for Python's lock as long as the machine is busy. On a machine that is full it may have
-    no processor for minutes: it gets on as long as a processor is all that it waits for. Raises OSError.
+    A thread would not do: training steps come first, so the writer has the lowest priority, and a thread with it
+    would hold Python's lock while the machine is busy. On a busy machine the writer may get no processor for minutes;
+    waiting for a processor counts as progress. Raises OSError.
     """
     with open(path, "xb", buffering=0) as file:
         given = image.memory, file.fileno()
@@ -141,7 +141,7 @@ def write_image(path: Path, image: Image, tick: Callable[[], None]) -> FileEntry
 
 
 def _lines(writer: subprocess.Popen[bytes], tick: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the writer's lines. ``tick`` is called now and then while it waits for a processor."""
+    """Yield the writer's lines. ``tick`` is called regularly while it waits for a processor."""
     assert writer.stdout is not None
     while True:
         while not select.select([writer.stdout], [], [], LOOK_S)[0]:
@@ -162,10 +162,10 @@ def runnable(pid: int) -> bool:
 
 
 def _started(command: Sequence[str], given: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start it so that no signal but SIGKILL ends it: a launcher may send its stop to all processes of a job.
+    """Start the writer so that only SIGKILL ends it: a launcher may send its stop signal to all processes of a job.
 
-    It is in a session of its own, and inherits from this thread that signals wait: so there is no moment without
-    that, and nothing of Python runs between fork and exec. It ends with the process that reads its output.
+    It has its own session and inherits this thread's blocked signals, so there is no moment without protection, and
+    no Python code runs between fork and exec. It ends with the process that reads its output.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:

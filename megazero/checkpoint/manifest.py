@@ -47,7 +47,7 @@ class Manifest:
 
 
 def to_json(value: Any, what: str) -> Any:
-    """Return ``value`` as JSON gives it back (tuples become lists), or raise CheckpointError."""
+    """Return ``value`` after a round trip through JSON (tuples become lists), or raise CheckpointError."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:

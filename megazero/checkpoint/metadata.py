@@ -185,7 +185,7 @@ def _properties(kept: Any) -> TensorProperties:
 
 
 def _with_fields(kind: type, state: dict[Any, Any]) -> Any:
-    """Make a ``kind`` of the fields that the torch which runs has. Missing ones get its defaults."""
+    """Make a ``kind`` from the fields that the running torch has. Missing ones get its defaults."""
     checks, names = _FIELDS[kind], {field.name for field in dataclasses.fields(kind)}
     unknown = _is(NoneType) if kind in _PLACES else _plain
     made = {}

@@ -36,8 +36,8 @@ class Placement:
     local_shape: the rank's own shape (padded rows included).
     segments: dim-0 row ranges, sorted by ``local`` and disjoint. Local rows in no segment (vocabulary
         padding) are not stored and are zero when loaded.
-    offset1: The local dim-1 columns start here (row-parallel weights). It is 0 for 1-D tensors.
-    transposed: The stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].
+    offset1: the start of the local dim-1 columns (row-parallel weights). It is 0 for 1-D tensors.
+    transposed: the stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].
     """
 
     name: str

@@ -86,7 +86,7 @@ class SliceSavePlanner(DefaultSavePlanner):
         return view.to(dtype).contiguous()  # copies a box that is converted or transposed only
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Do as DCP's, which refuses overlaps, but name the tensor and the cause (2.11 names neither)."""
+        """Do the same as DCP's, which refuses overlaps, but name the tensor and the cause (2.11 names neither)."""
         chunks = {item.index: item.tensor_data for plan in all_plans for item in plan.items}
         covered: Counter[tuple[str, torch.Size]] = Counter()
         for index, data in chunks.items():

@@ -57,7 +57,7 @@ def open_metadata(path: Path, manifest: Manifest) -> Metadata:
 def read_records(
     path: Path, metadata: Metadata, records: Sequence[SliceRecord], kinds: Mapping[str, str]
 ) -> None:
-    """Drive DCP's planner and reader without its collectives: what a rank reads concerns it alone."""
+    """Drive DCP's planner and reader without its collectives: each rank reads for itself."""
     reader, planner = Reader(path), SliceLoadPlanner(records, kinds)
     planner.set_up_planner({}, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

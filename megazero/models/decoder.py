@@ -132,7 +132,7 @@ class Decoder(nn.Module):
     ) -> None:
         """``config`` is a model section whose sizes are all known, of a run or from ``make_model``.
 
-        recompute: The backward computes this again instead of keeping it: "none", the "selective" core of attention,
+        recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
 
         labels: labels[:, i] is the token after tokens[:, i] (nothing is shifted here).
         dropout_key: names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
-        documents: The samples are packed of them. They are needed if positions or attention go by documents.
+        documents: those packed in the samples. Needed if positions or attention follow documents.
         Returns the same as ``Head.forward``.
         """
         (whole,) = self.stages
@@ -242,7 +242,8 @@ class Decoder(nn.Module):
                 parameter.copy_(value(name))
 
     def placements(self) -> dict[str, Placement]:
-        """Say where each parameter held here lies in the family's Hugging Face tensors. Tied weights come once."""
+        """Map each parameter held here to its place in the family's Hugging Face tensors. Tied weights appear
+        once."""
         whole = decoder_placements(self.config, self.tp)
         tied = self.tied_ends()
         return {name: whole[tied.get(name, name)] for name, _ in self.named_parameters()}
@@ -252,7 +253,8 @@ class Decoder(nn.Module):
         return replicated_names(self.config, self.tp.size)
 
     def replica_span(self, name: str) -> int:
-        """Return how many ranks in a row hold the same of a replicated parameter. 0 means all of the tp axis."""
+        """Return how many consecutive ranks hold the same part of a replicated parameter. 0 means all of the tp
+        axis."""
         copies = head_copies(self.config, name, self.tp.size)
         return copies if copies > 1 else 0
 

@@ -59,8 +59,8 @@ def tied_head(config: ModelConfig) -> tuple[str, str] | None:
 def match_names(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Map the name of each tensor of the model to its name in ``shapes``, which maps the names there to shapes.
 
-    The names there may lack the leading "model.", "transformer." or "gpt_neox.", as GPT-2 and BLOOM are published. A
-    head that is tied may be there again.
+    Names may lack the leading "model.", "transformer." or "gpt_neox.", as in published GPT-2 and BLOOM. A tied head
+    may be present too.
     Raises ValueError listing every missing, unexpected or misshapen tensor.
     """
     wanted, tied = stored_tensors(config), tied_head(config)

@@ -73,7 +73,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class Documents:
-    """The samples of one micro-batch are packed of these documents. Layers share what they compute from them.
+    """The documents packed in one micro-batch's samples. Layers share what they compute from them.
 
     position_ids: int64 [b, s], the position of each token within its document. None means within the sample.
     starts: int64 [b, s], where in the sample each token's document begins, and attention with it. None means
@@ -85,7 +85,7 @@ class Documents:
         self._made: dict[tuple[str, torch.device, torch.dtype], Any] = {}
 
     def shared(self, kind: str, x: Tensor, compute: Callable[[], Any]) -> Any:
-        """Return what ``compute`` gives the first layer that asks, for the device and dtype of ``x``."""
+        """Return ``compute``'s result, computed for the first layer that asks, for the device and dtype of ``x``."""
         key = (kind, x.device, x.dtype)
         if key not in self._made:
             with torch.no_grad():
@@ -133,7 +133,7 @@ class Positions:
         return _Rotate.apply(x, *own)
 
     def mask(self, x: Tensor, documents: Documents | None = None) -> Tensor | None:
-        """Return the additive attention mask for x [s, b, heads, d], or None where the causal mask is all there is.
+        """Return the additive attention mask for x [s, b, heads, d], or None if the causal mask suffices.
 
         The mask of ALiBi is [1, heads of this rank, s, s]: slope * (key - query), and -inf above the diagonal. With
         scaled_alibi, slope * key is rounded to bf16 and divided by the root of a head's width. Where
@@ -153,7 +153,8 @@ class Positions:
 
     def _alibi(self, x: Tensor) -> Tensor:
         def bias(length: int) -> Tensor:
-            """Return what is added to scores, [1, heads of this rank, length, length], and -inf for later keys."""
+            """Return the additive bias of scores, [1, heads of this rank, length, length], with -inf for later
+            keys."""
             heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
             slopes = alibi_slopes(self.config.num_attention_heads)[
                 self.tp.rank * heads : (self.tp.rank + 1) * heads
