@@ -130,8 +130,8 @@ def counter_line(results: Sequence[Result]) -> str:
         return "No engine that counts took part."
     met = all(abs(x - 1) <= COUNTERS for x in found)
     return (
-        f"The interfaces counted {min(found):.3f} to {max(found):.3f} times what the engine's own counters say, over "
-        f"all of megazero's results; claimed: within {COUNTERS:.0%}, {verdict(met)}."
+        f"The interfaces counted {min(found):.3f} to {max(found):.3f} times the bytes of the engine's own counters, "
+        f"over all megazero results; claimed: within {COUNTERS:.0%}, {verdict(met)}."
     )
 
 
@@ -169,26 +169,27 @@ def table(result: Result) -> str:
 
 
 INTRODUCTION = """\
-# The comparison with FSDP2, HSDP, DDP and DeepSpeed
+# Comparison with FSDP2, HSDP, DDP and DeepSpeed
 
     python benchmarks/comparison.py --out docs
 
-writes this page, comparison.json and the chart. {nodes} nodes of {ranks_per_node} ranks on one machine ({cores}
-cores, gloo, torch {torch}, DeepSpeed {deepspeed}), each node a network namespace of its own, joined by links of the
-rate given (`tests/netlab`). Everyone trains the same decoder (8 layers, hidden 256, ffn 688, vocabulary 4096, 8.4M
-parameters) on the same tokens, sequence 128, micro-batch 1, in bf16 with an fp32 master and AdamW. Contestants take
-turns; all ratios are within one run, round by round: median (least to most).
+writes this page, comparison.json and the chart. {nodes} nodes of {ranks_per_node} ranks run on one machine ({cores}
+cores, gloo, torch {torch}, DeepSpeed {deepspeed}). Each node is a network namespace, joined to the others by links
+of the given rate (`tests/netlab`). Every contestant trains the same decoder (8 layers, hidden 256, ffn 688,
+vocabulary 4096, 8.4M parameters) on the same tokens, sequence 128, micro-batch 1, in bf16 with an fp32 master and
+AdamW. Contestants take turns. Ratios are taken round by round within one run: median (least to most).
 
-Bytes are what the kernel counted at a node's interface around the steps, everything included, of the node that sent
-most, over 2N: the model in bf16. *of formula*: over what benchmarks/volume.py says. *of counters*: over the
-engine's own. *loss*: of the same step for all.
+Bytes are the kernel's count at a node's interface around the steps, everything included, for the node that sent
+most, relative to 2N, the model in bf16. *of formula*: relative to benchmarks/volume.py. *of counters*: relative to
+the engine's own counters. *loss*: of the same step for all.
 
-Peers stand in two forms: as most people write the loop, communicating with every micro-batch, and *once*: across
-nodes once per step as far as their switches allow; *kept*: gathered parameters stay for the step. DeepSpeed's ZeRO-1
-communicates once by itself, ZeRO-3 cannot. `1,1,d` shards the optimizer only. The memory class of zeropp is the
-peers that hold neither parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3. On gloo a reduce-scatter of
-FSDP2 costs the bytes of an all-reduce; NCCL would send half of that, so 2.1 instead of 2.8 x 2N per micro-batch.
-A core is shared by {sharing:g} ranks here, so what a contestant computes weighs more than on a cluster.
+Peers run as most people write the loop, with communication in every micro-batch, and in two further forms. *once*:
+across nodes once per step as far as their switches allow. *kept*: gathered parameters stay for the step.
+DeepSpeed's ZeRO-1 always communicates once; its ZeRO-3 cannot. `1,1,d` shards only the optimizer. zeropp's memory
+class is the peers that hold neither parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3.
+
+On gloo, FSDP2's reduce-scatter costs the bytes of an all-reduce. NCCL would send half of that: 2.1 instead of 2.8 x
+2N per micro-batch. {sharing:g} ranks share a core here, so compute weighs more than on a cluster.
 """
 
 

@@ -24,10 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.contestants import Shape, Step, ours
 from megazero.comm.codec import Identity
-from megazero.comm.hops import start_exchange, start_gather
-from megazero.comm.traffic import Traffic
-from megazero.mesh.collectives import reduce_scatter_flat
-from megazero.mesh.mesh import Axis, Mesh, create_mesh
+from megazero.comm.hops import Traffic, start_exchange, start_gather
+from megazero.mesh.mesh import Axis, Mesh, create_mesh, reduce_scatter_flat
 
 BF16, FP32 = Identity(torch.bfloat16), Identity(torch.float32)
 Case = dict[str, Callable[[], Any]]  # contestant -> one operation; the first takes two hops

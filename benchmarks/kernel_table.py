@@ -30,24 +30,25 @@ PAGE = """\
 
     python benchmarks/kernel_table.py
 
-writes this page; it needs no GPU. Every kernel is compiled for compute capability 9.0 (H100, H200) by Triton
-{triton}, and the machine code is read by its cuobjdump.
+writes this page and needs no GPU. Triton {triton} compiles every kernel for compute capability 9.0 (H100, H200),
+and its cuobjdump reads the machine code.
 
-- *registers*: of a thread; a program has 128 threads. *spilled*: bytes of a thread's stack, where it has too few.
-- *shared*: bytes of shared memory of a program; what its threads exchange to find a block's absmax, or to change the
-  layout between loads and stores.
-- *warps*: that a multiprocessor holds at once, of 64, by registers and shared memory.
-- *loads*, *stores*: of global memory in the machine code, by width in bits and how often they stand there; 128 is
-  the widest. 16 bits are scales, one of a block each, and 32 or 64 the payload where a thread has no more of it.
+- *registers*: per thread; a program has 128 threads. *spilled*: bytes of a thread's stack, used when registers run
+  out.
+- *shared*: bytes of shared memory per program, through which its threads find a block's absmax or change the layout
+  between loads and stores.
+- *warps*: how many a multiprocessor holds at once, of 64, as registers and shared memory allow.
+- *loads*, *stores*: instructions on global memory in the machine code, by width in bits and count; 128 is the
+  widest. 16-bit ones are scales, one per block; 32- and 64-bit ones are the payload of a thread that has no more.
 
-An access of less than 128 bits costs no bandwidth of its own where neighbouring threads take neighbouring bytes, as
-they do here: a warp's accesses are joined into sectors of 32 bytes. Bandwidth itself needs a card: `make gpu-report`.
+Accesses narrower than 128 bits cost no extra bandwidth here, because neighbouring threads access neighbouring bytes
+and a warp's accesses are combined into 32-byte sectors. Measuring bandwidth takes a card: `make gpu-report`.
 
 {table}
 
 {spills}
 
-`make test` compiles the kernels, too, and looks at registers, spills, widths and exactly rounded arithmetic
+`make test` also compiles the kernels and checks registers, spills, access widths and exactly rounded arithmetic
 (`tests/unit/test_kernels_compile.py`).
 """
 

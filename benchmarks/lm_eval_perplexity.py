@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from megazero.data.corpus import stdlib_sources
+from megazero.data.text import stdlib_sources
 from megazero.train.generate import load_text_model
 
 LIMIT, CHARACTERS = 1e-4, 200  # a text is one window of the context

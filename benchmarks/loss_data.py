@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from megazero.data.build import Dataset, build_datasets
-from megazero.data.corpus import stdlib_sources
 from megazero.data.preprocess import Job, preprocess
+from megazero.data.text import stdlib_sources
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_training import sample_lines, train_tokenizer
 

@@ -66,9 +66,9 @@ class Report:
             {s.vocabulary:,}, sequence {s.sequence}) learns the sources of Python {platform.python_version()}'s
             standard library: {s.steps} steps of {s.tokens:,} tokens on {RANKS} ranks as {RANKS // NODE} nodes of
             {NODE}; {s.dtype} parameters, fp32 master, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, peak
-            learning rate {s.peak:g} after {s.warmup} steps of warm-up, then linearly to 0. The loss is in nats per
-            token over {s.evaluation * s.sequence:,} tokens of files that were not trained on, the same
-            for every run, with the weights as the engine computes with them (decoded)."""
+            learning rate {s.peak:g} after {s.warmup} steps of warm-up, then linear decay to 0. The loss is in nats
+            per token over {s.evaluation * s.sequence:,} tokens of held-out files, the same for every run, with the
+            decoded weights that the engine computes with."""
         title = "# Loss with quantised communication"
         return f"{title}\n\nWritten by `{command}`.\n\n![loss](loss.png)\n\n{_filled(text)}"
 
@@ -98,15 +98,15 @@ class Report:
 
     def _explanation(self) -> str:
         seeds = ", ".join(map(str, sorted(self.results.losses(BASELINE))))
-        added = "Runs were added until the bounds decided, so a verdict errs a little more often than that."
+        added = "Runs were added until the bounds decided, so verdicts err slightly more often."
         added = added if self.until_decided else ""
         return _filled(f"""
-            Seeds ({seeds}) differ in the order of the data and in the initial weights, runs of one seed in one
-            weight, which starts {NUDGE:g} higher. A deviation is that of a run among those of its seed. The bounds
-            are Welch's, seeds as blocks, each one-sided with 95%: verdict "met" if the upper one is at most the
-            target, "missed" if the lower one is above it, else "open". {added} "Same bits": runs whose final master
-            weights equal zero3's of the same seed and nudge. INT codes are symmetric, in blocks, rounded to nearest
-            unless said. Bytes: sent by one node.""")
+            Seeds ({seeds}) differ in the order of the data and in the initial weights. Runs of one seed differ in one
+            weight, which starts {NUDGE:g} higher. The deviation is that of a run within its seed. The bounds are
+            Welch's with seeds as blocks, each one-sided at 95%: the verdict is "met" if the upper bound is at most
+            the target, "missed" if the lower bound is above it, else "open". {added} "Same bits" counts runs whose
+            final master weights equal zero3's of the same seed and nudge. INT codes are symmetric, in blocks, and
+            rounded to nearest unless stated otherwise. Bytes: sent by one node.""")
 
     def _noise(self) -> str:
         runs = self.results.of(BASELINE)
@@ -118,7 +118,7 @@ class Report:
         ]
         skipped = {n: sum(r["skipped"] for r in self.results.of(n)) for n in self.names}
         if any(skipped.values()):
-            lines.append(f"Steps skipped for a norm that was not finite: {skipped}.")
+            lines.append(f"Steps skipped for a non-finite norm: {skipped}.")
         errors = [
             f"{name} {kind} {statistics.fmean(r['errors'][kind] for r in self.results.of(name)):.3f}"
             for name in self.names
@@ -138,9 +138,7 @@ class Report:
             rows.append([name, harness.spread(turns), speed, whole])
         title = f"## Wall time at {wall['rate']} between the nodes"
         head = "variant|s per step (range of turns)|speed / zero3|s for all steps"
-        return (
-            f"{title}\n\nThe chart's wall time is the steps' number times the median.\n\n{_table(head, rows)}"
-        )
+        return f"{title}\n\nThe chart's wall time is the number of steps times the median.\n\n{_table(head, rows)}"
 
     def _codecs(self) -> str:
         steps = sorted({row["step"] for row in self.codecs})
@@ -156,8 +154,8 @@ class Report:
             rows.append(row)
         head = "weights|" + "|".join(f"step {s}: loss|from bf16 %|relative error" for s in steps)
         text = f"""
-            Free of run noise: the master weights of one zero3 run at half way and at the end, refreshed through each
-            codec. Delta codecs follow the master over the {TRACE} steps before, starting from its bf16 values."""
+            Without run noise: one zero3 run's master weights, halfway and at the end, refreshed through each codec.
+            Delta codecs follow the master over the {TRACE} steps before, starting from its bf16 values."""
         return f"## One master under each weight codec\n\n{_filled(text)}\n\n{_table(head, rows)}"
 
     def _tuning(self) -> str:
@@ -165,7 +163,7 @@ class Report:
             [f"{r['settings']['peak']:g}", f"{r['loss']:.4f}"]
             for r in sorted(self.tuning, key=lambda r: r["settings"]["peak"])
         ]
-        return f"## Peak learning rate\n\nzero3, one run each.\n\n{_table('peak|loss', rows)}"
+        return f"## Peak learning rate\n\nOne zero3 run per peak.\n\n{_table('peak|loss', rows)}"
 
     # -- chart -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from benchmarks import volume
 from benchmarks.contestants import ADAMW, CLIP, AdamW, Shape, Step, batches, decoder, ours, torch_step
 from benchmarks.harness import device
 from megazero.comm.codec import Blockwise
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Coding, Wire, asked_for
 from megazero.config.options.sections import ZeroConfig

@@ -30,11 +30,12 @@ HEADER = [
 ]
 TEXT = """    python benchmarks/pipeline_bubble.py
 
-Stages sleep, {times} ms for a rank's share of one micro-batch ({micro_batches} micro-batches), through the real
-executor and its messages. *Theory*: idle share with equal stages and free messages (`timeline.ideal_bubble`).
-*Simulated*: the schedule with what every action took, messages free (`timeline.simulate`); what is measured beyond it
-are messages and the executor. *Activations*: the most forwards that a rank held at a time, rank 0 first; measured by
-counting what autograd and the deferred gradients keep alive. {rounds} rounds, the schedules in turn; {setting}.
+Stages sleep instead of computing, {times} ms for one micro-batch ({micro_batches} micro-batches), and run through
+the real executor and its messages. *Theory*: idle share with equal stages and free messages
+(`timeline.ideal_bubble`). *Simulated*: the schedule with the measured time of every action and free messages
+(`timeline.simulate`); the rest of the measured bubble is messages and the executor. *Activations*: the most
+forwards a rank held at once, rank 0 first, measured by counting what autograd and the deferred gradients keep
+alive. {rounds} rounds, the schedules in turn; {setting}.
 
 {table}
 

@@ -39,13 +39,18 @@ HEADER = [
 TEXT = """    python benchmarks/pipeline_bytes.py
 
 kB that a node sends to the other in one step (the node that sends most), 2 pipeline stages, 4 layers of hidden
-{hidden} (ffn 688, vocabulary {vocabulary}), micro-batches of {sequence} tokens, bf16. *inside*: a pipeline inside
-each node, data parallelism across (`--use-tp-pp-dp-mapping`): differences of weights and sums of gradients, each once
-per step. *across*: the default order, stages on different nodes: activations and their gradients with every
-micro-batch, `micro-batches x tokens x hidden x 2` bytes each way and pipeline, whatever TP; tied embeddings add one
-exchange of their sums. *over 2N*: of the whole model in bf16, {elements:.1f}M parameters. *of formula*: counters
-without scalars over `pipeline_bytes.formula`. zeropp needs two data-parallel ranks on a node; where there is one
-its factors are those of zero1, and zero1 with its formats stands for it. {setting}.
+{hidden} (ffn 688, vocabulary {vocabulary}), micro-batches of {sequence} tokens, bf16.
+
+- *inside*: each pipeline lies inside a node and data parallelism crosses nodes (`--use-tp-pp-dp-mapping`). Weight
+  differences and gradient sums cross once per step.
+- *across*: the default order, with stages on different nodes. Activations and their gradients cross with every
+  micro-batch: `micro-batches x tokens x hidden x 2` bytes each way per pipeline, whatever TP. Tied embeddings add
+  one exchange of their sums.
+- *over 2N*: relative to the whole model in bf16, {elements:.1f}M parameters. *of formula*: counters without scalars
+  over `pipeline_bytes.formula`.
+
+zeropp needs two data-parallel ranks per node. With one, its factors are those of zero1, so zero1 with its formats
+represents it. {setting}.
 
 {table}
 """

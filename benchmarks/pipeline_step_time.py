@@ -62,15 +62,18 @@ PAIRS = {
 TEXT = """    python benchmarks/pipeline_step_time.py
 
 2 stages x 2 data-parallel ranks on 2 nodes of 2 ranks, 1F1B, {micro_batches} micro-batches of {micro_batch} x
-{sequence} tokens per data-parallel rank, {layers} layers of hidden 256 (ffn 688, vocabulary 4096), fp32, fused AdamW,
-clipping. torch: `Schedule1F1B` of `torch.distributed.pipelining` with static shapes, `fully_shard` on every layer and
-the stage. torch's pipelining reduces gradients once per step and holds them whole until then, as zero1 does; *kept*:
-`reshard_after_forward=False`, parameters gathered once per step, else with every use. zero2 and zero3 hold gradients
-in parts and reduce with every micro-batch; *whole gradients*: `--zero-gradients-lifetime step`, whole until one
-reduction per step. *zeropp's formats*: zero1 with 4-bit differences of weights and INT4
-gradients across nodes, which is what zeropp does at one data-parallel rank per node. Bytes: of the node that sent
-most. Ratios: of medians (least to most round by round); {rounds} rounds, contestants in turn; {setting}.
-All losses of a step agree within {agree:.1e}, those with quantised messages apart.
+{sequence} tokens per data-parallel rank, {layers} layers of hidden 256 (ffn 688, vocabulary 4096), fp32, fused
+AdamW, clipping.
+
+torch runs `Schedule1F1B` of `torch.distributed.pipelining` with static shapes and `fully_shard` on every layer and
+the stage. It keeps gradients whole and reduces them once per step, as zero1 does. *kept*:
+`reshard_after_forward=False`, which gathers parameters once per step instead of at every use. zero2 and zero3 shard
+gradients and reduce with every micro-batch. *whole gradients*: `--zero-gradients-lifetime step`, which keeps them
+whole until one reduction per step. *zeropp's formats*: zero1 with 4-bit weight differences and INT4 gradients
+across nodes, which equals zeropp at one data-parallel rank per node.
+
+Bytes: of the node that sent most. Ratios: of medians (least to most round by round); {rounds} rounds, contestants
+in turn; {setting}. All losses of a step agree within {agree:.1e}, except with quantised messages.
 
 {table}
 """

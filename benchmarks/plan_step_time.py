@@ -56,11 +56,11 @@ ROUNDS = 5
 TITLE = "Step time against measurement"
 TEXT = """    python benchmarks/plan_step_time.py --keep FOLDER {command}
 
-2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32; links shaped to the rate. On each of them first
-`megazero profile` of the first shape, then {layouts} layouts of each of two shapes, of which the second was not
-profiled, drawn at random by the seed: TP and PP first, then a base that has them, then shards, then messages.
-{batch} samples a step; medians (least to most) of the quietest {rounds} rounds of up to three more. Other programs
-took {foreign} of the machine's processors (median; {most} at most), and predictions are for what they left.
+2 nodes of 2 ranks on one machine (`tests/netlab`), gloo, fp32, links shaped to the rate. At each rate `megazero
+profile` measures the first shape. Then {layouts} layouts of each of two shapes are drawn by the seed and measured;
+the second shape was not profiled. {batch} samples per step; medians (least to most) of the quietest {rounds} of up
+to {most_rounds} rounds. Other programs took {foreign} of the machine's processors (median; at most {most});
+predictions are for what they left. [planning_steps.tsv](planning_steps.tsv) has every layout.
 
 - profiled: `{profiled}`
 - other: `{other}`
@@ -68,8 +68,6 @@ took {foreign} of the machine's processors (median; {most} at most), and predict
 {setting}.
 
 {verdicts}
-
-{table}
 """
 
 
@@ -298,12 +296,11 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["rate", "shape", "layout; messages", "measured s (rounds)", "predicted", "residual"]
-    lines = []
+    lines = [["rate", "shape", "layout; messages", "measured s (rounds)", "predicted", "residual"]]
     for row in rows:
         figures = (spread(row), f"{row['predicted']:.3f}", f"{row['residual']:+.0%}")
         lines.append([row["rate"], row["shape"], row["layout"], *figures])
-    return harness.table(header, lines)
+    return "".join("\t".join(line) + "\n" for line in lines)
 
 
 def spread(row: Mapping[str, Any]) -> str:
@@ -311,7 +308,8 @@ def spread(row: Mapping[str, Any]) -> str:
 
 
 def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Put the tables into docs/planning.md."""
+    """Put the errors into docs/planning.md, and every layout into planning_steps.tsv beside it."""
+    options.page.with_name("planning_steps.tsv").write_text(table(rows), encoding="utf-8")
     foreign = [row["foreign"] for row in rows]
     text = TEXT.format(
         command=f"--rates {' '.join(options.rates)} --seed {options.seed} --batch {options.batch}",
@@ -319,11 +317,11 @@ def write_section(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace
         layouts=options.layouts,
         batch=options.batch,
         rounds=ROUNDS,
+        most_rounds=ROUNDS + 3,
         foreign=f"{statistics.median(foreign):.0%}",
         most=f"{max(foreign):.0%}",
         setting=harness.setting(),
         verdicts=verdicts(rows),
-        table=table(rows),
     )
     harness.write_section(options.page, TITLE, text)
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links

@@ -49,14 +49,19 @@ HEADER = [
 ]
 TEXT = """    python benchmarks/split_backward.py
 
-{layers} layers of hidden {hidden} (ffn {ffn}, {heads} heads), {sequence} x {batch} tokens, fp32, one thread; a
-forward of the stack stands before every backward and is not in the figures. *Runs*: how often a layer, and its
-attention proper, is computed during the backward, per layer: torch's W walks the graph once for each of a layer's
-nine parameters. *Hooks*: post-accumulate hooks of parameters, which ZeRO engines live on, that run with a gradient in
-`.grad`, of all parameters; ours get those of norms, the executor hands the others to the engine. *Over B*: of
-medians (least to most round by round). *Most MB*: the largest sum of tensors alive during the backward, activations
-and new gradients, without weights; counted op by op. *Gradients*: the largest relative difference from B's. {rounds}
-rounds, in turn; {setting}.
+{layers} layers of hidden {hidden} (ffn {ffn}, {heads} heads), {sequence} x {batch} tokens, fp32, one thread.
+A forward of the stack precedes every backward and is not counted.
+
+- *Runs*: how often the backward computes a layer, and its attention alone, per layer. torch's W walks the graph
+  once for each of a layer's nine parameters.
+- *Hooks*: how many parameters' post-accumulate hooks, on which ZeRO engines depend, see a gradient in `.grad`. Ours
+  run for norms; the executor passes the other gradients to the engine.
+- *Over B*: ratio of medians (least to most round by round).
+- *Most MB*: the largest sum of tensors alive during the backward, activations and new gradients, without weights,
+  counted op by op.
+- *Gradients*: the largest relative difference from B's.
+
+{rounds} rounds, in turn; {setting}.
 
 {table}
 """

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megazero.data.corpus import stdlib_sources
+from megazero.data.text import stdlib_sources
 from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import METRICS_FILE, read_metrics

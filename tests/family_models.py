@@ -35,6 +35,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 GPT2 = {
     "n_embd": 48,
@@ -78,6 +79,8 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", NORMED),
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
+    "phi3": ("Phi3", LLAMA),
+    "phi3-partial-window": ("Phi3", {**LLAMA, "rope_parameters": PARTIAL_ROPE, "sliding_window": 24}),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),

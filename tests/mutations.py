@@ -191,7 +191,7 @@ megazero/comm/hops.py
 + axis.size * row * messages.element_size()
   bytes to itself count as sent
 
-megazero/comm/waits.py
+megazero/comm/timing.py
 - self.pairs[0][2].query()
 + self.pairs[0][1].query()
   a wait is read before it is over (CUDA)

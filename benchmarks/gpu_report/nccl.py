@@ -119,7 +119,7 @@ def _collectives(world: int, setting: Setting) -> Rows:
     import torch.distributed as dist
 
     from benchmarks.gpu_report.setting import elapsed
-    from megazero.mesh.collectives import all_gather_flat
+    from megazero.mesh.mesh import all_gather_flat
 
     n = setting.pick(1 << 26, 1 << 10) // world * world
     whole = torch.zeros(n, device=setting.device, dtype=torch.bfloat16)

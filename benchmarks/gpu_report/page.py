@@ -20,8 +20,8 @@ HEAD = """\
 
     make gpu-report          # or, from a plain checkout with torch: python tools/gpu_report.py
 
-writes this page, gpu.json and the charts. Each piece runs in a process of its own with a time limit; what fails is a
-row with its reason. Run again, it does only what is missing or failed (`--help`).
+writes this page, gpu.json and the charts. Each piece runs in its own process with a time limit; a failure is a
+row with its reason. Started again, it runs only the missing and failed pieces (`--help`).
 """
 
 

@@ -1,4 +1,4 @@
-"""There is one error for all that can be wrong with a checkpoint. It is raised on every rank or on none."""
+"""The one error for everything wrong with a checkpoint. It is raised on every rank or on none."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _Kept:
-    """It stands in for an object. Pickle looks for ``__setstate__`` before it sets attributes. On the object it finds
+    """Stands in for an object. Pickle looks for ``__setstate__`` before it sets attributes. On the object it finds
     the method, which keeps the state. On the class the call lacks an argument (TypeError)."""
 
     __slots__ = ("state",)
@@ -68,7 +68,7 @@ class _Kept:
 
 
 class _Call:
-    """It stands in for a function, or for a class that is called. It is an object without attributes to set."""
+    """Stands in for a function, or for a class that is called. It is an object without attributes to set."""
 
     __slots__ = ("function",)
 
@@ -129,7 +129,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """It gives out stand-ins and looks nothing up."""
+    """Gives out stand-ins and looks nothing up."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:

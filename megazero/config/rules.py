@@ -23,7 +23,7 @@ from megazero.config.options.data_inputs import (
     parse_split,
     parse_weighted_splits,
 )
-from megazero.config.options.fields import fault, show
+from megazero.config.options.fields import show
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
@@ -32,7 +32,8 @@ Rule = Callable[[RunConfig], Iterator[str]]
 
 def _ramp(config: RunConfig) -> Iterator[str]:
     ramp, target = config.batch.rampup_batch_size, config.batch.global_batch_size
-    assert ramp is not None and target
+    if ramp is None or target is None:
+        return
     if len(ramp) != 3 or min(ramp) < 1:
         yield f"--rampup-batch-size {show(ramp)} must be START INCREMENT SAMPLES, three numbers of at least 1"
         return
@@ -57,7 +58,7 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
         config.batch.global_batch_size,
         config.batch.rampup_batch_size,
     )
-    if not micro or not batch:
+    if batch is None:
         return
     d, group = config.data_parallel_size(world), config.micro_batch_multiple
     quantum = micro * d * group
@@ -89,7 +90,6 @@ def _length(config: RunConfig) -> Iterator[str]:
 
 def _schedule(config: RunConfig) -> Iterator[str]:
     opt, lengths = config.optimizer, config.lr_lengths
-    assert opt.lr is not None
     if opt.min_lr > opt.lr:
         yield f"--min-lr {opt.min_lr:g} exceeds --lr {opt.lr:g}; nearest: {opt.lr:g}"
     if opt.decoupled_lr is not None:
@@ -167,8 +167,7 @@ def _loss_scale(config: RunConfig) -> Iterator[str]:
 
 def _retention(config: RunConfig) -> Iterator[str]:
     keep, every = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
-    assert keep and every
-    if keep % every:
+    if keep and every and keep % every:
         yield (
             f"--save-retain-interval {keep} is not a multiple of --save-interval {every}; nearest: "
             f"{multiples_around(keep, every)}"
@@ -205,8 +204,7 @@ def _named_checkpoint(config: RunConfig) -> Iterator[str]:
 
 
 def _exportable(config: RunConfig) -> Iterator[str]:
-    model = (opt for opt in all_options().values() if opt.section == "model")
-    if any(fault(opt, config.get(opt.name)) for opt in model):  # which is said already
+    if config.checkpoint.save_hf is None:
         return
     try:
         architecture_of(config.model)
@@ -229,7 +227,7 @@ def _planned(config: RunConfig) -> Iterator[str]:
         )
 
 
-# (options that must be known and legal by themselves, rule)
+# (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
         ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -269,7 +267,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((), _missing_checkpoint),
     (("ckpt_step",), _named_checkpoint),
     (("skip_train_iteration_range",), _skipped_ranges),
-    (("save_hf", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), _exportable),
+    (tuple(opt.name for opt in all_options().values() if opt.section == "model"), _exportable),
     (("zero_preset",), _planned),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),

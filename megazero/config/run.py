@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.pipeline import (
@@ -46,6 +46,7 @@ REMOVED = {
     "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
     "--log-dir LOGS (--tee 3 prints it, too)",
 }
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,20 @@ class ScheduleLengths:
     wsd_decay: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """This has frozen sections. ``notes`` says in words what was accepted, implied or overridden on the way."""
+    """What holds in a run, in frozen sections. What was said of it is a mapping of values by option name.
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    ``notes`` says in words what was accepted, implied or overridden on the way. Without a world, the global batch may
+    be open (None), and before the tokenizer is read, the vocabulary.
+    """
+
+    model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig
+    optimizer: OptimizerConfig
     training: TrainingConfig = field(default_factory=TrainingConfig)
     skipping: SkippingConfig = field(default_factory=SkippingConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -92,6 +97,14 @@ class RunConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], notes: Sequence[str] = ()) -> RunConfig:
+        """Make a configuration of completed values by option name. None means "not said"."""
+        sections: dict[str, Any] = {
+            name: section_of(section, values) for name, section in section_types().items()
+        }
+        return cls(**sections, notes=tuple(notes))
 
     def get(self, name: str) -> Any:
         """Return the value of an option by its field name, which is unique over all sections."""
@@ -131,7 +144,7 @@ class RunConfig:
     @property
     def virtual_stages(self) -> int:
         """Return how many stages each pipeline rank holds."""
-        return virtual_stages(self.parallel, self.model.num_layers or 1)
+        return virtual_stages(self.parallel, self.model.num_layers)
 
     @property
     def pipeline_schedule(self) -> str:
@@ -151,7 +164,6 @@ class RunConfig:
         """
         parallel, virtual = self.parallel, self.virtual_stages
         pp = parallel.pipeline_model_parallel_size
-        assert self.model.num_layers, "unresolved configuration"
         costs = stage_costs(self.model, self.training.recompute_granularity)
         if pp * virtual == 1:  # what is said of stages changes nothing
             return partition(self.model.num_layers, 1, costs=costs)
@@ -190,9 +202,8 @@ class RunConfig:
 
     def num_micro_batches(self, world: World) -> int:
         """Return how many micro-batches one rank has in a step at the full global batch (after any ramp-up)."""
-        batch = self.batch
-        assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
-        return batch.global_batch_size // (batch.micro_batch_size * self.data_parallel_size(world))
+        d = self.data_parallel_size(world)
+        return self.batch.samples_per_step(d) // (self.batch.micro_batch_size * d)
 
     @property
     def lr_lengths(self) -> ScheduleLengths:
@@ -218,39 +229,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the sections as plain JSON values, which are also a legal --config file."""
-        return {
-            section: {
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in dataclasses.asdict(getattr(self, section)).items()
-            }
-            for section in section_types()
-        }
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """Undo to_dict. Raises ConfigError, which names every section or key that does not exist."""
-        errors: list[str] = []
-        sections: dict[str, Any] = {}
-        for section, values in stored.items():
-            if section not in section_types():
-                errors.append(f"section {section!r} does not exist{did_you_mean(section, section_types())}")
-                continue
-            known = {opt.name: opt for opt in all_options().values() if opt.section == section}
-            read: dict[str, Any] = {}
-            for key, value in values.items():
-                try:
-                    if key in known:
-                        read[key] = None if value is None else convert(known[key], value)
-                    elif key not in REMOVED:
-                        errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
-                except ValueError as error:
-                    errors.append(f"{section}.{key} {error}")
-            if section == "model":  # one that was stored before an option existed has its default
-                read = complete(as_trained(read))
-            sections[section] = section_types()[section](**read)
-        if errors:
-            raise ConfigError(errors)
-        return cls(**sections)
+        return to_store(self.values())
 
     def describe(self, world: World | None = None, *, every: bool = True) -> list[str]:
         """Describe the architecture, then the options in a paragraph per section. ``world`` adds the layout.
@@ -305,13 +284,7 @@ class RunConfig:
 @lru_cache(maxsize=1)
 def section_types() -> Mapping[str, type]:
     """Return the dataclass of each section name, in order."""
-    return MappingProxyType(
-        {
-            f.name: type(getattr(RunConfig(), f.name))
-            for f in dataclasses.fields(RunConfig)
-            if f.name != "notes"
-        }
-    )
+    return MappingProxyType({name: cls for name, cls in get_type_hints(RunConfig).items() if name != "notes"})
 
 
 @lru_cache(maxsize=1)
@@ -320,3 +293,44 @@ def all_options() -> Mapping[str, Option]:
     options = [opt for section, cls in section_types().items() for opt in section_options(section, cls)]
     assert len({opt.name for opt in options}) == len(options), "option names are unique over sections"
     return MappingProxyType({opt.name: opt for opt in options})
+
+
+def section_of(section: type[Section], values: Mapping[str, Any]) -> Section:
+    """Make a section of values by option name, of which others and None are left out."""
+    names = (f.name for f in dataclasses.fields(section))  # type: ignore[arg-type]
+    return section(**{name: values[name] for name in names if values.get(name) is not None})
+
+
+def to_store(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values by option name in sections of plain JSON values. What is absent is the default, or null."""
+    sections: dict[str, dict[str, Any]] = {section: {} for section in section_types()}
+    for name, opt in all_options().items():
+        value = values.get(name, opt.default)
+        sections[opt.section][name] = list(value) if isinstance(value, tuple) else value
+    return sections
+
+
+def stored_values(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Undo to_store: return every option by name. What is absent is the default, or None.
+
+    A checkpoint that was imported has no learning rate, an older one not every option. Raises ConfigError, which
+    names every section or key that does not exist.
+    """
+    errors, read = list[str](), dict[str, Any]()
+    for section, values in stored.items():
+        if section not in section_types():
+            errors.append(f"section {section!r} does not exist{did_you_mean(section, section_types())}")
+            continue
+        known = {opt.name: opt for opt in all_options().values() if opt.section == section}
+        for key, value in values.items():
+            try:
+                if key not in known:
+                    if key not in REMOVED:
+                        errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
+                elif value is not None:
+                    read[key] = convert(known[key], value)
+            except ValueError as error:
+                errors.append(f"{section}.{key} {error}")
+    if errors:
+        raise ConfigError(errors)
+    return {name: opt.default for name, opt in all_options().items()} | complete(as_trained(read))

@@ -15,27 +15,31 @@ from megazero.config.model.published import is_published
 from megazero.config.model.rules import conditions
 from megazero.config.options.fields import fault, without_effect
 from megazero.config.options.optimizers import optimizer_conditions
+from megazero.config.options.sections import ZeroConfig
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.families import FAMILIES
 
 
-def find_errors(config: RunConfig, world: World | None, skip: Collection[str] = ()) -> list[str]:
-    """Return all error lines. Options in ``skip`` have been reported already and count as unknown."""
+def find_errors(
+    config: RunConfig, world: World | None, skip: Collection[str] = (), missing: Collection[str] = ()
+) -> list[str]:
+    """Return all error lines. Nothing is judged by an option in ``skip``, which has been reported, or ``missing``."""
     broken, errors = set(skip), []
     for opt in all_options().values():
-        if opt.name not in broken and (error := fault(opt, config.get(opt.name))):
+        value = None if opt.name in missing else config.get(opt.name)
+        if opt.name not in broken and (error := fault(opt, value)):
             errors.append(error)
             broken.add(opt.name)
-    unknown = {name for name, value in config.values().items() if value is None} | broken
-    for needs, rule in RULES:
-        if not unknown.intersection(needs):
+    broken.update(missing)
+    for reads, rule in RULES:
+        if not broken.intersection(reads):
             errors += rule(config)
     errors += [line for name, line in _without_effect(config, broken) if _own(name)]
     if world is not None:
         errors += _layout(config, world, broken)
     if not config.knows_nodes(world) and config.zero.zero_shard:
-        errors += _shard_chain(config)
+        errors += _shard_chain(config.zero, config.zero.zero_shard)
     return errors
 
 
@@ -122,12 +126,9 @@ def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     yield ["zero_block_size", "zero_exact_numel"], weights or gradients, either
 
 
-def _shard_chain(config: RunConfig) -> Iterator[str]:
+def _shard_chain(zero: ZeroConfig, shard: tuple[int, ...]) -> Iterator[str]:
     """Check the shards without a world: with d = OS and h = 1, only P | G | OS and the lifetime are left to check."""
-    shard = config.zero.zero_shard
-    assert shard
     try:
-        zero = config.zero
         resolve_shards(
             shard, max(shard[-1], 1), 1, zero.zero_params_lifetime, gradients=zero.zero_gradients_lifetime
         )

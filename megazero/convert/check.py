@@ -1,4 +1,5 @@
-"""Proof that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, the ids of texts."""
+"""Checks that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, token ids of
+texts."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import tokenizers as library
 import torch
 
 from megazero.checkpoint.reading import pieces
@@ -31,7 +33,7 @@ _BATCH, _LENGTH = 2, 64
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the outcome. good: None where it was not judged, and ``figure`` says why."""
+    """One line of the outcome. good: None if it was not judged; ``figure`` says why."""
 
     what: str
     figure: str
@@ -94,9 +96,9 @@ def compare_logits(source: Source, published: Published) -> Iterator[Line]:
         return
     layers = _layers(source, published)
     model = dataclasses.replace(source.model, num_layers=layers)
-    length = min(_LENGTH, model.max_position_embeddings or _LENGTH, model.sliding_window or _LENGTH)
+    length = min(_LENGTH, model.longest_context)
     draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.vocab_size, (_BATCH, length), generator=draw)
+    tokens = torch.randint(0, model.vocabulary, (_BATCH, length), generator=draw)
     ours = _our_logits(source, published, layers, tokens)
     theirs = _their_logits(published.folder.path, layers, tokens)
     whole = source.model.num_layers
@@ -184,7 +186,7 @@ class _quiet:
 
 def compare_tokens(source: Source, folder: Path, named: Path | None = None) -> Iterator[Line]:
     """Compare the ids that transformers gives to sample texts with those of the training's tokenizer."""
-    run = tokenizers.of_checkpoint(source.path, source.config, named)
+    run = tokenizers.of_checkpoint(source.path, source.values, named)
     if run.kind == "NullTokenizer":
         yield Line("tokenizer", "not compared: the checkpoint was trained on token ids, without a tokenizer")
         return
@@ -202,8 +204,6 @@ def _their_tokenizer(folder: Path) -> tuple[str, Callable[[str], list[int]]]:
 
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         return "transformers", lambda text: theirs.encode(text, add_special_tokens=False)
-    import tokenizers as library
-
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
             f"'{folder}' has no tokenizer.json, and without transformers no other file is compared"

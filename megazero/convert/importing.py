@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a checkpoint, and fills the slices of a run that starts from it."""
+"""Imports a Hugging Face folder: as a checkpoint, or into the slices of a run that starts from it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megazero.checkpoint.boxes import boxes, gaps
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import box_view
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import RunConfig
 from megazero.config.model.architecture import from_hf_config
 from megazero.config.model.section import ModelConfig
-from megazero.config.options.sections import DataConfig, PrecisionConfig
+from megazero.config.options.sections import DataConfig
+from megazero.config.run import to_store
 from megazero.config.secrets import redact
 from megazero.convert.folder import Folder
 from megazero.data.tokenizer_files import (
@@ -62,10 +62,7 @@ class Published:
     @cached_property
     def model(self) -> ModelConfig:
         """The model section, as long as its positions go."""
-        model = from_hf_config(self.folder.config, self.accept)
-        longest = model.max_position_embeddings
-        assert longest
-        return dataclasses.replace(model, seq_length=min(longest, model.sliding_window or longest))
+        return from_hf_config(self.folder.config, self.accept)
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -105,13 +102,9 @@ def write_checkpoint(published: Published, root: Path) -> Path:
 
     Raises CheckpointError if ROOT has that already, or cannot be written; then it is as before.
     """
-    data, model = published.data, published.model
-    config = RunConfig(
-        model=model,
-        data=data,
-        precision=PrecisionConfig(params_dtype=PRECISIONS[published.folder.dtype]),
-    )
-    tokenizer = load_run_tokenizer(config, {}, {})
+    dtype = {"params_dtype": PRECISIONS[published.folder.dtype]}
+    values = {**dataclasses.asdict(published.model), **dataclasses.asdict(published.data), **dtype}
+    tokenizer = load_run_tokenizer(values, {}, {})
     state = {
         "iteration": 0,
         "consumed_samples": 0,
@@ -123,8 +116,8 @@ def write_checkpoint(published: Published, root: Path) -> Path:
         step=0,
         records=list(_whole(published)),
         state=state,
-        configuration=redact(config.to_dict()),
-        files=read_tokenizer_files(data.tokenizer_type, tokenizer_options(data)),
+        configuration=redact(to_store(values)),
+        files=read_tokenizer_files(values["tokenizer_type"], tokenizer_options(values)),
     )
     return store.save(root, snapshot)
 

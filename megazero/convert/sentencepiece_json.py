@@ -1,4 +1,4 @@
-"""A SentencePiece model becomes a tokenizer.json that gives the same ids, which is proven before it is used.
+"""Turns a SentencePiece model into a tokenizer.json with the same ids, verified before use.
 
 transformers' own conversion gives other ids: it normalises (spaces are stripped, runs of them become one), and adds a
 space before the text, whatever the model says.
@@ -11,6 +11,9 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 SPACE = "\u2581"  # stands for a space in pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -29,7 +32,7 @@ class VocabPiece:
 
 @dataclass(frozen=True)
 class Spec:
-    """What the model file says of itself, with the proto's defaults."""
+    """The model file's settings, with the proto's defaults."""
 
     pieces: tuple[VocabPiece, ...]
     model_type: int = UNIGRAM
@@ -113,8 +116,6 @@ def to_tokenizer_json(raw: bytes) -> Any:
     Raises ValueError for a model of a kind that the tokenizers library cannot express. ``differences`` proves the
     rest.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     spec = read_spec(raw)
     if spec.model_type not in (UNIGRAM, BPE) or spec.space_is_suffix or not spec.escape_spaces:
         raise ValueError(
@@ -180,8 +181,6 @@ def differences(raw: bytes, encode: Callable[[str], list[int]], texts: Sequence[
     Segmentations of equal probability are no difference: SentencePiece adds scores in fp32 and the tokenizers library
     in fp64, and rounding decides which of them is taken.
     """
-    from sentencepiece import SentencePieceProcessor
-
     model, spec = SentencePieceProcessor(model_proto=raw), read_spec(raw)
 
     def score(ids: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, and its weights as Hugging Face has them, a piece at a time."""
+"""A checkpoint as a source for export: its model, and its weights in Hugging Face's form, a piece at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.reading import StoredKind, pieces, read_state
-from megazero.config import RunConfig
 from megazero.config.model.section import ModelConfig
+from megazero.config.run import section_of, stored_values
 from megazero.convert.shards import Plain
 from megazero.models.placements import stored_tensors
 
@@ -51,12 +52,13 @@ class Source:
         return self.stored.manifest
 
     @cached_property
-    def config(self) -> RunConfig:
-        return RunConfig.from_dict(self.manifest.configuration)
+    def values(self) -> Mapping[str, Any]:
+        """The options that the checkpoint was made with, by name."""
+        return stored_values(self.manifest.configuration)
 
-    @property
+    @cached_property
     def model(self) -> ModelConfig:
-        return self.config.model
+        return section_of(ModelConfig, self.values)
 
     @cached_property
     def state(self) -> Mapping:

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, as a Hugging Face folder holds it, and proof that it gives the same ids."""
+"""The tokenizer of a checkpoint in a Hugging Face folder, verified to give the same ids."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from sentencepiece import SentencePieceProcessor
+
 from megazero.checkpoint import store
-from megazero.config import RunConfig
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
 from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, load_tokenizer
@@ -53,23 +55,25 @@ class RunTokenizer:
     files: Mapping[str, bytes]
 
 
-def of_checkpoint(path: Path, config: RunConfig, named: Path | None = None) -> RunTokenizer:
+def of_checkpoint(path: Path, values: Mapping[str, Any], named: Path | None = None) -> RunTokenizer:
     """Load the tokenizer that a checkpoint holds, or the one that is ``named``, a file or a folder.
+
+    values: the options that the checkpoint was made with, by name.
 
     Checkpoints of before they held their tokenizer give the path that it had in training. Raises ValueError if the
     tokenizer is not there, or is not the one that the model was trained with.
     """
-    kind, manifest = config.data.tokenizer_type or "NullTokenizer", store.read_manifest(path)
+    kind, manifest = values["tokenizer_type"] or "NullTokenizer", store.read_manifest(path)
     if kind == "NullTokenizer":
         if named:
             raise ValueError(f"--tokenizer {named}: '{path}' was trained on token ids, without a tokenizer")
-        return RunTokenizer(kind, load_tokenizer(kind, vocab_size=(config.model.vocab_size or 0) - 1), {})
+        return RunTokenizer(kind, load_tokenizer(kind, vocab_size=values["vocab_size"] - 1), {})
     held, names = held_tokenizer(kind, path, manifest.files), MODEL_FILES[kind]
     given = (
         {option: named / name if named.is_dir() else named for option, name in names.items()} if named else {}
     )
     try:
-        tokenizer = load_run_tokenizer(config, held, given)
+        tokenizer = load_run_tokenizer(values, held, given)
     except ValueError as error:
         raise ValueError(f"{error}. Name the tokenizer with --tokenizer") from None
     trained = store.read_state(path)["tokenizer"]
@@ -81,9 +85,7 @@ def of_checkpoint(path: Path, config: RunConfig, named: Path | None = None) -> R
     if held and not named:
         files = {name: store.read_file(path, name) for name in manifest.files if name in TOKENIZER_FILES}
         return RunTokenizer(kind, tokenizer, files)
-    return RunTokenizer(
-        kind, tokenizer, read_tokenizer_files(kind, {**tokenizer_options(config.data), **given})
-    )
+    return RunTokenizer(kind, tokenizer, read_tokenizer_files(kind, {**tokenizer_options(values), **given}))
 
 
 def special_ids(run: RunTokenizer) -> dict[str, int]:
@@ -97,8 +99,6 @@ def special_ids(run: RunTokenizer) -> dict[str, int]:
 
 def special_tokens(run: RunTokenizer) -> dict[str, str]:
     """Return the special tokens as tokenizer_config.json has them: eos_token and so on, as text."""
-    import tokenizers
-
     if run.kind == "SentencePieceTokenizer":
         pieces = read_spec(run.files["tokenizer.model"]).pieces
         return {f"{role}_token": pieces[i].text for role, i in special_ids(run).items()}
@@ -161,8 +161,6 @@ def sample_texts(tokenizer: Tokenizer, count: int = 200) -> list[str]:
 
 def _prove(raw: bytes, made: Any) -> None:
     """Compare a tokenizer.json with its SentencePiece model. Raises ValueError, naming a text with other ids."""
-    from sentencepiece import SentencePieceProcessor
-
     model, spec, draw = SentencePieceProcessor(model_proto=raw), read_spec(raw), random.Random(1)
     drawn = [[draw.randrange(len(spec.pieces)) for _ in range(30)] for _ in range(200)]
     texts = [

@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.files import replacing
@@ -31,7 +35,7 @@ class TokenizerInfo:
 
 
 class Tokenizer(Protocol):
-    """It turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text).
+    """Turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text).
 
     ``files`` are all that it was read from, so that they can be carried with what it made.
     """
@@ -45,11 +49,9 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """It reads a SentencePiece ``.model`` file, whose end-of-sentence piece marks the end of a document."""
+    """Reads a SentencePiece ``.model`` file, whose end-of-sentence piece marks the end of a document."""
 
     def __init__(self, model: Path) -> None:
-        import sentencepiece
-
         raw = _read(model, "SentencePieceTokenizer", "a .model file as its tokenizer model")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=raw)
@@ -72,15 +74,13 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """It reads a ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
+    """Reads a ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
 
     The end of document is the ``eos_token`` that tokenizer_config.json or special_tokens_map.json beside it names,
     else the first of KNOWN_EOD in the vocabulary.
     """
 
     def __init__(self, model: Path) -> None:
-        import tokenizers
-
         path = model / "tokenizer.json" if model.is_dir() else model
         wanted = "a tokenizer.json or a directory that holds one as its tokenizer model"
         raw = _read(path, "HuggingFaceTokenizer", wanted)
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
 
 
 class GPT2BPETokenizer:
-    """It reads GPT-2's two files: vocab.json, which gives each token its id, and merges.txt.
+    """Reads GPT-2's two files: vocab.json, which gives each token its id, and merges.txt.
 
     Ids are those of Megatron's tokenizer of this name. So the first line of merges.txt is a header and what follows
     its last newline is no merge; and ``<|endoftext|>`` in a text is these 13 characters, while the token of that name
@@ -123,9 +123,6 @@ class GPT2BPETokenizer:
     EOD = "<|endoftext|>"
 
     def __init__(self, vocabulary: Path, merges: Path) -> None:
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers
-
         raw = _read(vocabulary, "GPT2BPETokenizer", "a vocab.json as its vocab file")
         raw_merges = _read(merges, "GPT2BPETokenizer", "a merges.txt as its merge file")
         ids = _token_ids(vocabulary, raw)
@@ -159,8 +156,6 @@ class GPT2BPETokenizer:
 
     def to_json(self) -> bytes:
         """Return a tokenizer.json with these ids, where the end of document is a special token."""
-        import tokenizers
-
         made = tokenizers.Tokenizer.from_str(self._model.to_str())
         made.add_special_tokens([self.EOD])
         return made.to_str().encode()

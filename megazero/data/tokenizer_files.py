@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megazero.config import RunConfig
-from megazero.config.options.sections import DataConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
 # The files that a tokenizer is made from, by its type and the option that names them.
@@ -65,22 +63,20 @@ def find_tokenizer(folder: Path) -> dict[str, str]:
 
 
 def load_run_tokenizer(
-    config: RunConfig, held: Mapping[str, Path], given: Mapping[str, str | Path | None]
+    values: Mapping[str, Any], held: Mapping[str, Path], given: Mapping[str, str | Path | None]
 ) -> Tokenizer:
-    """Load the tokenizer of a saved configuration, whose vocabulary is known.
+    """Load the tokenizer of a saved configuration, given by option name, whose vocabulary is known.
 
     Its files are those ``given`` by option, else those ``held`` in the checkpoint, else where they were in training.
     """
-    data, size = config.data, config.model.vocab_size
-    if data.tokenizer_type in (None, "NullTokenizer"):
-        assert size, "a saved configuration has its vocabulary"
-        return load_tokenizer("NullTokenizer", vocab_size=size - 1)
-    assert data.tokenizer_type
+    kind = values["tokenizer_type"]
+    if kind in (None, "NullTokenizer"):
+        return load_tokenizer("NullTokenizer", vocab_size=values["vocab_size"] - 1)
     files = {**held, **{name: path for name, path in given.items() if path}}
-    every: dict[str, Any] = {**tokenizer_options(data), **files}
-    return load_tokenizer(data.tokenizer_type, **every)
+    every: dict[str, Any] = {**tokenizer_options(values), **files}
+    return load_tokenizer(kind, **every)
 
 
-def tokenizer_options(data: DataConfig) -> dict[str, str | None]:
-    """Return the options that name a tokenizer's files."""
-    return {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+def tokenizer_options(values: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the options that name a tokenizer's files, of options by name."""
+    return {name: values[name] for name in ("tokenizer_model", "vocab_file", "merge_file")}

@@ -1,4 +1,4 @@
-"""Here a SentencePiece model is trained that gives back every byte of its text, spaces and newlines included."""
+"""Trains a SentencePiece model that restores every byte of its text, spaces and newlines included."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import sentencepiece
 
 from megazero.data.text import is_json, json_lines, line_number, parse_line, read_text
 from megazero.files import replacing
@@ -40,8 +42,6 @@ def train_tokenizer(
     Raises ValueError for a vocabulary that the text cannot fill or that has no room for its characters, naming the
     nearest size that works.
     """
-    import sentencepiece
-
     if model_type not in ("bpe", "unigram"):
         raise ValueError(f"model type {model_type!r}: choose bpe or unigram")
     model = io.BytesIO()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megazero.checkpoint.errors import error_number
 from megazero.config.secrets import redact
+from megazero.files import replacing
 from megazero.mesh.launch import torchrun_error_file
 
 # LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun always 1, srun
@@ -78,9 +79,6 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
     on the first rank. Errors of the disk are ignored: the launcher's status remains. Returns False if there was one
     already.
     """
-    # Not above: megazero.data brings numpy, for which a signal at the very start would have to wait.
-    from megazero.files import replacing
-
     try:
         if status is None:
             (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, record_status
 from megazero.log.line_file import LineFile
 from megazero.log.metrics import encode, now, read_lines
@@ -78,8 +79,6 @@ def new_run_id() -> str:
 
 def _of_folder(file: Path) -> tuple[str, tuple[str, ...]]:
     """Return the id in this file, or a new one that is written there; with notes."""
-    from megazero.files import replacing  # brings numpy
-
     try:
         if file.exists() and re.fullmatch(r"\w+", known := file.read_text().strip()):
             return known, (f"{file}: this continues run {known}, which had saved nothing yet",)

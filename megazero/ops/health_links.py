@@ -12,8 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.collectives import all_gather_flat
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, all_gather_flat
 
 NODES = "nodes"  # the kind of pairs of neighbouring nodes
 SLOW = 4.0  # times slower than the median of its kind: that is not chance

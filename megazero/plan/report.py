@@ -1,4 +1,4 @@
-"""This module says what the planner found: tables, flags, plan.json and what --explain prints."""
+"""Reports the planner's results: tables, flags, plan.json, --explain."""
 
 from __future__ import annotations
 
@@ -64,16 +64,14 @@ def layout_flags(config: RunConfig) -> list[str]:
 def model_flops_utilisation(layout: Layout, seconds: float) -> float:
     """Return MFU: the model's operations, recompute left out, by what the devices could have done in the time."""
     config, cluster = layout.config, layout.base.cluster
-    batch, length = config.batch.global_batch_size, config.model.seq_length
-    assert batch and length
-    flops = batch * training_flops(config.model, [length], layout.base.tp)
+    batch = config.batch.samples_per_step(layout.base.d)
+    flops = batch * training_flops(config.model, [config.model.seq_length], layout.base.tp)
     return flops / seconds / cluster.world_size / cluster.device.peak(config.precision.params_dtype)
 
 
 def tokens_per_second(layout: Layout, seconds: float) -> float:
     config = layout.config
-    assert config.batch.global_batch_size and config.model.seq_length
-    return config.batch.global_batch_size * config.model.seq_length / seconds
+    return config.batch.samples_per_step(layout.base.d) * config.model.seq_length / seconds
 
 
 def describe(layout: Layout) -> str:
@@ -106,7 +104,7 @@ def table(best: Sequence[Found]) -> list[str]:
 
 
 def memory_items(memory: Memory) -> str:
-    """Return what the memory of a rank is made of, in GiB."""
+    """Return the items of a rank's memory, in GiB."""
     least = min(memory.total, GIB) / 200
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items().items() if size >= least)
 
@@ -164,7 +162,7 @@ def headline(config: RunConfig, cluster: Cluster) -> str:
 
 
 def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[str]:
-    """Say why a layout does not fit (``timing`` is None), or what it loses to the best one, item by item."""
+    """Explain why a layout does not fit (``timing`` is None), or is slower than the best one, item by item."""
     lines = [f"{describe(layout)}:"]
     if timing is None:
         over = layout.memory.total - layout.room

@@ -1,4 +1,4 @@
-"""Runs a profile on the ranks at hand: what is not measured yet, point by point, and then the cluster file."""
+"""Runs a profile on the ranks at hand: the points not yet measured, then the cluster file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METHOD = 2  # counts the ways of measuring: what another one measured is not gon
 
 
 class Joined(NamedTuple):
-    """What a rank has when it has met the others."""
+    """A rank's state after it has joined the others."""
 
     config: RunConfig
     device: torch.device
@@ -137,7 +137,7 @@ class Profile:
             torch.cuda.empty_cache()  # the next size needs pieces of another size
 
     def sections(self) -> dict[str, Any]:
-        """Return the cluster file of what was measured so far."""
+        """Return the cluster file of the measurements so far."""
         done = self.progress.done
         collectives, layers = (
             [row for name, rows in done.items() if name.startswith(kind) for row in rows]

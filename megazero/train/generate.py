@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint import store
-from megazero.config import RunConfig
+from megazero.config.model.section import ModelConfig
+from megazero.config.run import section_of, stored_values
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_files import held_tokenizer, load_run_tokenizer
 from megazero.models import Decoder
@@ -69,10 +70,10 @@ def load_text_model(
     or tokenizer that is absent, is damaged or belongs to another.
     """
     path = store.find_checkpoint(folder, step)
-    config = RunConfig.from_dict(store.read_manifest(path).configuration)
-    held = held_tokenizer(config.data.tokenizer_type, path, store.read_manifest(path).files)
+    values = stored_values(store.read_manifest(path).configuration)
+    held = held_tokenizer(values["tokenizer_type"], path, store.read_manifest(path).files)
     given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
-    tokenizer = load_run_tokenizer(config, held, given)
+    tokenizer = load_run_tokenizer(values, held, given)
     trained_with = store.load(path, records=(), kinds=()).state["tokenizer"]
     if tokenizer.info.fingerprint != trained_with:
         raise store.CheckpointError(
@@ -80,10 +81,10 @@ def load_text_model(
             f"{tokenizer.info.fingerprint[:12]}); name that one with --tokenizer-model (or --vocab-file and "
             "--merge-file)"
         )
-    dtype = DTYPES[config.precision.params_dtype]
+    dtype = DTYPES[values["params_dtype"]]
     if torch.device(device).type == "cpu" and dtype.itemsize < 4:
         dtype = torch.float32
-    decoder = Decoder(config.model, device=device, dtype=dtype)
+    decoder = Decoder(section_of(ModelConfig, values), device=device, dtype=dtype)
     load_hf_state_dict(decoder, store.load_full(path))
     return TextModel(decoder.eval(), tokenizer)
 

@@ -27,7 +27,7 @@ from megazero.log.metrics import MetricsWriter
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
-from megazero.models.attention_kernels import math_note
+from megazero.models.layer import math_note
 from megazero.train.parallelize import DTYPES
 from megazero.train.state.progress import LeftOut, Progress
 from megazero.zero import StepInfo

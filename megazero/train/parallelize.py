@@ -23,9 +23,8 @@ from torch import Tensor
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
-from megazero.comm.waits import Waits
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
 from megazero.config.layout.wire import Coding, Wire
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -216,7 +215,6 @@ def build_pipeline(
         return (out * batch.loss_mask).sum() if stage.head else out
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size
-    assert model.seq_length and model.hidden_size and size
     carrier = Slices((model.seq_length, size, model.hidden_size), tp)
     dtype = DTYPES[config.precision.params_dtype]
     links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, timed)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
-from megazero.comm.labels import no_label
+from megazero.comm.timing import no_label
 from megazero.config import RunConfig
 from megazero.log.line_file import NO_ROOM
 from megazero.log.time_bill import TimeBill

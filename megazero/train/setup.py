@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
@@ -169,7 +169,7 @@ def _checkpointing(
     config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder
 ) -> Checkpointing:
     """Return what saves and loads this engine's state, and all else that a checkpoint holds."""
-    named, first = tokenizer_options(config.data), engine.mesh.rank == 0
+    named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
     files = read_tokenizer_files(config.data.tokenizer_type, named) if first else {}
     return Checkpointing(
         config,

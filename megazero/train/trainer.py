@@ -129,10 +129,8 @@ class Trainer:
         self.checkpointing, self.config, self.mesh = checkpointing, checkpointing.config, self.engine.mesh
         self.scaling, self.spikes, self.guard = checkpointing.scaling, checkpointing.spikes, NonFiniteGuard()
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
-        micro_batch_size = self.config.batch.micro_batch_size
-        assert micro_batch_size
         masked = self.config.data.eod_mask_loss
-        self.feeding = Feeding(self.mesh, micro_batch_size, self.pipeline.loss_rank, masked)
+        self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
         self.saver = Saver(checkpointing, self.outputs.console, self._saved, limit_s)
         self.scalars = torch.zeros(
@@ -363,16 +361,15 @@ class Trainer:
 
     def _mean_loss(self, data_set: Dataset, stoppable: bool) -> float | None:
         """Return the loss over eval_iters global batches, or None if the run is to stop between two of them."""
-        config, size = self.config, self.feeding.micro_batch_size * self.mesh.dp_size
-        assert config.batch.global_batch_size
+        sizes = self.length.batch_sizes
         self.decoder.eval()
         return mean_loss(
             self.engine,
             self.pipeline,
             self.feeding,
             data_set,
-            steps=config.training.eval_iters,
-            micro_batches=config.batch.global_batch_size // size,
+            steps=self.config.training.eval_iters,
+            micro_batches=sizes.target // sizes.quantum,
             interrupted=lambda: stoppable and self._asked_to_stop(),
         )
 
@@ -398,10 +395,11 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the folder of --save-hf when the training is over, not when it stops before that."""
-        if self.config.checkpoint.save_hf is None or self.progress.iteration < self.length.last_iteration:
+        folder = self.config.checkpoint.save_hf
+        if folder is None or self.progress.iteration < self.length.last_iteration:
             return
         self.phase = "writing --save-hf"
-        self.saver.export(self.progress.iteration)
+        self.saver.export(self.progress.iteration, folder)
 
     # -- small parts -----------------------------------------------------------------------------
 
@@ -424,7 +422,6 @@ class Trainer:
         traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
         rank_times, warnings = self.stragglers.take([rank.seconds for rank in ranks], bill, seconds)
         length = self.config.model.seq_length
-        assert length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
         metrics = IterationMetrics(
             iteration=self.progress.iteration,

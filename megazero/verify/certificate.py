@@ -1,4 +1,4 @@
-"""A certificate says what was asked for and what was run, and gives every check with its figure, limit and verdict.
+"""The certificate: what was asked for, what was run, and every check with its figure, limit and verdict.
 
 It is written as JSON and as Markdown, and printed as a table on the console.
 """
@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from megazero.verify.checks import Check
 
@@ -29,7 +32,7 @@ class Section:
 class Certificate:
     """The result of a verification.
 
-    asked: lines that say what the configuration says. run: lines that say what was run. changes: maps an option to
+    asked: lines that describe the configuration. run: lines that describe what was run. changes: maps an option to
     (the value asked for, the value run).
     """
 
@@ -105,9 +108,6 @@ class Certificate:
 
     def print(self) -> None:
         """Print the short table on standard output. It has every check with its figure, limit and verdict."""
-        from rich.console import Console
-        from rich.table import Table
-
         console = Console(highlight=False)
         table = Table(box=None, pad_edge=False)
         for title in ("check", "figure", "limit", "verdict"):

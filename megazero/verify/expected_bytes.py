@@ -1,4 +1,4 @@
-"""This computes the bytes that each rank should send in a step, from the configuration alone.
+"""The bytes that each rank should send in a step, from the configuration alone.
 
 It builds the units of a decoder on the meta device and the schedule's program, and puts them into the formulas of
 plan/communication.py.
@@ -87,7 +87,6 @@ class ExpectedBytes:
 
     def _activation(self) -> Activation:
         model, size = self.config.model, self.config.batch.micro_batch_size
-        assert model.seq_length and model.hidden_size and size
         width = DTYPES[self.config.precision.params_dtype].itemsize
         sharded = self.config.parallel.sequence_parallel and self.grid.tp > 1
         return Activation(model.seq_length, size, model.hidden_size, width, self.grid.tp, sharded)

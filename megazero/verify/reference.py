@@ -1,4 +1,4 @@
-"""The reference is one rank in plain torch: a whole decoder, autograd, torch.optim and clip_grad_norm_.
+"""The reference: one rank of plain torch with a whole decoder, autograd, torch.optim and clip_grad_norm_.
 
 It computes in fp64, so that a difference is the ranks' own rounding and not the sum of two roundings.
 """
@@ -77,14 +77,14 @@ class Reference:
         return _arrays({n: p.grad for n, p in self.decoder.named_parameters() if p.grad is not None})
 
     def micro_batches(self, step: int) -> int:
-        return self._sizes[step] // (self.data_parallel * (self.config.batch.micro_batch_size or 1))
+        return self._sizes[step] // (self.data_parallel * self.config.batch.micro_batch_size)
 
     def _backward(self, step: int, without_last: bool = False) -> float:
         tokens, labels, mask = tokens_of(self.config, step, self._sizes[step])
         packed = MicroBatch(tokens, labels, mask, None, **documents_of(self.config, tokens)).documents
         losses = self.decoder(tokens, labels, documents=packed) * mask
         if without_last:
-            losses = losses[: -self.data_parallel * (self.config.batch.micro_batch_size or 1)]
+            losses = losses[: -self.data_parallel * self.config.batch.micro_batch_size]
         total = losses.sum() / mask.sum()
         total.backward()
         return total.item()
@@ -101,7 +101,7 @@ def global_norm(gradients: Mapping[str, np.ndarray]) -> float:
 def relative_errors(got: Tensors, want: Tensors, noisy: Sequence[str]) -> dict[str, float]:
     """Return ||difference|| / max(||g||, floor x global norm) of each parameter.
 
-    noisy: parameters whose gradient is zero in exact arithmetic, so that what is computed is rounding noise.
+    noisy: parameters whose exact gradient is zero, so that the computed one is rounding noise.
     """
     total = global_norm(want)
     return {

@@ -1,9 +1,9 @@
-"""This shrinks the sizes of a configuration and keeps its structure. It is pure and needs no torch.
+"""Shrinks the sizes of a configuration and keeps its structure. Pure; no torch.
 
-These are kept: the family and every choice of the model, the layout, the schedule, uneven stages, the preset or
-factors, lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Whether sizes are odd,
-divide, pad or repeat is kept, too. These are replaced: the data by made-up tokens, the learning-rate schedule by a
-constant, and what is saved and logged by nothing.
+It keeps the family and every choice of the model, the layout, the schedule, uneven stages, the preset or factors,
+lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. It also keeps whether sizes are
+odd, divide, pad or repeat. It replaces the data by made-up tokens and the learning-rate schedule by a constant, and
+turns saving and logging off.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
     if config.optimizer.decoupled_lr is not None:
-        assert config.optimizer.lr
         values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
@@ -147,8 +146,6 @@ def _stages(config: RunConfig) -> Any:
 
 def _model(config: RunConfig, tp: int) -> dict[str, Any]:
     m = config.model
-    assert m.num_attention_heads and m.num_query_groups and m.hidden_size and m.ffn_hidden_size
-    assert m.kv_channels and m.seq_length and m.max_position_embeddings
     full_tp = config.parallel.tensor_model_parallel_size
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
     groups = tp * like(m.num_query_groups // full_tp, max(2, most // tp))
@@ -181,7 +178,7 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
 def _head_width(config: RunConfig) -> int:
     """Choose a head width that is odd or even as the configuration's is.
 
-    Rotary positions turn pairs of elements; with them, the turned part of the width is whole pairs.
+    Rotary positions rotate pairs of elements, so the rotated part of the width is whole pairs.
     """
     m = config.model
     widths = count(HEAD + m.kv_channels % 2, 2)
@@ -214,7 +211,6 @@ def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
 
 def _batch(config: RunConfig, world: World, layout: SubLayout) -> dict[str, Any]:
     batch = config.batch
-    assert batch.micro_batch_size
     micro = like(batch.micro_batch_size, 2)
     d = layout.world.world_size // (layout.tp * layout.pp)
     group = layout.pp if config.micro_batch_multiple > 1 else 1
@@ -256,7 +252,6 @@ def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tupl
     biases where it has some.
     """
     m, full_tp = config.model, config.parallel.tensor_model_parallel_size
-    assert m.hidden_size and m.ffn_hidden_size
     biases = [(m.ffn_hidden_size // full_tp, values["ffn_hidden_size"] // tp)] if m.add_bias_linear else []
     heads = [(m.kv_channels, values["kv_channels"])] if m.qk_norm == "head" else []
     return [(m.hidden_size, values["hidden_size"]), *heads, *biases]

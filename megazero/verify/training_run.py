@@ -1,4 +1,4 @@
-"""This is what the ranks of a verification run: recorded training steps on made-up tokens."""
+"""The ranks' part of a verification: recorded training steps on made-up tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megazero import zero
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
@@ -48,8 +48,8 @@ class TrainingRun:
     """The steps [start, stop) of one run.
 
     exact: the codecs are identities. save: the step after which the run saves, and the folder. load: the folder to
-    begin from. around: a picklable function; in it a test breaks a part of the engine, to see that the certificate
-    says so.
+    begin from. around: a picklable function in which a test breaks a part of the engine, to see that the certificate
+    finds it.
     """
 
     config: RunConfig
@@ -63,7 +63,7 @@ class TrainingRun:
 
 @dataclass
 class RankRecord:
-    """What one rank says of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
+    """One rank's results of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
 
     tp: int
     dp: int
@@ -98,10 +98,9 @@ def slice_block(config: RunConfig, world: World) -> int:
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens (int64), labels (int64) and the loss mask (fp64), each [count, s], of a step's global batch.
 
-    A fifth of the tokens do not count.
+    A fifth of the tokens is masked.
     """
-    length, vocabulary = config.model.seq_length, config.model.vocab_size
-    assert length and vocabulary
+    length, vocabulary = config.model.seq_length, config.model.vocabulary
     generator = torch.Generator().manual_seed(config.training.seed * 1000 + step)
     ids = torch.randint(0, vocabulary, (count, length + 1), generator=generator)
     mask = (torch.rand(count, length, generator=generator) > 0.2).double()
@@ -165,7 +164,7 @@ def _micro_batches(config: RunConfig, mesh: Mesh, step: int, size: int) -> tuple
     The micro-batches are dealt as the sampler deals them.
     """
     tokens, labels, mask = tokens_of(config, step, size)
-    micro, dtype = config.batch.micro_batch_size or 1, DTYPES[config.precision.params_dtype]
+    micro, dtype = config.batch.micro_batch_size, DTYPES[config.precision.params_dtype]
     batches = []
     for begin in range(0, size, micro * mesh.dp_size):
         ids = micro_batch_ids(begin, micro, mesh.dp_rank, mesh.dp_size)

@@ -1,4 +1,4 @@
-"""This runs a configuration, shrunk, on local ranks, compares it with one rank, and certifies it."""
+"""Runs a shrunk configuration on local ranks, compares it with one rank, and certifies it."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         for section in (config.model, config.batch, config.optimizer, config.precision)
         for name, value in vars(section).items()
     }
-    micro = config.batch.micro_batch_size or 1
+    micro = config.batch.micro_batch_size
     values |= {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,

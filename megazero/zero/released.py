@@ -1,4 +1,4 @@
-"""Parameters while their values are not gathered. A read names or gathers one, and never reads freed memory.
+"""Parameters whose values are not gathered. A read gathers the unit or raises; it never sees freed memory.
 
 A hidden Parameter is the same object with another class, whose ``__torch_function__`` sees what torch is
 asked to do with it. Shape, dtype, gradient and hooks are there as ever. Other operations are handed to
@@ -120,7 +120,7 @@ def hide(unit: Holder) -> None:
 
 
 def show(unit: Holder) -> None:
-    """Give the unit's Parameters their own class again: they are gathered."""
+    """Restore the class of the unit's Parameters: they are gathered."""
     for param, own in zip(unit.params.values(), unit.shown, strict=False):
         param.__class__ = own
     unit.shown = []

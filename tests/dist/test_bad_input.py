@@ -410,5 +410,5 @@ def test_a_broken_newest_checkpoint_is_told_when_an_older_one_stands_in(tmp_path
     run_ranks(1, train_all, [{**base, "save_interval": 1}], timeout=300)
     shorten(tmp_path / "run", "*.distcp")
     (seen,) = run_ranks(1, train_all, [{**base, "load": str(tmp_path / "run")}], timeout=300)[0]
-    assert seen.start == 1 and len(seen.notes) == 2 and "iter_0000002.superseded" in seen.notes[0]
-    assert re.search("iter_0000002 was left out: .*is incomplete.*bytes long", seen.notes[1]), seen.notes
+    assert seen.start == 1 and len(seen.notes) == 2 and "iter_0000002.superseded" in seen.notes[1]
+    assert re.search("iter_0000002 was left out: .*is incomplete.*bytes long", seen.notes[0]), seen.notes

@@ -149,7 +149,7 @@ def test_save_hf_writes_the_last_checkpoint(folders, tmp_path):
 
 def model_of(folders):
     """The model's flags, for a run that continues the checkpoint."""
-    from megazero.convert.run_flags import run_options
+    from megazero.convert.card import run_options
 
     options = run_options(folders["llama"])
     return {name: value for name, value in options.items() if value is not None and name != "seq_length"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megazero.config import RunConfig
+from megazero.config.run import stored_values
 from megazero.log.exit_status import ExitStatus, read_status
 from tests.dist.runs import free_port
 from tests.sizes import LEAST
@@ -106,7 +106,7 @@ def test_a_planned_stop_shows_no_trace(tmp_path: Path, words: list[str], status:
         for line in lines
         if line.startswith((" decoder", " layout", " predicted"))
     )
-    assert RunConfig.from_dict(yaml.safe_load(kept)).optimizer.lr == 1e-3  # below its comments, every option
+    assert stored_values(yaml.safe_load(kept))["lr"] == 1e-3  # below its comments, every option
 
 
 @pytest.mark.parametrize("handler, status", [(True, ExitStatus.STOPPED), (False, ExitStatus.INTERRUPTED)])
@@ -122,9 +122,13 @@ def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus
     assert run.returncode == status and read_status(str(tmp_path)) == status, text
     assert "Traceback" not in text and "RankFailure" not in text, text
     last = text.splitlines()[-1]
-    assert "why: received SIGINT" in last if handler else "interrupted: what was not saved is lost" in last, (
-        text
+    # The signal reaches ranks one by one: the first rank may learn of it from another.
+    why = (
+        "why: (received SIGINT|another rank received a signal)"
+        if handler
+        else "interrupted: what was not saved"
     )
+    assert re.search(why, last), text
     assert any((tmp_path / "save").glob("iter_*")) == handler
 
 

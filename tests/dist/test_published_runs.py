@@ -16,8 +16,8 @@ from statistics import mean
 import pytest
 
 from megazero.config import World, parse
-from megazero.data.corpus import stdlib_sources
 from megazero.data.preprocess import Job, preprocess
+from megazero.data.text import stdlib_sources
 from megazero.data.tokenizer_training import train_tokenizer
 from tests.dist.pool import run_ranks
 from tests.dist.published_runs import PUBLISHED

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.data.gpt import document_fields
 from megazero.mesh.grid import INTRA
 from megazero.models import Decoder, ModelConfig, make_model

@@ -11,7 +11,7 @@ import pytest
 from megazero.config import ConfigError, RunConfig, make_config, parse
 from megazero.config.foreign.megatron import flags
 from megazero.config.read.sources import all_switches
-from megazero.config.run import all_options
+from megazero.config.run import all_options, stored_values
 from megazero.families import FAMILIES
 from tests.unit.command_lines import BASE, WORLD, deepspeed, errors, run, write
 from tools.flags_page import markdown
@@ -199,13 +199,13 @@ def test_round_trip_and_reuse_as_yaml(tmp_path):
         "--model-family gpt --zero-shard 2,2,4 --tensor-model-parallel-size 2 --lr-warmup-fraction 0.1"
     )
     stored = json.loads(json.dumps(config.to_dict()))
-    assert RunConfig.from_dict(stored) == config
+    assert RunConfig.of(stored_values(stored)) == config
     path = write(tmp_path, "saved.yaml", json.dumps(stored))  # JSON is YAML
     assert parse(["--config", path], WORLD) == config
     stored["model"]["num_layer"], stored["modle"] = 3, {}
     stored["batch"]["micro_batch_size"] = "two"
     with pytest.raises(ConfigError) as caught:
-        RunConfig.from_dict(stored)
+        stored_values(stored)
     assert len(caught.value.errors) == 3
 
 

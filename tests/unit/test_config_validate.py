@@ -1,13 +1,19 @@
 """Sizes that do not fit: each is one error line with the value, the rule and the nearest legal choice."""
 
+import dataclasses
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megazero.config import ConfigError, RunConfig, World, make_config, parse
+from megazero.config.model.section import ModelConfig
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.run import all_options
+from megazero.config.options.optimizers import OptimizerConfig
+from megazero.config.options.sections import BatchConfig
+from megazero.config.run import all_options, section_types, stored_values
 from megazero.config.validate import find_errors
+from megazero.families import FAMILIES
 from megazero.pp.schedules import make_schedule
 from tests.sizes import SMALL
 
@@ -45,6 +51,25 @@ def test_required_options_are_all_named_at_once():
         assert f"--{flag} is required" in text
     assert "exactly one of --train-iters and --train-samples" in text
     assert "exactly one of --data-path and --mock-data" in text
+
+
+@pytest.mark.parametrize("name", [opt.name for opt in all_options().values() if opt.required])
+@pytest.mark.parametrize("world", [None, WORLD])
+def test_what_stands_in_for_a_missing_option_is_not_judged(name: str, world: World | None) -> None:
+    split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+    assert errors(world, **split, **{name: None}) == f"--{name.replace('_', '-')} is required"
+
+
+def test_a_configuration_that_holds_has_the_types_that_it_states() -> None:
+    for family in FAMILIES:
+        config = legal(model_family=family)
+        for section in section_types():
+            for each in dataclasses.fields(getattr(config, section)):
+                value = getattr(getattr(config, section), each.name)
+                assert value is not None or str(each.type).endswith("| None"), each.name
+    for section in (ModelConfig, OptimizerConfig, BatchConfig):
+        with pytest.raises(TypeError, match="missing"):  # one without what a run needs cannot be made
+            section()
 
 
 @pytest.mark.parametrize(
@@ -271,4 +296,4 @@ def test_any_command_line_gives_a_configuration_or_the_list_of_its_faults(extra,
     micro_batches = config.num_micro_batches(world)
     assert sum(len(stage.layers) for stage in stages) == config.model.num_layers
     assert make_schedule(config.pipeline_schedule, pp, len(stages) // pp, micro_batches)
-    assert RunConfig.from_dict(config.to_dict()) == config
+    assert RunConfig.of(stored_values(config.to_dict())) == config

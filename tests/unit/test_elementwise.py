@@ -29,7 +29,9 @@ ELEMENTWISE = {
     "Adam, rate a tensor": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.0)),
     "Nesterov": partial(torch.optim.SGD, lr=1.0, momentum=0.9, nesterov=True),
     **{
-        f"--optimizer {name}": partial(resolve_name(own.factory), **OptimizerConfig(name, lr=0.1).arguments)
+        f"--optimizer {name}": partial(
+            resolve_name(own.factory), **OptimizerConfig(optimizer=name, lr=0.1).arguments
+        )
         for name, own in OPTIMIZERS.items()
     },
     **{
@@ -168,7 +170,7 @@ def test_the_table_counts_the_states_that_an_optimizer_holds(name):
     """plan/memory.py takes the count for its bytes."""
     weight = nn.Parameter(torch.ones(6))
     own = OPTIMIZERS[name]
-    optimizer = resolve_name(own.factory)([weight], **OptimizerConfig(name, lr=0.1).arguments)
+    optimizer = resolve_name(own.factory)([weight], **OptimizerConfig(optimizer=name, lr=0.1).arguments)
     make_state(optimizer)
     held = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     assert sum(value.shape == weight.shape for value in held) == own.moments

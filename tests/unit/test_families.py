@@ -11,6 +11,7 @@ from megazero.config.errors import ConfigError
 from megazero.config.model.architecture import architecture_of, from_hf_config
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import make_model
+from megazero.config.run import stored_values
 from megazero.families import FAMILIES
 from megazero.train.outputs import export_note
 from megazero.verify.shrink import shrink
@@ -246,4 +247,4 @@ def test_a_configuration_stored_before_these_options_is_read():
         stored = config.to_dict()
         for name in (*new, "sliding_window"):
             del stored["model"][name]
-        assert RunConfig.from_dict(stored).model == config.model
+        assert RunConfig.of(stored_values(stored)).model == config.model

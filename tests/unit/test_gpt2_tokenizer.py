@@ -14,9 +14,8 @@ import pytest
 from megazero.checkpoint.store import CheckpointError
 from megazero.config import ConfigError, make_config
 from megazero.data import IndexedDataset
-from megazero.data.corpus import stdlib_sources
 from megazero.data.preprocess import Job, preprocess
-from megazero.data.text import find_inputs
+from megazero.data.text import find_inputs, stdlib_sources
 from megazero.data.tokenizer import GPT2BPETokenizer, load_tokenizer
 from megazero.log.metrics import read_metrics
 from megazero.train.generate import generate, load_text_model

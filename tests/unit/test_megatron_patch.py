@@ -26,7 +26,7 @@ from megatron_core_patch.report import Teller, start_line
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups, ranks_on_a_node
 from megazero.comm.codec import Blockwise
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
 from megazero.train.parallelize import make_codecs

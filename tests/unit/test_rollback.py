@@ -64,7 +64,7 @@ class Kept(Checkpointing):
     weights: torch.Tensor = torch.zeros(0)
 
     def saving(self, progress: Progress, staging: store.Staging) -> Any:
-        return store.saving(self._root, self._snapshot(progress), **self._manner)  # which is a copy
+        return store.saving(self.root, self._snapshot(progress), **self._manner)  # which is a copy
 
     def _snapshot(self, progress: Progress) -> store.Snapshot:
         state = {name: getattr(progress, name) for name in ("iteration", "consumed_samples", "rollbacks")}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm import waits
-from megazero.comm.waits import Waits
+from megazero.comm import timing
+from megazero.comm.timing import Waits
 from megazero.log.time_bill import ITEMS, TimeBill
 from megazero.ops import tcp
 from megazero.ops.stragglers import STEADY, WINDOW, RankSeconds, Stragglers
@@ -141,20 +141,20 @@ def test_waits_are_spans_on_a_cpu_and_events_on_cuda(monkeypatch: pytest.MonkeyP
         with Waits(torch.device("cpu"), bill.span)("exposed_tp_intra"):
             FakeEvent.now += 3
     assert bill.close(5.0) == dict.fromkeys(ITEMS, 0.0) | {"compute": 2.0, "exposed_tp_intra": 3.0}
-    monkeypatch.setattr(waits.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(timing.torch.cuda, "Event", FakeEvent)
     timer = Waits(torch.device("cuda"), bill.span)
-    for _ in range(3 * waits.MOST):
+    for _ in range(3 * timing.MOST):
         with timer("exposed_tp_intra"):
             FakeEvent.now += 1  # in milliseconds here
-    assert len(timer.pairs) <= waits.MOST
-    assert timer.take_stalls() == pytest.approx({"exposed_tp_intra": 3e-3 * waits.MOST})
+    assert len(timer.pairs) <= timing.MOST
+    assert timer.take_stalls() == pytest.approx({"exposed_tp_intra": 3e-3 * timing.MOST})
     assert timer.take_stalls() == {}
     with Waits(torch.device("cuda"))("exposed_tp_intra"):  # nobody watches
         pass
 
 
 def test_a_wait_that_is_not_over_is_left_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(timing.torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
     timer = Waits(torch.device("cuda"), TimeBill().span)
     with timer("exposed_tp_intra"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.config.model.section import ModelConfig
+from megazero.config.model.section import make_model
 from megazero.tp import (
     IGNORED_LABEL,
     ColumnParallelLinear,
@@ -17,6 +17,7 @@ from megazero.tp import (
 )
 
 ONE = TensorParallel()
+LAYER = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -62,10 +63,8 @@ def test_cross_entropy_backward_runs_once_and_keeps_non_finite_values():
 
 def test_vocabulary_padding_and_shards():
     def padded(vocab: int, divisor: int, size: int, exactly: int | None = None) -> int:
-        config = ModelConfig(
-            vocab_size=vocab, make_vocab_size_divisible_by=divisor, pad_vocab_size_to=exactly
-        )
-        return config.padded_vocab_size(size)
+        sizes = {"vocab_size": vocab, "make_vocab_size_divisible_by": divisor, "pad_vocab_size_to": exactly}
+        return make_model(**LAYER, **sizes).padded_vocab_size(size)
 
     assert padded(50257, 128, 1) == 50304
     assert padded(50257, 128, 8) == 51200  # as Megatron's GPT-3

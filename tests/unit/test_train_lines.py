@@ -6,10 +6,8 @@ import errno
 import io
 import json
 import os
-import shutil
-import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,18 +141,6 @@ def test_a_log_on_a_full_disk_does_not_raise() -> None:
         broken = Full()
         broken.write = lambda text: (_ for _ in ()).throw(OSError(errno.EBADF, "Bad file"))  # type: ignore[method-assign]
         print("a line", file=SafeStream(broken))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 32 kB. Needs the right to mount."""
-    root = tmp_path / "disk"
-    root.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(root)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no right to mount a file system")
-    yield root
-    subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
 def fill(disk: Path) -> Path:

@@ -32,10 +32,9 @@ class BatchSizeRampup:
     @classmethod
     def of(cls, config: RunConfig, data_parallel: int) -> BatchSizeRampup:
         """Return the sizes that a resolved configuration means on ``data_parallel`` ranks."""
-        batch = config.batch
-        assert batch.global_batch_size and batch.micro_batch_size, "unresolved configuration"
-        start, increment, samples = batch.rampup_batch_size or (batch.global_batch_size, 0, 0)
-        return cls(start, increment, samples, batch.global_batch_size, batch.micro_batch_size, data_parallel)
+        batch, target = config.batch, config.batch.samples_per_step(data_parallel)
+        start, increment, samples = batch.rampup_batch_size or (target, 0, 0)
+        return cls(start, increment, samples, target, batch.micro_batch_size, data_parallel)
 
     @property
     def quantum(self) -> int:

@@ -156,7 +156,6 @@ def _with_micro_batch(config: RunConfig, world: World, sizes: Sequence[int]) -> 
         config.batch.micro_batch_size,
         config.data_parallel_size(world) * config.micro_batch_multiple,
     )
-    assert micro
     whole = gcd(*sizes)
     legal = [size for size in range(1, micro + 1) if whole % (size * groups) == 0]
     return replace(config, batch=replace(config.batch, micro_batch_size=legal[-1])) if legal else None

@@ -48,13 +48,12 @@ def stage_costs(model: ModelConfig, recompute: str) -> Costs:
     - The embedding costs h. A lookup moves h numbers per token and multiplies none, which is less than what a
       layer's norms move.
     """
-    assert model.vocab_size, "the vocabulary is not known yet"
     h, attention = model.hidden_size, model.query_projection_size * model.seq_length
     again = 4 / 3
     layer = model.layer_matrix_numel + attention * (again if recompute == "selective" else 1)
     if recompute == "full":
         layer *= again
-    return Costs(embedding=h, layer=layer, head=h * model.vocab_size)
+    return Costs(embedding=h, layer=layer, head=h * model.vocabulary)
 
 
 def pipeline_summary(name: str, pp: int, virtual: int, micro_batches: int) -> str:

@@ -29,7 +29,6 @@ def virtual(config: RunConfig) -> Iterator[str]:
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if pp == 1 or not layers or layers < 1:
         return
-    assert num_layers
     if parallel.num_virtual_stages_per_pipeline_rank:
         yield (
             f"--num-layers-per-virtual-pipeline-stage {layers} and --num-virtual-stages-per-pipeline-rank "
@@ -48,7 +47,6 @@ def virtual(config: RunConfig) -> Iterator[str]:
 def schedule(config: RunConfig) -> Iterator[str]:
     """Report a schedule that does not take this many stages per rank."""
     parallel, num_layers = config.parallel, config.model.num_layers
-    assert num_layers
     pp, stages = parallel.pipeline_model_parallel_size, virtual_stages(parallel, num_layers)
     name = schedule_name(parallel, stages)
     if pp == 1 or name not in SCHEDULES:
@@ -60,7 +58,6 @@ def schedule(config: RunConfig) -> Iterator[str]:
 def layers_per_stage(config: RunConfig) -> Iterator[str]:
     """Report a partition that does not fit the layers and stages."""
     parallel, num_layers = config.parallel, config.model.num_layers
-    assert num_layers
     pp, layers = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if pp == 1 or (layers is not None and (layers < 1 or num_layers % (pp * layers))):  # said elsewhere
         return

@@ -14,7 +14,8 @@ ALWAYS_P_IS_OS = ("ddp", "zero3", "mics", "hsdp")
 
 def block_size(config: RunConfig) -> Iterator[str]:
     block = config.zero.zero_block_size
-    assert block is not None
+    if block is None:
+        return
     if block < 1 or block & (block - 1) or not LEAST_BLOCK <= block <= LARGEST_BLOCK:
         yield (
             f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {LARGEST_BLOCK}; nearest: "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megazero.config.model.rules import conditions
-from megazero.config.model.section import ModelConfig, complete
+from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, section_options, show
 from megazero.families import FAMILIES, Family
 
@@ -26,7 +27,8 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
     """Return the model section that a Hugging Face config.json describes.
 
     ``accept`` has the fields that are set aside although the decoder does not know them.
-    ``options`` are given by name and replace what is read. Dropout is 0 unless it is given here.
+    ``options`` are given by name and replace what is read. Dropout is 0 and sequences are as long as the model can
+    take unless it is given here.
     Raises ValueError, which names a model type, or every field that the decoder does not have.
     """
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
@@ -41,7 +43,8 @@ def _read(
 ) -> ModelConfig:
     read = family.hugging_face.options(config, accept)
     without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    return ModelConfig(**complete({"model_family": family.name, **without, **read, **options}))
+    model = make_model(**{"model_family": family.name, **without, **read, **options})
+    return model if "seq_length" in options else replace(model, seq_length=model.longest_context)
 
 
 def architecture_of(options: ModelConfig) -> Family:

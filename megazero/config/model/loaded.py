@@ -11,7 +11,7 @@ from megazero.checkpoint.directory import Look, described, latest, named
 from megazero.checkpoint.manifest import Manifest, read_manifest, to_json
 from megazero.config.model.architecture import from_hf_config
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
-from megazero.config.model.section import ModelConfig, as_trained, complete
+from megazero.config.model.section import as_trained, complete
 from megazero.config.options.fields import typed
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
@@ -148,8 +148,9 @@ def _checkpoint(said: Mapping[str, Any], path: Path | None) -> Loaded | None:
 def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a stored section as it was trained: an option that is younger than it had its default."""
     options = all_options()
-    known = {name: stored[name] for name in stored if name in options and options[name].section == "model"}
-    return asdict(ModelConfig(**complete(as_trained(known)))) if known else {}
+    defaults = {name: opt.default for name, opt in options.items() if opt.section == "model"}
+    known = {name: stored[name] for name in stored if name in defaults}
+    return defaults | complete(as_trained(known)) if known else {}
 
 
 def batch_to_keep(said: Mapping[str, Any]) -> int | None:
@@ -163,7 +164,7 @@ def batch_to_keep(said: Mapping[str, Any]) -> int | None:
 
 def _published(said: Mapping[str, Any]) -> Loaded:
     """Return the model of a folder of Hugging Face: its longest sequence, too, unless the run says another."""
-    folder = published_folder(said.get("load"))
+    folder = published_folder(said["load"])
     config = read_json(folder / CONFIG_FILE, "it says what the model is")
     model = asdict(from_hf_config(config, tuple(said.get("accept_field") or ())))
     longest = {"max_position_embeddings": model["max_position_embeddings"]}

@@ -76,14 +76,14 @@ def parameter_roles(c: ModelConfig) -> Iterator[ParameterRole]:
         for role in _layer_roles(c):
             yield ParameterRole(f"layers.{index}.{role.name}", role.shape, role.split)
     if c.untie_embeddings_and_output_weights:
-        yield ParameterRole("head.weight", (c.vocab_size, c.hidden_size), 0)
+        yield ParameterRole("head.weight", (c.vocabulary, c.hidden_size), 0)
     yield from _norm_roles(c, "head.norm")
 
 
 def _embedding_roles(c: ModelConfig) -> Iterator[ParameterRole]:
     if c.position_embedding_type == "learned_absolute":
         yield ParameterRole("embedding.positions", (c.max_position_embeddings, c.hidden_size), None)
-    yield ParameterRole("embedding.tokens.weight", (c.vocab_size, c.hidden_size), 0)
+    yield ParameterRole("embedding.tokens.weight", (c.vocabulary, c.hidden_size), 0)
     if c.embed_layernorm:
         yield from _norm_roles(c, "embedding.norm")
 

@@ -12,7 +12,6 @@ def is_published(load: str | None) -> bool:
     return load is not None and load.startswith("hf:")
 
 
-def published_folder(load: str | None) -> Path:
+def published_folder(load: str) -> Path:
     """Return the folder of ``hf:DIR``."""
-    assert load is not None and is_published(load)
     return Path(load.removeprefix("hf:"))

@@ -13,7 +13,6 @@ from megazero.config.options.fields import fault, section_options, without_effec
 from megazero.families import FAMILIES
 
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
-_OPTIONAL = ("seq_length", "pad_vocab_size_to", "sliding_window")  # what a decoder does without
 _LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position")
 
 
@@ -147,12 +146,9 @@ def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]
 
 
 def check_model(model: ModelConfig, tp: int = 1) -> None:
-    """Check what a decoder over ``tp`` ranks asks of its sizes and choices. Raises ConfigError with every fault.
-
-    seq_length may be None, because a decoder is called with any length.
-    """
+    """Check what a decoder over ``tp`` ranks asks of its sizes and choices. Raises ConfigError with every fault."""
     options = {
-        o.name: replace(o, required=o.name not in _OPTIONAL) for o in section_options("model", ModelConfig)
+        o.name: replace(o, required=o.name == "vocab_size") for o in section_options("model", ModelConfig)
     }
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:

@@ -6,10 +6,11 @@ Names are Megatron's. What families set is in megazero.families.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megazero.config.options.fields import option
+from megazero.config.errors import ConfigError
+from megazero.config.options.fields import option, section_options
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
 # The norms of a layer, in the order of use.
@@ -21,33 +22,32 @@ LAYER_NORMS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder. Fields that a family or other sizes decide are None until the configuration is resolved."""
+    """The decoder. A vocabulary of None is that of the tokenizer, which is not read yet."""
 
-    # Types are those of a resolved section; the vocabulary is None until the tokenizer is read.
     model_family: str = option(
         "gpt",
         "family that sets the defaults marked 'by family'; gpt is Megatron's architecture",
         choices=tuple(FAMILIES),
     )
-    num_layers: int = option(None, "transformer layers", low=1, required=True)
-    hidden_size: int = option(None, "width of the residual stream", low=1, required=True)
+    num_layers: int = option(MISSING, "transformer layers", low=1, required=True)
+    hidden_size: int = option(MISSING, "width of the residual stream", low=1, required=True)
     ffn_hidden_size: int = option(
-        None,
+        MISSING,
         "width inside the MLP (default: 4 x hidden; with --swiglu 8/3 x hidden, to a multiple of 64: rounded down in "
         "family gpt, as in Megatron, else up, as in Llama)",
         low=1,
     )
-    num_attention_heads: int = option(None, "attention heads", low=1, required=True)
+    num_attention_heads: int = option(MISSING, "attention heads", low=1, required=True)
     num_query_groups: int = option(
-        None, "key/value heads of grouped-query attention (default: as many as heads)", low=1
+        MISSING, "key/value heads of grouped-query attention (default: as many as heads)", low=1
     )
-    kv_channels: int = option(None, "width of one head (default: hidden / heads)", low=1)
-    seq_length: int = option(None, "tokens of one sample", low=1, required=True)
-    max_position_embeddings: int = option(None, "longest sequence (default: --seq-length)", low=1)
+    kv_channels: int = option(MISSING, "width of one head (default: hidden / heads)", low=1)
+    seq_length: int = option(MISSING, "tokens of one sample", low=1, required=True)
+    max_position_embeddings: int = option(MISSING, "longest sequence (default: --seq-length)", low=1)
     position_embedding_type: str = option(
-        None, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
+        MISSING, "how positions enter (by family)", choices=("rope", "learned_absolute", "alibi")
     )
     rotary_base: float = option(10000.0, "base of rotary frequencies", above=0)
     rotary_percent: float = option(
@@ -81,7 +81,7 @@ class ModelConfig:
         "two; or each with a norm behind it (by family)",
         choices=tuple(LAYER_NORMS),
     )
-    normalization: str = option(None, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
+    normalization: str = option(MISSING, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
     qk_norm: str = option(
         "none",
@@ -89,7 +89,7 @@ class ModelConfig:
         choices=("none", "head", "all-heads"),
         consts={"qk-layernorm": "head"},
     )
-    swiglu: bool = option(None, "SwiGLU in the MLP, else GELU (by family; off with --squared-relu)")
+    swiglu: bool = option(MISSING, "SwiGLU in the MLP, else GELU (by family; off with --squared-relu)")
     squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
     openai_gelu: bool = option(
         True,
@@ -97,26 +97,32 @@ class ModelConfig:
         "Megatron)",
     )
     add_bias_linear: bool = option(
-        None, "biases in linear layers (by family)", negative="disable-bias-linear"
+        MISSING, "biases in linear layers (by family)", negative="disable-bias-linear"
     )
     add_attention_bias: bool = option(
-        None, "biases in attention's four linears (default: as --add-bias-linear, which is then the MLP's)"
+        MISSING, "biases in attention's four linears (default: as --add-bias-linear, which is then the MLP's)"
     )
     add_qkv_bias: bool = option(
         False, "biases in the query, key and value linears, whatever the other linears have (by family)"
     )
     untie_embeddings_and_output_weights: bool = option(
-        None, "a head with its own weights, else the embedding's (by family)"
+        MISSING, "a head with its own weights, else the embedding's (by family)"
     )
     embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
     attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
     hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
-    vocab_size: int = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
+    vocab_size: int | None = option(None, "vocabulary before padding (default: the tokenizer's)", low=1)
     make_vocab_size_divisible_by: int = option(
         128, "the padded vocabulary is a multiple of this x the tensor-parallel size", low=1
     )
     pad_vocab_size_to: int | None = option(None, "size of the padded vocabulary, exactly", low=1)
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the vocabulary before padding, once the tokenizer that decides it is read."""
+        assert self.vocab_size is not None, "the tokenizer has not been read"
+        return self.vocab_size
 
     @property
     def qkv_bias(self) -> bool:
@@ -156,7 +162,7 @@ class ModelConfig:
         if self.pad_vocab_size_to is not None:
             return self.pad_vocab_size_to
         unit = self.make_vocab_size_divisible_by * tp
-        return -(-self.vocab_size // unit) * unit
+        return -(-self.vocabulary // unit) * unit
 
     @property
     def layer_matrix_numel(self) -> int:
@@ -215,7 +221,12 @@ def as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
 def make_model(**options: Any) -> ModelConfig:
     """Make a model section by itself, for a decoder outside of a run.
 
-    Options are given by name and completed as a run's are. The decoder checks what is said here. Raises TypeError
-    for an option that does not exist.
+    Options are given by name and completed as a run's are; a sequence is as long as the positions if it is not said.
+    The decoder checks what is said here. Raises TypeError for an option that does not exist, and ConfigError for
+    those that are missing.
     """
-    return ModelConfig(**complete(options))
+    done = complete({"seq_length": options.get("max_position_embeddings"), **options})
+    missing = [o for o in section_options("model", ModelConfig) if o.needed and done.get(o.name) is None]
+    if missing:
+        raise ConfigError([f"{opt.flag} is required" for opt in missing])
+    return ModelConfig(**done)

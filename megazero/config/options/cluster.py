@@ -7,7 +7,7 @@ is wrong with a file is reported at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +29,11 @@ class Device:
     communication library take of the memory.
     """
 
-    name: str = option(None, "what it is called", required=True)
-    memory_gib: float = option(None, "memory of a rank, in GiB", above=0, required=True)
-    memory_gbytes_per_s: float = option(None, "rate of that memory, in GB/s", above=0, required=True)
+    name: str = option(MISSING, "what it is called", required=True)
+    memory_gib: float = option(MISSING, "memory of a rank, in GiB", above=0, required=True)
+    memory_gbytes_per_s: float = option(MISSING, "rate of that memory, in GB/s", above=0, required=True)
     matmul_efficiency: float = option(
-        None, "share of the peak that matrices reach", above=0, high=1, required=True
+        MISSING, "share of the peak that matrices reach", above=0, high=1, required=True
     )
     bf16_tflops: float | None = option(None, "peak rate of matrix products in bf16", above=0)
     fp16_tflops: float | None = option(None, "the same in fp16", above=0)
@@ -65,7 +65,7 @@ class Device:
 class IntraNode:
     """The link of a rank to the others of its node."""
 
-    gbytes_per_s: float = option(None, "rate of a rank, in GB/s", above=0, required=True)
+    gbytes_per_s: float = option(MISSING, "rate of a rank, in GB/s", above=0, required=True)
     latency_us: float = option(5.0, "time of a step of a collective, in microseconds", low=0)
 
 
@@ -77,7 +77,7 @@ class InterNode:
     calibrates where no collective was measured.
     """
 
-    gbits_per_s: float = option(None, "rate of a node, in Gb/s", above=0, required=True)
+    gbits_per_s: float = option(MISSING, "rate of a node, in Gb/s", above=0, required=True)
     rank_gbits_per_s: float | None = option(
         None, "the most that one rank reaches (default: the node's)", above=0
     )
@@ -92,8 +92,8 @@ class Cores:
     A cluster whose ranks have an accelerator each has none: their hosts are not what a step waits for.
     """
 
-    count: int = option(None, "processors of a host", low=1, required=True)
-    ranks: int = option(None, "consecutive ranks that share them", low=1, required=True)
+    count: int = option(MISSING, "processors of a host", low=1, required=True)
+    ranks: int = option(MISSING, "consecutive ranks that share them", low=1, required=True)
     others: float = option(0.0, "processors that other programs keep busy", low=0)
     share: float = option(
         1.0, "of the processors' time that ranks use which compute and meet", low=0.1, high=1
@@ -113,11 +113,11 @@ class MeasuredCollective:
     spread: (slowest - fastest) / median of the rounds, of which ``seconds`` is the median.
     """
 
-    operation: str = option(None, "what it does", choices=OPERATIONS, required=True)
-    ranks: int = option(None, "ranks of a group", low=2, required=True)
-    nodes: int = option(None, "nodes that a group lies on", low=1, required=True)
-    bytes: int = option(None, "bytes that a rank sends", low=1, required=True)
-    seconds: float = option(None, "time", above=0, required=True)
+    operation: str = option(MISSING, "what it does", choices=OPERATIONS, required=True)
+    ranks: int = option(MISSING, "ranks of a group", low=2, required=True)
+    nodes: int = option(MISSING, "nodes that a group lies on", low=1, required=True)
+    bytes: int = option(MISSING, "bytes that a rank sends", low=1, required=True)
+    seconds: float = option(MISSING, "time", above=0, required=True)
     busy: float = option(0.0, "seconds of a processor", low=0)
     spread: float | None = option(None, "of the rounds, relative", low=0)
 
@@ -130,9 +130,11 @@ class MeasuredLayer:
     it; their collectives are part of the times. All ranks of a node were at work.
     """
 
-    forward_flops: float = option(None, "operations of its forward on a rank", above=0, required=True)
-    forward_seconds: float = option(None, "time of its forward", above=0, required=True)
-    backward_seconds: float = option(None, "time of its backward, without recompute", above=0, required=True)
+    forward_flops: float = option(MISSING, "operations of its forward on a rank", above=0, required=True)
+    forward_seconds: float = option(MISSING, "time of its forward", above=0, required=True)
+    backward_seconds: float = option(
+        MISSING, "time of its backward, without recompute", above=0, required=True
+    )
     module: str = option("layer", "which module", choices=MODULES)
     tp: int = option(1, "tensor-parallel ranks", low=1)
     micro_batch: int | None = option(None, "samples of the micro-batch", low=1)
@@ -147,10 +149,10 @@ class MeasuredCodec:
     bits: 8, 4 and 2 are the quantised formats; 32 and 16 are elements as they are, whose encoding is a cast.
     """
 
-    bits: int = option(None, "bits of an element in a message", choices=(32, 16, 8, 4, 2), required=True)
-    encode_ns: float = option(None, "to encode an element", above=0, required=True)
-    decode_ns: float = option(None, "to decode an element into a parameter", above=0, required=True)
-    sum_ns: float = option(None, "to decode an element and add it to a sum", above=0, required=True)
+    bits: int = option(MISSING, "bits of an element in a message", choices=(32, 16, 8, 4, 2), required=True)
+    encode_ns: float = option(MISSING, "to encode an element", above=0, required=True)
+    decode_ns: float = option(MISSING, "to decode an element into a parameter", above=0, required=True)
+    sum_ns: float = option(MISSING, "to decode an element and add it to a sum", above=0, required=True)
     spread: float | None = option(None, "of the rounds, relative", low=0)
 
 
@@ -191,9 +193,9 @@ class Cluster:
 class _Top:
     """The keys of a cluster file that hold one value."""
 
-    name: str = option(None, "what the cluster is called", required=True)
-    nodes: int = option(None, "how many nodes", low=1, required=True)
-    ranks_per_node: int = option(None, "how many ranks a node has", low=1, required=True)
+    name: str = option(MISSING, "what the cluster is called", required=True)
+    nodes: int = option(MISSING, "how many nodes", low=1, required=True)
+    ranks_per_node: int = option(MISSING, "how many ranks a node has", low=1, required=True)
     source: str = option("", "where its figures come from")
 
 

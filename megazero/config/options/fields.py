@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from megazero.config.nearest import did_you_mean
@@ -19,6 +19,7 @@ class Option:
     """This is one configuration field, seen as an option.
 
     ``kind`` is 'int', 'float', 'bool', 'str', 'ints' or 'strs' (the last two take one or more values).
+    ``needed``: its section always has a value, and no default. A user says it (``required``), or it is derived.
     ``low`` and ``high`` are inclusive bounds; ``above`` and ``below`` are exclusive ones.
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false.
@@ -34,6 +35,7 @@ class Option:
     high: float | None = None
     above: float | None = None
     below: float | None = None
+    needed: bool = False
     required: bool = False
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
@@ -53,7 +55,10 @@ class Option:
 
 
 def option(default: Any, help: str, **meta: Any) -> Any:
-    """Return a dataclass field that is an option. ``meta`` holds fields of Option."""
+    """Return a dataclass field that is an option. ``meta`` holds fields of Option.
+
+    ``default``: MISSING if every section has a value that was said or derived; None if a section may have none.
+    """
     return field(default=default, metadata={"help": help, **meta})
 
 
@@ -68,7 +73,8 @@ def section_options(section: str, cls: type) -> list[Option]:
             name=f.name,
             section=section,
             kind=KINDS[str(f.type).removesuffix(" | None")],
-            default=f.default,
+            default=None if f.default is MISSING else f.default,
+            needed=f.default is MISSING,
             **f.metadata,
         )
         for f in dataclasses.fields(cls)
@@ -130,6 +136,11 @@ def show(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) if value and isinstance(value[0], str) else ",".join(map(str, value))
     return "unset" if value is None else str(value).removesuffix(".0")
+
+
+def stand_in(opt: Option) -> Any:
+    """Return a legal value of an option that has no default, so that others can be judged without it."""
+    return opt.choices[0] if opt.choices else False if opt.kind == "bool" else 1
 
 
 def typed(opt: Option, value: Any) -> str:

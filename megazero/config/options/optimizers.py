@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -88,12 +88,12 @@ WSD_FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
 DECAY_STYLES = ("constant", *FALLING, "inverse-square-root", "WSD")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimizer and learning rate. Schedule lengths are in iterations, or in samples with --train-samples."""
 
     optimizer: str = option("adamw", "update rule (Megatron's adam is adamw)", choices=tuple(OPTIMIZERS))
-    lr: float | None = option(None, "peak learning rate", above=0, required=True)
+    lr: float = option(MISSING, "peak learning rate", above=0, required=True)
     min_lr: float = option(0.0, "learning rate at the end of the decay", low=0)
     decoupled_lr: float | None = option(
         None, "peak learning rate of the token embedding and the head, in the place of --lr", above=0

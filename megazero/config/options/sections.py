@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
 from megazero.config.options.data_inputs import TOKENIZERS
@@ -197,9 +197,7 @@ class PrecisionConfig:
 class BatchConfig:
     """Sizes in samples."""
 
-    micro_batch_size: int | None = option(
-        None, "samples of one forward pass on one rank", low=1, required=True
-    )
+    micro_batch_size: int = option(MISSING, "samples of one forward pass on one rank", low=1, required=True)
     global_batch_size: int | None = option(
         None, "samples of one step over all ranks (default: micro-batch x data-parallel size)", low=1
     )
@@ -209,6 +207,10 @@ class BatchConfig:
     elastic: bool = option(
         False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
     )
+
+    def samples_per_step(self, data_parallel: int) -> int:
+        """Return the global batch, after any ramp-up, on ``data_parallel`` ranks."""
+        return self.global_batch_size or self.micro_batch_size * data_parallel
 
 
 @dataclass(frozen=True)

@@ -122,10 +122,10 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 
 
 def _finish(said: Layer, world: World | None) -> RunConfig:
-    config, faults = resolve(said, world)
+    config, missing, faults = resolve(said, world)
     errors = [*said.errors, *faults]
-    if errors or world is None:
-        errors += find_errors(config, world, skip=said.failed)
+    if errors or missing or world is None:
+        errors += find_errors(config, world, said.failed, missing)
     else:
         config, errors = fit(config, world)
     if errors:

@@ -5,7 +5,7 @@ It fills in family defaults, derived sizes, the ZeRO preset and the notes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
@@ -14,14 +14,18 @@ from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, 
 from megazero.config.model.loaded import batch_to_keep, take_architecture
 from megazero.config.model.section import ModelConfig, complete, has_gelu
 from megazero.config.options.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
-from megazero.config.options.fields import show
+from megazero.config.options.fields import show, stand_in
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
-from megazero.config.run import RunConfig, World, all_options, section_types
+from megazero.config.run import RunConfig, World, all_options
 
 
-def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
-    """Return the completed configuration with its notes, and error lines for what cannot be completed."""
+def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str], list[str]]:
+    """Return the completed configuration with its notes, what is missing, and error lines.
+
+    Missing are options of which a run must have a value, and that were neither said nor derived. Values stand in for
+    them, by which alone nothing may be judged.
+    """
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
     notes, errors = list(said.notes), list[str]()
@@ -42,7 +46,9 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, list[str]]:
     notes += _complete_tokenizer(values)
     errors += read_data_files(values, notes)
     notes += _unused_split(values)
-    return _assemble(values, notes), errors
+    needed = (opt for opt in all_options().values() if opt.needed and values.get(opt.name) is None)
+    missing = {opt.name: stand_in(opt) for opt in needed}
+    return RunConfig.of(values | missing, notes), missing, errors
 
 
 def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> list[str]:
@@ -129,14 +135,6 @@ def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
             [f"{', '.join(unused)} change{plural} nothing with --tokenizer-type {kind}"] if unused else []
         )
     return notes
-
-
-def _assemble(values: dict[str, Any], notes: Sequence[str]) -> RunConfig:
-    by_section: dict[str, dict[str, Any]] = {section: {} for section in section_types()}
-    for name, value in values.items():
-        by_section[all_options()[name].section][name] = value
-    sections = {section: cls(**by_section[section]) for section, cls in section_types().items()}
-    return RunConfig(**sections, notes=tuple(notes))
 
 
 def _complete_zero(values: dict[str, Any], notes: list[str]) -> list[str]:

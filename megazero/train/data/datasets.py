@@ -33,10 +33,9 @@ def tokenizer_info(config: RunConfig) -> TokenizerInfo:
     """Describe the run's tokenizer: without --tokenizer-type a null one of --vocab-size."""
     data = config.data
     if data.tokenizer_type is None:
-        assert config.model.vocab_size, "the configuration refuses an unknown vocabulary"
-        return NullTokenizer(config.model.vocab_size - 1).info
+        return NullTokenizer(config.model.vocabulary - 1).info
     return load_tokenizer(
-        data.tokenizer_type, vocab_size=config.model.vocab_size, **tokenizer_options(data)
+        data.tokenizer_type, vocab_size=config.model.vocab_size, **tokenizer_options(vars(data))
     ).info
 
 
@@ -79,12 +78,9 @@ def make_datasets(
     Also returns ``begin`` with the numbers that fix the order of samples, and with notes where the order has changed.
     Raises ValueError if the data is too short for the run.
     """
-    data, seq_length = config.data, config.model.seq_length
-    assert seq_length
-    assert config.batch.global_batch_size
-    evaluated = config.training.eval_iters * config.batch.global_batch_size
+    data, evaluated = config.data, config.training.eval_iters * length.batch_sizes.target
     spec = SampleSpec(
-        seq_length,
+        config.model.seq_length,
         config.training.seed,
         tokenizer,
         data.eod_mask_loss,
@@ -121,7 +117,7 @@ def _label(split: str, name: str) -> str:
 def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin: Progress) -> str:
     """The flag that decides how many samples are taken, and its largest value that ``samples`` suffice for."""
     if split != "train":
-        return f"--eval-iters to at most {samples // (config.batch.global_batch_size or 1)}"
+        return f"--eval-iters to at most {samples // length.batch_sizes.target}"
     if config.training.train_samples is not None:
         return f"--train-samples to at most {samples}"
     more = length.batch_sizes.iterations_within(samples, begin.consumed_samples)

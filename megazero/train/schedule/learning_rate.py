@@ -44,7 +44,7 @@ class LearningRate:
     warmup: float = 0
     warmup_init: float = 0.0
     style: str = "linear"
-    wsd_decay: int | None = None
+    wsd_decay: int = 0
     wsd_style: str = "exponential"
 
     @classmethod
@@ -58,14 +58,13 @@ class LearningRate:
         if decoupled and optimizer.decoupled_lr is not None:
             peak = optimizer.decoupled_lr
             minimum = minimum if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
-        assert peak, "unresolved configuration"
         return cls(
             peak=peak,
             decay=lengths.decay,
             minimum=minimum,
             warmup=lengths.warmup,
             style=optimizer.lr_decay_style,
-            wsd_decay=lengths.wsd_decay or None,
+            wsd_decay=lengths.wsd_decay,
             wsd_style=optimizer.lr_wsd_decay_style,
         )
 
@@ -85,6 +84,5 @@ class LearningRate:
         """The factor of (peak - minimum), for the styles that scale it."""
         if self.style != "WSD":
             return FALLING[self.style]((consumed - self.warmup) / (self.decay - self.warmup))
-        assert self.wsd_decay is not None
         into = consumed - (self.decay - self.wsd_decay)
         return 1.0 if into <= 0 else WSD_FALLING[self.wsd_style](into / self.wsd_decay)

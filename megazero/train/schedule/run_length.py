@@ -52,7 +52,7 @@ def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLen
     training, sizes = config.training, BatchSizeRampup.of(config, data_parallel)
     wanted, done = training.train_samples, begin.iteration
     if wanted is None:
-        last = training.train_iters or 0
+        last = config.lr_lengths.total
     else:
         last = done + sizes.iterations_within(wanted, begin.consumed_samples)
     if last == 0:

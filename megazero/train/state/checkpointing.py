@@ -92,18 +92,18 @@ class Checkpointing:
 
     def save(self, progress: Progress) -> Path:
         """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
-        return store.save(self._root, self._snapshot(progress), **self._manner)
+        return store.save(self.root, self._snapshot(progress), **self._manner)
 
     def saving(self, progress: Progress, staging: store.Staging) -> Generator[store.Part, None, Path]:
         """Do what ``save`` does, from a copy, but yield the parts that are this rank's own work. Collective."""
-        return store.saving(self._root, self._snapshot(progress), staging=staging, **self._manner)
+        return store.saving(self.root, self._snapshot(progress), staging=staging, **self._manner)
 
     def try_saving(self) -> None:
         """Write a small checkpoint from every rank, in the way this run saves, and remove it. Collective.
 
         Raises CheckpointError on every rank if that fails.
         """
-        root, rank = Path(self._root) / TRIAL, self.mesh.rank
+        root, rank = Path(self.root) / TRIAL, self.mesh.rank
         count, dtype = 8, DTYPES[self.config.precision.params_dtype]
         values = {WEIGHTS: torch.zeros(count, dtype=dtype, device=self.mesh.device)}
         record = SliceRecord(Placement.plain(f"rank {rank}", (count,)), 0, count, values)
@@ -118,7 +118,7 @@ class Checkpointing:
             store.save(root, small, group=world_group(), staging=staging)
         except store.CheckpointError as error:
             raise store.CheckpointError(
-                f"--save {self._root}: this run could not save, so it does not begin; of a small checkpoint: {error}"
+                f"--save {self.root}: this run could not save, so it does not begin; of a small checkpoint: {error}"
             ) from error
         finally:
             if staging is not None:
@@ -156,7 +156,8 @@ class Checkpointing:
         )
 
     @property
-    def _root(self) -> str:
+    def root(self) -> str:
+        """The folder of --save, without which nothing is saved, exported or rolled back."""
         assert self.config.checkpoint.save is not None
         return self.config.checkpoint.save
 
@@ -214,18 +215,16 @@ class Checkpointing:
         agree(world_group(), doing, lambda: fill(published, records, (MASTER, WEIGHTS)))
         self.engine.invalidate()
 
-    def export(self, iteration: int) -> Path | None:
-        """Write the folder of --save-hf from the checkpoint of ``iteration``. Returns it. Collective.
+    def export(self, iteration: int, folder: Path) -> Path | None:
+        """Write the ``folder`` of --save-hf from the checkpoint of ``iteration``. Returns it. Collective.
 
         It returns None if the folder exists, which a run that had ended before finds.
         """
-        options = self.config.checkpoint
-        assert options.save is not None and options.save_hf is not None
-        source = Source(Path(options.save) / checkpoint_name(iteration))
-        there = agree(world_group(), "--save-hf", lambda: converted_from(Path(options.save_hf or ""), source))
+        source = Source(Path(self.root) / checkpoint_name(iteration))
+        there = agree(world_group(), "--save-hf", lambda: converted_from(folder, source))
         if there[0]:
             return None
-        partial_folder = write_folder(source, Path(options.save_hf), group=world_group())
+        partial_folder = write_folder(source, folder, group=world_group())
         return finish(partial_folder, world_group())
 
     def _moments(self, stored: Mapping[str, Any], path: Path) -> list[str]:

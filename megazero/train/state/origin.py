@@ -94,7 +94,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         )
         return Origin(published=opened)
     if chosen.path is None:
-        return _start_fresh(options, mesh)
+        return _start_fresh(options, options.load, mesh)
     origin = replace(_opened(chosen.path), own=chosen.again)
     assert origin.manifest is not None
     if options.finetune and not origin.own:
@@ -169,14 +169,12 @@ def _opened(path: Path) -> Origin:
     return Origin(progress, path, manifest, state)
 
 
-def _start_fresh(options: CheckpointConfig, mesh: Mesh) -> Origin:
+def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh) -> Origin:
     """Return random weights, with a note: for the first job of a chain (--load is --save) or --allow-fresh-start.
 
     Raises CheckpointError otherwise, and whenever the folder has something that may be the wanted checkpoint: then
     random weights are no cure.
     """
-    load = options.load
-    assert load is not None
     found = _of_first_rank(
         mesh, lambda: [*_incomplete(Path(load)), *_elsewhere(Path(load)), *_foreign(Path(load))]
     )

@@ -33,15 +33,14 @@ def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: s
     Raises LossSpike on every rank if there is no such checkpoint, or after --max-rollbacks.
     """
     config = checkpointing.config
-    done, save = progress.rollbacks, config.checkpoint.save
-    assert save is not None, "the configuration refuses --rollback-on-spike without --save"
+    done = progress.rollbacks
     if done >= config.skipping.max_rollbacks:
         raise LossSpike(
             f"{why}. The run has gone back {done} times (--max-rollbacks): look at the samples that were left out, "
             "and resume with a lower --lr, a smaller --clip-grad or other data"
         )
     try:
-        origin = origin_before(save, begin, checkpointing.mesh)
+        origin = origin_before(checkpointing.root, begin, checkpointing.mesh)
         checkpointing.load(origin)
     except CheckpointError as error:
         raise LossSpike(f"{why}. {error}") from error

@@ -108,13 +108,13 @@ class Saver:
             self._part.wait(self._limit_s)
             self.go_on()
 
-    def export(self, iteration: int) -> None:
+    def export(self, iteration: int, folder: str) -> None:
         """Write the folder of --save-hf from the checkpoint of ``iteration``, once it is complete. Collective."""
         self.wait()
         began = time.perf_counter()
-        folder = self._checkpointing.export(iteration)
-        written = f"wrote {folder} in {time.perf_counter() - began:.1f} s"
-        self._console.note(written if folder else "--save-hf is there already")
+        written = self._checkpointing.export(iteration, Path(folder))
+        seconds = time.perf_counter() - began
+        self._console.note(f"wrote {written} in {seconds:.1f} s" if written else "--save-hf is there already")
 
     def _next_part(self) -> None:
         assert self._parts is not None
