@@ -19,7 +19,7 @@ from megazero.checkpoint import store
 from megazero.checkpoint.directory import TRIAL
 from megazero.data.tokenizer import NullTokenizer, TokenizerInfo, write_meta
 from megazero.log.exit_status import ExitStatus, read_status
-from megazero.train import ranks as start
+from megazero.train import distributed as start
 from megazero.train import setup
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Processes, digest, free_port, train_all, write_data
