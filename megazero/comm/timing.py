@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Entered around what is to have a name: called with what is done, and of what ('gather_inter', 'layers.3').
 Label = Callable[[str, str], AbstractContextManager[object]]
@@ -57,6 +58,8 @@ class Waits:
 
     @contextmanager
     def _between_events(self, name: str) -> Iterator[None]:
+        import torch  # not at the top: the time bill reads this module without torch
+
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         yield

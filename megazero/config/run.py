@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout.pipeline import (
@@ -22,7 +21,7 @@ from megazero.config.layout.shards import AUTO, DEFAULT_PRESET, Shards, resolve_
 from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
 from megazero.config.model.section import ModelConfig, as_trained, complete
 from megazero.config.nearest import did_you_mean
-from megazero.config.options.fields import Option, convert, section_options, show
+from megazero.config.options.fields import Option, convert, section_of, section_options, show
 from megazero.config.options.observing import LoggingConfig, PlanningConfig, ProfilingConfig
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import (
@@ -46,7 +45,6 @@ REMOVED = {
     "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
     "--log-dir LOGS (--tee 3 prints it, too)",
 }
-Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -293,12 +291,6 @@ def all_options() -> Mapping[str, Option]:
     options = [opt for section, cls in section_types().items() for opt in section_options(section, cls)]
     assert len({opt.name for opt in options}) == len(options), "option names are unique over sections"
     return MappingProxyType({opt.name: opt for opt in options})
-
-
-def section_of(section: type[Section], values: Mapping[str, Any]) -> Section:
-    """Make a section of values by option name, of which others and None are left out."""
-    names = (f.name for f in dataclasses.fields(section))  # type: ignore[arg-type]
-    return section(**{name: values[name] for name in names if values.get(name) is not None})
 
 
 def to_store(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,8 @@ from megazero.checkpoint.errors import CheckpointError
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.reading import StoredKind, pieces, read_state
 from megazero.config.model.section import ModelConfig
-from megazero.config.run import section_of, stored_values
+from megazero.config.options.fields import section_of
+from megazero.config.run import stored_values
 from megazero.convert.shards import Plain
 from megazero.models.placements import stored_tensors
 

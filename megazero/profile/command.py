@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _profile(words: Sequence[str], launch: Launch) -> int:
     request = read_request(words)
-    from megazero.profile.run import join, profile
+    from megazero.profile.run import join, profile  # brings torch
 
     try:
         joined = join(request, launch)

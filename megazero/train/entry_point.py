@@ -22,7 +22,7 @@ def run(config: RunConfig, launch: Launch) -> int:
     """
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
-            from megazero.train.setup import main
+            from megazero.train.setup import main  # brings torch
 
             return process_status(ExitStatus(main(config, launch, signals)))
         except NotStarted as reason:

@@ -15,7 +15,8 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.config.model.section import ModelConfig
-from megazero.config.run import section_of, stored_values
+from megazero.config.options.fields import section_of
+from megazero.config.run import stored_values
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_files import held_tokenizer, load_run_tokenizer
 from megazero.models import Decoder

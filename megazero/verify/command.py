@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(request: VerifyRequest) -> int:
-    from megazero.verify import verification
+    from megazero.verify import verification  # brings torch
 
     try:
         with LocalRanks(preload=["megazero.verify.training_run"]) as ranks:

@@ -10,6 +10,8 @@ import pytest
 
 from megazero.config import ConfigError, RunConfig, make_config, parse
 from megazero.config.foreign.megatron import flags
+from megazero.config.model.section import ModelConfig
+from megazero.config.options.fields import section_of
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options, stored_values
 from megazero.families import FAMILIES
@@ -207,6 +209,10 @@ def test_round_trip_and_reuse_as_yaml(tmp_path):
     with pytest.raises(ConfigError) as caught:
         stored_values(stored)
     assert len(caught.value.errors) == 3
+    del stored["modle"], stored["batch"], stored["model"]["num_layer"]
+    stored["model"] |= {"hidden_size": None, "num_layers": None}  # as in a damaged file
+    with pytest.raises(ConfigError, match="--num-layers is required\n.*--hidden-size is required"):
+        section_of(ModelConfig, stored_values(stored))
 
 
 def test_a_removed_option_is_refused_with_its_cure_and_old_files_load(tmp_path: Path) -> None:

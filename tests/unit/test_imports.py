@@ -176,6 +176,19 @@ def test_optional_packages_are_imported_in_functions_only() -> None:
                 assert name.split(".")[0] not in MEGATRON, where
 
 
+def test_imports_in_functions_are_few_and_say_why() -> None:
+    """They keep torch or an optional package out. Others save time, or lead to torch: a comment says which."""
+    found = []
+    for path in (path for path in sources() if path.is_relative_to(ROOT / "megazero")):
+        lines, tree = path.read_text().splitlines(), ast.parse(path.read_text())
+        functions = (f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        for name, line in {each for f in functions for each in imports(f, module_name(path), False)}:
+            if not set(name.split(".")) & (OPTIONAL | {"torch"}):
+                found.append(f"{path.relative_to(ROOT)}:{line}: {lines[line - 1].strip()}")
+    assert not [each for each in found if "  # " not in each]
+    assert 0 < len({each.partition(" ")[0] for each in found}) <= 10, found
+
+
 def loaded_after(modules: list[str]) -> set[str]:
     """Top-level names in sys.modules of a new interpreter that imported ``modules``."""
     code = (

@@ -6,11 +6,10 @@ Names are Megatron's. What families set is in megazero.families.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from megazero.config.errors import ConfigError
-from megazero.config.options.fields import option, section_options
+from megazero.config.options.fields import option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
 # The norms of a layer, in the order of use.
@@ -225,8 +224,8 @@ def make_model(**options: Any) -> ModelConfig:
     The decoder checks what is said here. Raises TypeError for an option that does not exist, and ConfigError for
     those that are missing.
     """
-    done = complete({"seq_length": options.get("max_position_embeddings"), **options})
-    missing = [o for o in section_options("model", ModelConfig) if o.needed and done.get(o.name) is None]
-    if missing:
-        raise ConfigError([f"{opt.flag} is required" for opt in missing])
-    return ModelConfig(**done)
+    if unknown := options.keys() - {each.name for each in fields(ModelConfig)}:
+        raise TypeError(f"a model has no {', '.join(sorted(unknown))}")
+    return section_of(
+        ModelConfig, complete({"seq_length": options.get("max_position_embeddings"), **options})
+    )

@@ -9,9 +9,12 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from megazero.config.errors import ConfigError
 from megazero.config.nearest import did_you_mean
+
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,19 @@ def section_options(section: str, cls: type) -> list[Option]:
         )
         for f in dataclasses.fields(cls)
     ]
+
+
+def section_of(cls: type[Section], values: Mapping[str, Any]) -> Section:
+    """Make a section of values by option name, of which others and None are left out.
+
+    Raises ConfigError, which names every value that such a section must have.
+    """
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    said = {f.name: values[f.name] for f in fields if values.get(f.name) is not None}
+    missing = [f.name for f in fields if f.default is MISSING and f.name not in said]
+    if missing:
+        raise ConfigError([f"--{name.replace('_', '-')} is required" for name in missing])
+    return cls(**said)
 
 
 def convert(opt: Option, raw: Any) -> Any:
