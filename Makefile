@@ -4,19 +4,20 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# The exact version known to work. On a GPU machine name your build, for example:
+# The newest release that passes the tests and is to be had as a build for CPUs. On a GPU machine name your build, for example:
 #   make quickstart TORCH="torch==2.11.0 --index-url <your wheel index>"
 TORCH ?= torch==2.13.0
 RANKS ?= 4
 OUT ?= runs/quickstart
 PYTEST_ARGS ?=
 REPORT_ARGS ?=
+RELEASES_ARGS ?=
 
 BIN := $(VENV)/bin
 # The stamp names the requirement, so that another TORCH is installed over the first.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 
-.PHONY: quickstart test test-unit test-dist test-netlab test-slow slurm-test bench gpu-report lint clean
+.PHONY: quickstart test test-unit test-dist test-netlab test-slow test-releases slurm-test bench gpu-report lint clean
 .NOTPARALLEL:
 
 $(TORCH_STAMP):
@@ -72,8 +73,14 @@ test-slow: $(VENV)/.test
 slurm-test: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow -rs tests/slurm $(PYTEST_ARGS)
 
+# The tests under the oldest and newest releases of Python, torch, transformers and megatron-core, each in an environment
+# of its own under .releases (some 20 GB, two hours). PYTHON_3_13=... names an interpreter that is not on the PATH. For
+# example RELEASES_ARGS="--only newest --stages unit wheel".
+test-releases:
+	$(PYTHON) tools/releases.py --workers 2 $(RELEASES_ARGS)
+
 bench: $(VENV)/.test
-	$(BIN)/python tests/benchmarks/step_time.py
+	$(BIN)/python benchmarks/step_time.py
 
 # Everything that needs a GPU, in at most 8 minutes on one card, into docs/gpu.md; without a card a rehearsal. For
 # example REPORT_ARGS="--pieces kernels,race --fresh".

@@ -1,7 +1,7 @@
-"""This operation adds values of a narrower dtype to a sum, without a copy of them in the sum's dtype.
+"""Adds values of a narrower dtype to a sum, without a copy of them in the sum's dtype.
 
-Where two dtypes differ, torch on a CPU converts the whole operand into new memory first. Here that goes by chunks, in
-memory that is used again. CUDA converts as it loads. The bits are those of ``out.add_(x, alpha=alpha)``.
+If two dtypes differ, torch on a CPU first converts the whole operand into new memory. This operation converts by
+chunks, in memory that is reused. CUDA converts as it loads. The bits are those of ``out.add_(x, alpha=alpha)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Passing buffers, in memory that is used again and again.
+"""Transient buffers in memory that is reused from step to step.
 
 A steady step takes and closes the same buffers in the same order, so after its first steps an arena asks torch for no
 more memory. It holds as much as was in use at one time; gaps between buffers may add a little.
@@ -26,7 +26,7 @@ Take = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Arena:
-    """Holds the memory of one engine's passing buffers. One thread at a time uses it."""
+    """The memory of one engine's transient buffers. One thread at a time uses it."""
 
     def __init__(self) -> None:
         self.regions: dict[object, _Region] = {}
@@ -148,7 +148,7 @@ class _Region:
 
 
 def home_of(device: torch.device) -> object:
-    """Return what tells streams apart: on CUDA the device's current stream."""
+    """Return a stream's identity: on CUDA the device's current stream."""
     return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else device
 
 

@@ -1,4 +1,4 @@
-"""This operation decodes payload and scales to values.
+"""Decodes payload and scales to values.
 
 q * s is exact in fp32 and is then rounded to the output's dtype. Receivers of differences add to the output. The
 fp32 sum then has one rounding, since q * s is exact, and one more to the output's dtype, so every implementation

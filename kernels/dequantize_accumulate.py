@@ -1,8 +1,7 @@
-"""This operation decodes and sums, at the end of a quantised reduction.
+"""Decodes and sums, at the end of a quantised reduction.
 
-It computes out (+)= messages[0] + messages[1] + ... in this order. Products q * s are exact in fp32 and each
-addition is rounded once, so the sum has the same bits on every implementation. Where out is fp64, the sum is taken
-in fp64.
+It computes out (+)= messages[0] + messages[1] + ... in this order. Products q * s are exact in fp32 and each addition
+is rounded once, so the sum has the same bits on every implementation. Where out is fp64, the sum is taken in fp64.
 
 For each element of out, the one pass reads k x (bits / 8 + 2 / block) bytes and writes 4. If it accumulates, it
 reads 4 more.
@@ -20,8 +19,7 @@ from megazero.kernels.format import Format
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
     """Decode the rows of ``messages`` and write their sum to ``out``, or add it to ``out`` if ``accumulate``.
 
-    ``messages`` is uint8 [k, m] and contiguous; its coded part is read. ``out`` is [n], fp32 or fp64, and
-    contiguous.
+    ``messages`` is uint8 [k, m] and contiguous; its coded part is read. ``out`` is [n], fp32 or fp64, and contiguous.
     """
     if not out.numel():
         return
@@ -42,7 +40,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulat
 
 
 class Summed:
-    """This is the reference: it sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements.
+    """The reference: sums decoded messages, uint8 [k, m], by pieces of at most ``size`` elements.
 
     ``take`` gives its buffers.
     """

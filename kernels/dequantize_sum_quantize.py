@@ -1,4 +1,4 @@
-"""This operation decodes, sums and encodes in the middle of a reduction of two hops (ZeRO++, section 4.2).
+"""Decodes, sums and encodes between the two hops of a reduction (ZeRO++, section 4.2).
 
 The sum, messages[0] + messages[1] + ..., is taken in fp32 and in this order, and stays in registers. It is then
 encoded in rows for the next hop. The two formats may differ: a program takes whole blocks of both and reshapes

@@ -1,4 +1,4 @@
-"""This module has the one rule that says where an operation runs, and it imports Triton where it can.
+"""The one rule that decides where an operation runs. Imports Triton where it can.
 
 A kernel runs where its tensors are on CUDA and Triton is installed. Elsewhere its torch reference runs, which gives
 the same bits. TRITON_INTERPRET=1, set before the first import, runs the kernels on CPU tensors (tests). Triton is

@@ -1,4 +1,4 @@
-"""This module defines the coded part of a message: where payload and scales lie, and how digits become bytes.
+"""The coded part of a message: where payload and scales lie, and how digits become bytes.
 
 A slice of n elements is n / block blocks. A block's element i has the integer digit q[i] in -qmax .. qmax
 (symmetric, so no value is favoured). The block has one scale s, and x[i] is about q[i] * s.
@@ -13,9 +13,8 @@ gradients below 6e-8 x qmax). It has 8 significant bits, so q * s is exact in fp
 the same bits on every implementation, whether it contracts to multiply-add or not. Scales are rounded up, so that
 absmax is not clipped. ``DEFAULT_BLOCK`` compares error with bytes.
 
-A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16. A
-block of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero, and decodes
-to NaN.
+A scale is at least 2 ** -126 (so its reciprocal is finite), and at most such that qmax * s is finite in bf16. A block
+of zeros has scale zero and payload zero. A block with NaN or Inf has scale NaN and payload zero, and decodes to NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def bf16_floor_bits(value: float) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """This is a quantised format. A digit has ``bits`` bits (2, 4 or 8).
+    """A quantised format. A digit has ``bits`` bits (2, 4 or 8).
 
     ``block`` elements share a scale; it is a power of two from 8 to 2048.
     ``clip`` is 0, or the number of scales that are tried per block, from absmax / qmax down to about half of it.

@@ -1,6 +1,6 @@
-"""This module draws the noise for stochastic rounding from a counter hash.
+"""Noise for stochastic rounding, drawn from a counter hash.
 
-So the noise is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global
+It is reproducible and the same in every layout. A draw is a function of (seed, step, stream, global
 element index) and of nothing else. The stream names who rounds what: the unit, the hop, and for gradients the
 sender, whose draws must be independent of others'. Two neighbouring elements share one 32-bit hash, and each takes
 16 bits of it. The lowest bit of each half is set, so a draw is an odd multiple of 2 ** -16: its mean is exactly
@@ -40,7 +40,7 @@ def signed(x: int) -> int:
 
 @dataclass(frozen=True)
 class Noise:
-    """This says where draws are taken: element ``start`` of the stream is the first element of what is rounded.
+    """Where draws are taken: element ``start`` of the stream is for the first rounded element.
 
     ``start`` is even. ``start`` plus the number of rounded elements stays below 2 ** 33.
     """
@@ -79,7 +79,7 @@ def launch_arguments(noise: Noise | None) -> tuple[int, int, int]:
 
 
 class Draws:
-    """This is the reference: it makes draws in chunks of at most ``size`` elements, in buffers that are used again.
+    """The reference: makes draws in chunks of at most ``size`` elements, in reused buffers.
 
     ``take`` gives the buffers. A draw takes 1.2 ns per element on one core (AVX-512).
     """

@@ -1,4 +1,4 @@
-"""This operation encodes values to payload and scales (kernels/format.py says how they lie).
+"""Encodes values to payload and scales (kernels/format.py has their layout).
 
 Each block has an absmax a and a scale s, which is a / qmax rounded up to bf16. Its digits are rint(clamp(x / s) [+
 draw]), where a draw in (-1/2, 1/2) makes the rounding stochastic. x / s is computed as x times the reciprocal of s.
@@ -6,6 +6,20 @@ draw]), where a draw in (-1/2, 1/2) makes the rounding stochastic. x / s is comp
 For each element, the one pass reads 4 bytes (fp32) or 2 (bf16, fp16) and writes bits / 8 + 2 / block. A program
 keeps its blocks in registers between absmax and digits, also when a clip is searched. Accesses are 16 bytes wide
 (the compiled code is checked), 8 for the payload of 2 bits, and less where a block's payload is less.
+
+``error_bound`` bounds how far a decoded value may be from the value that was encoded. With y = x / s, computed in
+fp32 and clamped to -qmax .. qmax, and q = rint(y + draw), the decoded value is q * s, which is exact. Then:
+
+    |x - q s| <= s * (1/2 + |draw|) + max(0, |x| - qmax s) + slack
+
+|draw| is 0 when rounding to nearest and below 1/2 when rounding stochastically. The second term is what a searched
+clip (or a scale at the format's upper limit) cuts off. slack is s * qmax * 2 ** -21. It covers the conversion of x
+to fp32 (2 ** -24, for fp64), the reciprocal and the product (2 ** -24 each), and the sum with the draw (2 ** -24),
+all relative to at most qmax.
+
+The bounds of hops add up. The sum of k decoded messages is within the sum of their bounds (and fp32's own rounding,
+which is (k - 1) * 2 ** -24 of the sum of absolute values). If that sum is encoded again for the second hop, the
+bound of the sum is added once more.
 """
 
 from __future__ import annotations
@@ -40,8 +54,7 @@ def quantize(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise
     """Encode x, which is [k, n] of any float dtype and contiguous, into the coded part of ``messages``.
 
     ``messages`` is uint8 [k, m] and contiguous, and m is a multiple of 16.
-    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each
-    other.
+    With ``noise``, the rounding is stochastic. Its start is the global index of x[0, 0], and rows follow each other.
     """
     if noise is not None:
         noise.check(x.numel())
@@ -146,6 +159,19 @@ def scales_of(values: torch.Tensor, form: Format) -> torch.Tensor:
         return values.new_empty(0)
     with SCRATCH.frame(values.device) as frame:
         return _scaled(values, Work.of(frame.take, values.numel(), form), form).clone()
+
+
+def error_bound(x: torch.Tensor, form: Format, stochastic: bool) -> torch.Tensor:
+    """Return the largest difference between an element of x and its decoded fp32 value, per block.
+
+    x is [k, n] of any float dtype; the result is fp32 [k, n / block]. It is NaN for blocks that have NaN or Inf. A
+    16-bit output adds its own rounding, and it may overflow where a block comes within 0.8% of the dtype's largest
+    value, since scales are rounded up.
+    """
+    blocks = x.float().unflatten(1, (-1, form.block))
+    scale = scales_of(blocks.flatten(0, 1), form).view(blocks.shape[:2])
+    clipped = (blocks.abs().amax(2) - form.qmax * scale).clamp_(min=0.0)
+    return scale * ((1.0 if stochastic else 0.5) + form.qmax * 2.0**-21) + clipped
 
 
 def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:

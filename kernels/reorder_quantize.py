@@ -1,4 +1,4 @@
-"""This operation reorders and encodes: it is Algorithm 2 of ZeRO++ (section 4.1), fused with the quantisation.
+"""Reorders and encodes: Algorithm 2 of ZeRO++ (section 4.1), fused with the quantisation.
 
 It is for layouts given from outside, where rank r of nodes x node_size (rank = node * node_size + local) must end
 with slice r of a flat tensor. (megazero's own layout needs no reordering.)
@@ -29,7 +29,7 @@ from megazero.kernels.values import load_values, raw
 
 @dataclass(frozen=True)
 class Order:
-    """This describes nodes x node_size ranks, where rank = node * node_size + local.
+    """nodes x node_size ranks, where rank = node * node_size + local.
 
     ``stages`` counts the stages of the pipeline of chunks.
     """

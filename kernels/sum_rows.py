@@ -1,4 +1,4 @@
-"""This operation sums rows in one pass, at the end of a reduction that is not quantised.
+"""Sums rows in one pass, at the end of an unquantised reduction.
 
 It computes out (+)= own + rows[0] + rows[1] + ... in this order. Each addition is rounded once, to out's dtype, so
 the sum has the same bits on every implementation: those of a chain of adds.

@@ -1,4 +1,4 @@
-"""This module moves values in and out of the kernels.
+"""Loads and stores of values in the kernels.
 
 It handles bf16 by its bits, so that Triton's interpreter rounds as the GPU does. The interpreter of Triton 3.x
 truncates fp32 to bf16 and gets bf16 denormals wrong. Shifts and an integer rounding give the GPU's and torch's bits

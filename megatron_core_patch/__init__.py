@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_core_patch.options import PatchOptions
     from megatron_core_patch.patch import Patch
-    from megazero.comm.traffic import Traffic
+    from megazero.comm.hops import Traffic
 
 __all__ = ["counters", "disable", "enable"]
 

@@ -23,8 +23,9 @@ from megatron_core_patch.checks import GRADIENTS, WEIGHTS, Check, MessageChecks
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.two_hops import TwoHops
 from megazero.comm.codec import Blockwise
-from megazero.comm.lane import Chain, Lane, Ticket, no_timing
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
+from megazero.comm.lane import Chain, Lane, Ticket
+from megazero.comm.timing import no_timing
 from megazero.train.parallelize import make_codecs
 from megazero.zero.context import hop_spec
 

@@ -26,9 +26,8 @@ from megazero.kernels.arena import Arena, Frame, Take
 
 from megatron_core_patch.two_hops import TwoHops
 from megazero.comm.codec import Blockwise, Codec, Identity
-from megazero.comm.hops import start_exchange, start_gather
+from megazero.comm.hops import Traffic, start_exchange, start_gather
 from megazero.comm.lane import Chain
-from megazero.comm.traffic import Traffic
 from megazero.mesh.mesh import Axis
 from megazero.zero.policy import Codecs
 from megazero.zero.unit import at_least_fp32

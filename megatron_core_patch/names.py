@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-KNOWN = ((0, 13), (0, 16))  # the first and the last version that were tried
+KNOWN = ((0, 13), (0, 19))  # the first and the last version that were tried
 CORE = "megatron.core"
 BUFFER = f"{CORE}.distributed.param_and_grad_buffer"
 FINALIZE = f"{CORE}.distributed.finalize_model_grads"

@@ -31,7 +31,7 @@ from megatron_core_patch.refusals import ddp_problems, module_problems, optimize
 from megatron_core_patch.report import Kind, Teller, connections_note
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups, timeout_of
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config.errors import ConfigError
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.launch import CONNECTIONS, Launch, read_launch

@@ -16,7 +16,7 @@ import torch
 
 from megatron_core_patch.names import FINALIZE, replaced
 from megatron_core_patch.two_hops import TwoHops
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 
 
 def is_tied(bucket: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The one module that draws: matplotlib figures that are written whole, and curves as text. It needs no display."""
+"""Charts: matplotlib figures, written as whole files, and curves as text. No display is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing here cannot harm what is on disk: data go beside the target, are flushed to the device, then renamed."""
+"""Whole-file writes: data are written beside the target, flushed to the device, then renamed."""
 
 from __future__ import annotations
 

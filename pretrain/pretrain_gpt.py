@@ -9,11 +9,11 @@ import sys
 import time
 
 from megazero.config import ConfigError, World, parse
-from megazero.log.exit_status import ExitStatus, tell_torchrun
-from megazero.log.streams import guard_output
+from megazero.log.exit_status import ExitStatus, report_to_torchrun
+from megazero.log.safe_stream import guard_output
 from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
 from megazero.mesh.starter import start_ranks
-from megazero.train.program import run
+from megazero.train.entry_point import run
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def _refuse(said: object, first: bool) -> ExitStatus:
     """Say a mistake that all ranks make on the first one."""
     if first:
         print(said, file=sys.stderr)
-        tell_torchrun(f"{said}")
+        report_to_torchrun(f"{said}")
     else:
         # Launchers end all ranks with the first that leaves: let the one that speaks be it. A rank that is ended has
         # nothing to add (torchrun describes each that failed); else all say the same status.

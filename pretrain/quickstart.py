@@ -4,7 +4,7 @@
     python pretrain/quickstart.py --out runs/quickstart
 
 The text is the standard library of the running Python; everything is written under --out. Run again, it does
-only what is missing there (a training leg that was interrupted begins again); --fresh removes what an earlier
+only what is missing there (a training phase that was interrupted begins again); --fresh removes what an earlier
 quickstart left in --out and begins anew. It uses the machine's GPUs if torch sees any, else the CPU.
 """
 
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megazero.data.corpus import stdlib_sources
+from megazero.data.text import stdlib_sources
 from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import METRICS_FILE, read_metrics
@@ -50,8 +50,8 @@ ITERATIONS = {"cuda": 600, "bf16": 324, "fp32": 168}  # sized for 5 minutes on 2
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How one leg of the training lays out its ranks. ``node`` is the number of ranks that count as one node."""
+class Phase:
+    """How one phase of the training lays out its ranks. ``node`` is the number of ranks that count as one node."""
 
     preset: str
     tp: int = 1
@@ -68,15 +68,15 @@ class Layout:
         return f"{ranks} ranks{nodes}: {''.join(sizes)}DP {self.data_parallel(ranks)}, {self.preset}"
 
 
-LAYOUTS = {  # by ranks: one leg each; every leg but the first resumes from the checkpoint of the one before
-    4: (Layout("zero3", tp=2), Layout("hpz", node=2), Layout("zero2", pp=2, micro_batches=4)),
-    2: (Layout("zero1", tp=2), Layout("zero3"), Layout("zero1", pp=2, micro_batches=4)),
-    1: (Layout("ddp"), Layout("ddp")),
+LAYOUTS = {  # by ranks: one phase each; every phase but the first resumes from the checkpoint of the one before
+    4: (Phase("zero3", tp=2), Phase("hpz", node=2), Phase("zero2", pp=2, micro_batches=4)),
+    2: (Phase("zero1", tp=2), Phase("zero3"), Phase("zero1", pp=2, micro_batches=4)),
+    1: (Phase("ddp"), Phase("ddp")),
 }
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuickstartPlan:
     """What decides the outcome. An --out folder belongs to one plan. ``device`` is 'cuda' or 'cpu'."""
 
     python: str
@@ -86,10 +86,10 @@ class Plan:
     iterations: int
 
     @property
-    def leg_ends(self) -> list[int]:
-        """The iterations at which a leg ends."""
-        legs = len(LAYOUTS[self.ranks])
-        return [self.iterations * leg // legs for leg in range(1, legs + 1)]
+    def phase_ends(self) -> list[int]:
+        """The iterations at which a phase ends."""
+        phases = len(LAYOUTS[self.ranks])
+        return [self.iterations * phase // phases for phase in range(1, phases + 1)]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class StepFailed(Exception):
 class Quickstart:
     """The steps, as commands that a user could type."""
 
-    def __init__(self, out: Path, plan: Plan) -> None:
+    def __init__(self, out: Path, plan: QuickstartPlan) -> None:
         self.out, self.plan, self.began = out, plan, time.monotonic()
         self.corpus, self.tokenizer = out / "corpus.jsonl", out / "tokenizer.model"
         self.data = out / "data" / "corpus_text_document"
@@ -121,13 +121,13 @@ class Quickstart:
             Step("corpus: the standard library's sources", self.corpus, self._write_corpus),
             Step(f"tokenizer: {VOCABULARY} SentencePiece pieces", self.tokenizer, self._train_tokenizer),
             Step("tokens: corpus to .bin and .idx", Path(f"{self.data}.idx"), self._preprocess),
-            *(self._leg(*leg) for leg in enumerate(LAYOUTS[self.plan.ranks])),
+            *(self._phase(*phase) for phase in enumerate(LAYOUTS[self.plan.ranks])),
             Step("sample: what the model writes", self.out / "sample.txt", self._sample),
             Step("loss curve", self.curve, self._plot),
         ]
 
-    def _leg(self, number: int, layout: Layout) -> Step:
-        end = self.plan.leg_ends[number]
+    def _phase(self, number: int, layout: Phase) -> Step:
+        end = self.plan.phase_ends[number]
         more = ["--load", self.checkpoint] if number else []
         more += ["--exit-interval", end] if end < self.plan.iterations else []
         return Step(
@@ -188,7 +188,7 @@ class Quickstart:
         workers = ["--append-eod", "--workers", min(4, cores())]
         self._python([*command, *self._tokenizer_flags(), *workers], log)
 
-    def _train(self, layout: Layout, more: Sequence[object], log: Path) -> None:
+    def _train(self, layout: Phase, more: Sequence[object], log: Path) -> None:
         ranks, whole = self.plan.ranks, self.plan.iterations
         flags = [
             "--nproc-per-node",
@@ -250,7 +250,7 @@ class Quickstart:
         print(
             f"\nuntrained: loss {first:.3f} on the first batch (ln {VOCABULARY} = {math.log(VOCABULARY):.3f})\n"
             f"evaluation loss: {', '.join(f'{loss:.3f} at {at}' for at, loss in evaluations)}\n"
-            f"  (resumed on another layout after {' and '.join(map(str, self.plan.leg_ends[:-1]))})\n\n"
+            f"  (resumed on another layout after {' and '.join(map(str, self.plan.phase_ends[:-1]))})\n\n"
             f"loss curve  {self.curve}\nmetrics     {self.logs / METRICS_FILE}\n"
             f"checkpoint  {self.checkpoint}\n"
             f"more text   {sys.executable} pretrain/generate.py --load {self.checkpoint} --prompt 'class '\n"
@@ -332,29 +332,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=4,
         help="processes; with GPUs one on each, at most",
     )
-    add("--iterations", type=int, help=f"optimizer steps, a multiple of the legs (default: {ITERATIONS})")
+    add("--iterations", type=int, help=f"optimizer steps, a multiple of the phases (default: {ITERATIONS})")
     add(
         "--fresh", action="store_true", help="remove what an earlier quickstart left in --out, and begin anew"
     )
     return parser.parse_args(arguments)
 
 
-def make_plan(ranks: int, iterations: int | None, gpus: int) -> Plan:
+def make_plan(ranks: int, iterations: int | None, gpus: int) -> QuickstartPlan:
     """Plan as many ranks as were asked for, or as there are GPUs to hold them."""
     if gpus:
         ranks = max(known for known in LAYOUTS if known <= min(ranks, gpus))
-    legs = len(LAYOUTS[ranks])
-    if iterations is not None and (iterations < legs or iterations % legs):
+    phases = len(LAYOUTS[ranks])
+    if iterations is not None and (iterations < phases or iterations % phases):
         raise ValueError(
-            f"--iterations {iterations} is not a multiple of the {legs} legs of {ranks} ranks; nearest: "
-            f"{max(1, iterations // legs) * legs}"
+            f"--iterations {iterations} is not a multiple of the {phases} phases of {ranks} ranks; nearest: "
+            f"{max(1, iterations // phases) * phases}"
         )
     dtype = "bf16" if gpus else cpu_dtype()
     default = ITERATIONS["cuda" if gpus else dtype]
-    return Plan(platform.python_version(), "cuda" if gpus else "cpu", dtype, ranks, iterations or default)
+    return QuickstartPlan(
+        platform.python_version(), "cuda" if gpus else "cpu", dtype, ranks, iterations or default
+    )
 
 
-def claim(out: Path, plan: Plan, fresh: bool) -> None:
+def claim(out: Path, plan: QuickstartPlan, fresh: bool) -> None:
     """Make ``out`` this plan's folder. Raises ValueError if it holds anything else."""
     settings = out / "quickstart.json"
     if not settings.exists():

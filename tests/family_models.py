@@ -35,6 +35,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 GPT2 = {
     "n_embd": 48,
@@ -78,6 +79,8 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", NORMED),
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
+    "phi3": ("Phi3", LLAMA),
+    "phi3-partial-window": ("Phi3", {**LLAMA, "rope_parameters": PARTIAL_ROPE, "sliding_window": 24}),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),
@@ -103,10 +106,22 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def spelled(values: dict[str, Any]) -> dict[str, Any]:
+    """The same for transformers 4, whose rotary positions have fields of their own instead of rope_parameters."""
+    if "rope_parameters" not in values or not transformers.__version__.startswith("4."):
+        return values
+    rope = dict(values["rope_parameters"])
+    base, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    fields = {"rope_theta": base} if share is None else {"rotary_emb_base": base, "rotary_pct": share}
+    scaling = None if rope["rope_type"] == "default" else rope
+    others = {name: value for name, value in values.items() if name != "rope_parameters"}
+    return {**others, **fields, "rope_scaling": scaling}
+
+
 def make(variant: str, **changes: Any) -> Any:
     """transformers' model of a variant, with random weights."""
     family, values = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**{**values, **changes})
+    config = getattr(transformers, f"{family}Config")(**spelled({**values, **changes}))
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     return getattr(transformers, head)(config)
 

@@ -3,8 +3,8 @@
     python -m tests.mutations                      all of them, some 40 minutes on 2 cores
     python -m tests.mutations zero comm/lane.py    those of modules whose path has one of these words
 
-The tests are those that import the module, directly or through others, the nearest first. A mutation that no test
-finds wants a new one. ``tests/unit/test_mutations.py`` tells when the table falls behind the code.
+The tests are the nearest ones by imports, for a minute. A mutation that no test finds wants a new one.
+``tests/unit/test_mutations.py`` tells when the table falls behind the code.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ megazero/comm/hops.py
 + axis.size * row * messages.element_size()
   bytes to itself count as sent
 
-megazero/comm/waits.py
+megazero/comm/timing.py
 - self.pairs[0][2].query()
 + self.pairs[0][1].query()
   a wait is read before it is over (CUDA)
@@ -266,7 +266,7 @@ megazero/data/sampler.py
 +         self.consumed = consumed
   after a seek come the batches prepared before it
 
-megazero/ops/guards.py
+megazero/ops/failures.py
 - self.skipped_in_a_row += 1
 + self.skipped_in_a_row = 1
   a run of skipped steps never ends
@@ -440,13 +440,17 @@ def steps_from(test: Path) -> dict[Path, int]:
 
 
 def nearest_tests(path: str) -> list[Path]:
-    """Return the test files that load a module: the nearest first, of those the ones that load the least."""
+    """Return the test files nearest to a module by imports, of equally near ones those that load the least.
+
+    Those of one process come first: they fail fast.
+    """
     module, found = ROOT / path, []
     for test in (file for top in TESTS for file in (ROOT / top).glob("test_*.py")):
         steps = steps_from(test)
         if module in steps:
             found.append((steps[module], len(steps), test))
-    return [test for _, _, test in sorted(found)[:FILES]]
+    nearest = [test for _, _, test in sorted(found)[:FILES]]
+    return sorted(nearest, key=lambda test: test.parent.name != "unit")
 
 
 # -- running them ----------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import no_timing
 from megazero.pp.links import Links
 from megazero.pp.schedules import Action, Kind, Message, done_by, in_order, needs, sends, sent_by, stage_count
 

@@ -63,7 +63,7 @@ def check(options: argparse.Namespace, launch: Launch) -> tuple[str, ...]:
 
     from megazero.mesh.mesh import create_mesh, discover_ranks_per_node
     from megazero.ops.health import HealthCheck, Storage
-    from megazero.train.ranks import start_rank
+    from megazero.train.distributed import start_rank
 
     timeout = timedelta(seconds=options.timeout)
     training = TrainingConfig(device=options.device, **{WAIT: options.timeout / 60})

@@ -24,9 +24,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.benchmarks.gpu_report import page  # noqa: E402
-from tests.benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
-from tests.benchmarks.gpu_report.record import REASON, replace  # noqa: E402
+from benchmarks.gpu_report import page  # noqa: E402
+from benchmarks.gpu_report.pieces import BY_NAME, PIECES, Piece  # noqa: E402
+from benchmarks.gpu_report.record import REASON  # noqa: E402
+from megazero.files import write_text  # noqa: E402
 
 LEAST = 5.0  # seconds that a piece is started with
 PATIENCE = 4  # times a piece's time in a rehearsal: machines without a card are slow, and shared
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     import torch
 
-    from tests.benchmarks.gpu_report.setting import machine
+    from benchmarks.gpu_report.setting import machine
 
     rehearsal = options.rehearsal or not torch.cuda.is_available()
     out = options.out or ROOT / "runs" / ("gpu-rehearsal" if rehearsal else "gpu-report")
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         if piece in options.pieces and (options.fresh or not still_good(kept, facts)):
             left = 60 * options.minutes - (time.monotonic() - began)
             kept = run(piece, out, rehearsal, left, facts)
-            replace(file, json.dumps(kept, indent=1))
+            write_text(file, json.dumps(kept, indent=1))
             print(f"{piece.name:12} {kept['seconds']:5.0f} s  {kept[REASON] or 'done'}", flush=True)
         if kept is not None:
             results[piece.name] = kept
@@ -127,7 +128,7 @@ def _process(piece: Piece, rows: Path, log: Path, rehearsal: bool, seconds: floa
 
     Its processes are stopped with it.
     """
-    command = [sys.executable, "-m", "tests.benchmarks.gpu_report.pieces", piece.name, str(rows.resolve())]
+    command = [sys.executable, "-m", "benchmarks.gpu_report.pieces", piece.name, str(rows.resolve())]
     command += [str(0.9 * seconds), *(["--rehearsal"] if rehearsal else [])]
     environment = {**os.environ, **(piece.environment if rehearsal else {})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -160,8 +161,8 @@ def write(stored: Mapping[str, Any], folder: Path, draw: bool = True) -> None:
         charts, note = [], "\nNo charts: matplotlib is not installed (pip install matplotlib).\n"
     else:
         note = ""
-    replace(folder / "gpu.json", json.dumps(stored, indent=1) + "\n")
-    replace(folder / "gpu.md", page.page(stored, charts) + note)
+    write_text(folder / "gpu.json", json.dumps(stored, indent=1) + "\n")
+    write_text(folder / "gpu.md", page.page(stored, charts) + note)
 
 
 if __name__ == "__main__":

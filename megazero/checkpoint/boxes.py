@@ -1,4 +1,4 @@
-"""A flat range of a local tensor is cut into boxes of the stored tensor. This is pure arithmetic, no torch."""
+"""Cuts a flat range of a local tensor into boxes of the stored tensor. Pure arithmetic; no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megazero.checkpoint.placement import Placement
 class Box:
     """A contiguous run of the flat local tensor that is a rectangle in the local and the stored tensor.
 
-    offset: It is the flat index of the first element, in the row-major local tensor.
-    shape: It is the rectangle as the local tensor sees it. Its elements are consecutive in the flat tensor.
-    stored_offsets, stored_sizes: They are the rectangle in the stored tensor. With ``Placement.transposed``
+    offset: the flat index of the first element, in the row-major local tensor.
+    shape: the rectangle as the local tensor sees it. Its elements are consecutive in the flat tensor.
+    stored_offsets, stored_sizes: the rectangle in the stored tensor. With ``Placement.transposed``
         ``stored_sizes`` is ``shape`` swapped.
     """
 

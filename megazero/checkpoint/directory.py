@@ -46,7 +46,7 @@ _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class Retention:
-    """It says which older checkpoints stay after a save. The one just saved always does.
+    """Which older checkpoints stay after a save. The one just saved always does.
 
     ``keep_last`` is how many of the most recently saved ones stay. None keeps all. ``interval`` keeps for good the
     first at or after each multiple of it: at the multiple itself nothing may have been saved. ``way_back`` keeps the

@@ -1,4 +1,4 @@
-"""There is one error for all that can be wrong with a checkpoint. It is raised on every rank or on none."""
+"""The one error for everything wrong with a checkpoint. It is raised on every rank or on none."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _run(group: dist.ProcessGroup | None, action: Callable[[], T]) -> tuple[T | 
     try:
         return action(), {}
     except CheckpointException as error:  # from torch.distributed.checkpoint, alike on every rank
-        return None, {rank: _failure(cause) for rank, (cause, _) in error.failures.items()}
+        return None, {rank: _failure(wrapped[0]) for rank, wrapped in error.failures.items()}
     except Exception as error:
         return None, {dist.get_rank(group) if group is not None else 0: _failure(error)}
 

@@ -1,8 +1,8 @@
-"""A rank's file as it will be written, in host memory, so that the training can go on while it is.
+"""A rank's checkpoint file as an image in host memory, so that training continues while it is written.
 
-The bytes that torch.save puts around a tensor do not depend on its values. They are taken from a tensor of its size
-whose memory is never touched, and the values are copied to where they belong: on CUDA by copies that nobody waits for
-one by one. What is left to do is to take the checksum of one stretch of memory and to write it.
+The bytes that torch.save puts around a tensor do not depend on its values. They are taken from a tensor of that size
+whose memory is never touched. The values are then copied to their places, on CUDA asynchronously. After that, one
+stretch of memory needs its checksum and is written.
 """
 
 from __future__ import annotations

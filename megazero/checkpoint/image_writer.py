@@ -1,10 +1,10 @@
-"""A program of its own: write a stretch of shared memory to a file, where no other process wants to run.
+"""A separate program of the lowest priority that writes shared memory to a file.
 
     python -I -S image_writer.py MEMORY FILE BYTES PARENT
 
 MEMORY and FILE are open descriptors. A line of output, the number of bytes written, comes after every write and when
 a piece is on the disk, and at last "crc32 N", or "errno N" where the operating system refused. It ends when PARENT
-is not its parent any more, or nobody reads its output.
+is no longer its parent, or its output is closed.
 """
 
 import errno

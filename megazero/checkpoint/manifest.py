@@ -30,7 +30,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """It describes one checkpoint. ``files`` are all other files of the directory.
+    """Describes one checkpoint. ``files`` are all other files of the directory.
 
     ``step`` is the training step. ``serial`` is the order of saving within one root (a rolled-back run repeats
     steps). ``kinds`` maps a kind of value to the dtypes it is stored in. ``layout`` is the ranks' arrangement, and

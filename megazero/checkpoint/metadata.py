@@ -4,10 +4,16 @@ The file is a pickle: a program that looks up names, calls them and sets attribu
 keep what they are given and nothing else, so that no object that outlives the file is within its reach: an attribute
 set on a class, a function or an enumeration's member would stay for the life of the process. What was kept is then
 checked field by field and made into torch's classes.
+
+Another release of torch may have written fields that nothing here knows. Fields go by name. An unknown one that is
+None is let pass everywhere; one with a plain value only where it cannot change how bytes are read.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -31,6 +37,8 @@ from megazero.checkpoint.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
 
+logger = logging.getLogger(__name__)
+
 
 def read_metadata(path: Path) -> Metadata:
     """Return the tensors' description of the checkpoint directory ``path``, without running code from it.
@@ -48,7 +56,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _Kept:
-    """It stands in for an object. Pickle looks for ``__setstate__`` before it sets attributes. On the object it finds
+    """Stands in for an object. Pickle looks for ``__setstate__`` before it sets attributes. On the object it finds
     the method, which keeps the state. On the class the call lacks an argument (TypeError)."""
 
     __slots__ = ("state",)
@@ -60,7 +68,7 @@ class _Kept:
 
 
 class _Call:
-    """It stands in for a function, or for a class that is called. It is an object without attributes to set."""
+    """Stands in for a function, or for a class that is called. It is an object without attributes to set."""
 
     __slots__ = ("function",)
 
@@ -121,7 +129,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """It gives out stand-ins and looks nothing up."""
+    """Gives out stand-ins and looks nothing up."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -165,29 +173,44 @@ def _state(kind: type, kept: Any) -> Any:
 
 def _made(kind: type) -> _Check:
     """Return the check of an object of torch's class ``kind`` with the fields of ``_FIELDS``."""
-
-    def check(kept: Any) -> Any:
-        state, fields = _is(dict)(_state(kind, kept)), _FIELDS[kind]
-        unknown = sorted(map(repr, state.keys() - fields.keys()))
-        if unknown:
-            raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}")
-        return kind(**{name: fields[name](value) for name, value in state.items()})
-
-    return check
+    return lambda kept: _with_fields(kind, _is(dict)(_state(kind, kept)))
 
 
 def _properties(kept: Any) -> TensorProperties:
-    """Check a tensor's properties. torch keeps them as a tuple, with a number for the memory format."""
-    dtype, layout, requires_grad, memory_format, pin_memory = _is(tuple)(_state(TensorProperties, kept))
-    made = TensorProperties(
-        _is(torch.dtype)(dtype),
-        _is(torch.layout)(layout),
-        _is(bool)(requires_grad),
-        pin_memory=_is(bool)(pin_memory),
-    )
-    encoding = _MEM_FORMAT_ENCODING(_is(int)(memory_format))
-    made.__setstate__((made.dtype, made.layout, made.requires_grad, encoding, made.pin_memory))
-    return made
+    """Check a tensor's properties. torch keeps them as a tuple in the order of the fields: five, from 2.15 on six."""
+    state = _is(tuple)(_state(TensorProperties, kept))
+    names = [field.name for field in dataclasses.fields(TensorProperties)]
+    names += [f"number {i + 1}" for i in range(len(names), len(state))]
+    return _with_fields(TensorProperties, dict(zip(names, state, strict=False)))
+
+
+def _with_fields(kind: type, state: dict[Any, Any]) -> Any:
+    """Make a ``kind`` of the fields that the torch which runs has. Missing ones get its defaults."""
+    checks, names = _FIELDS[kind], {field.name for field in dataclasses.fields(kind)}
+    unknown = _is(NoneType) if kind in _PLACES else _plain
+    made = {}
+    for name, value in state.items():
+        try:
+            made[_is(str)(name)] = checks.get(name, unknown)(value)
+        except ValueError as error:
+            raise ValueError(f"{kind.__name__}.{name}: {error}") from None
+        if name not in names and value is not None:
+            _warn_of(kind.__name__, name)
+    return kind(**{name: value for name, value in made.items() if name in names})
+
+
+@functools.cache  # once, not for every tensor
+def _warn_of(kind: str, name: str) -> None:
+    logger.warning("the checkpoint's %s has a field %r that torch %s lacks", kind, name, torch.__version__)
+
+
+def _plain(value: Any) -> Any:
+    """Check a value of unknown meaning: a number, a text or None, or a tuple, list or dict of such. Deeper nesting is
+    refused: objects that hold each other twice, forty times over, would take forever to walk."""
+    inside = (*value, *value.values()) if type(value) is dict else value
+    for item in inside if type(inside) in (tuple, list, torch.Size) else (value,):
+        _is(int, bool, float, str, NoneType)(item)
+    return value
 
 
 def _plain_file(name: Any) -> str:
@@ -201,8 +224,21 @@ def _path_of_keys(path: Any) -> tuple[str | int, ...]:
     return tuple(_is(str, int)(key) for key in _is(tuple)(path))
 
 
+def _memory_format(number: Any) -> torch.memory_format:
+    return getattr(torch, _MEM_FORMAT_ENCODING(_is(int)(number)).name.removeprefix("TORCH_").lower())
+
+
 _SIZE, _TEXT, _NUMBER = _is(torch.Size), _is(str), _is(int)
+# They say where a tensor's bytes lie, and in which coding: a field that is not understood could change that.
+_PLACES = (ChunkStorageMetadata, MetadataIndex, _StorageInfo)
 _FIELDS: dict[type, dict[str, _Check]] = {
+    TensorProperties: {
+        "dtype": _is(torch.dtype),
+        "layout": _is(torch.layout),
+        "requires_grad": _is(bool),
+        "memory_format": _memory_format,
+        "pin_memory": _is(bool),
+    },
     ChunkStorageMetadata: {"offsets": _SIZE, "sizes": _SIZE},
     TensorStorageMetadata: {
         "properties": _properties,

@@ -1,4 +1,4 @@
-"""This module says where a rank-local parameter lies in the model-wide tensor that a checkpoint stores.
+"""Where a rank-local parameter lies in the model-wide tensor that a checkpoint stores.
 
 Glossary
 --------
@@ -29,12 +29,12 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """It maps a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
+    """Maps a local tensor (mostly 1-D or 2-D) to boxes of the stored tensor.
 
-    name: It is the stored tensor's fully qualified name (no rank, no stage, no local index in it).
-    shape: It is the stored tensor's shape, as stored.
-    local_shape: It is the rank's own shape (padded rows included).
-    segments: They are dim-0 row ranges, sorted by ``local`` and disjoint. Local rows in no segment (vocabulary
+    name: the stored tensor's fully qualified name (no rank, no stage, no local index in it).
+    shape: the stored tensor's shape, as stored.
+    local_shape: the rank's own shape (padded rows included).
+    segments: dim-0 row ranges, sorted by ``local`` and disjoint. Local rows in no segment (vocabulary
         padding) are not stored and are zero when loaded.
     offset1: The local dim-1 columns start here (row-parallel weights). It is 0 for 1-D tensors.
     transposed: The stored tensor is the transpose (GPT-2's Conv1D): local [r, c] is stored [c, r].

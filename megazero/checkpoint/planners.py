@@ -1,4 +1,4 @@
-"""These torch.distributed.checkpoint planners work on flat slices: no DTensor, no nested state dict.
+"""Planners of torch.distributed.checkpoint for flat slices: no DTensor, no nested state dict.
 
 A record's range becomes boxes (megazero.checkpoint.boxes). Each box is a chunk of the stored tensor 'kind/name' in
 global coordinates, so any layout can read what any other wrote. DCP removes duplicate chunks by (name, offset) only.
@@ -47,7 +47,7 @@ def box_view(record: SliceRecord, kind: str, box: Box) -> torch.Tensor:
 
 
 class SliceSavePlanner(DefaultSavePlanner):
-    """It writes every box of every owned record of this rank."""
+    """Writes every box of every owned record of this rank."""
 
     def __init__(self, records: Sequence[SliceRecord]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -102,7 +102,7 @@ class SliceSavePlanner(DefaultSavePlanner):
 
 
 class SliceLoadPlanner(DefaultLoadPlanner):
-    """It reads what this rank's records need, in place, whatever slices the checkpoint was written in.
+    """Reads what this rank's records need, in place, whatever slices the checkpoint was written in.
 
     ``kinds`` maps kind in the records to kind in the checkpoint ({'master': 'weights'} starts the masters from the
     weights). Records whose stored tensor the checkpoint lacks are left alone (the caller compares names first).
@@ -137,7 +137,7 @@ class SliceLoadPlanner(DefaultLoadPlanner):
             found = create_read_items_for_chunk_list(name, stored, [chunk])
             if sum(prod(item.lengths) for item in found) != prod(chunk.sizes):
                 raise ValueError(f"'{name}': the checkpoint does not hold all of {chunk}")
-            target = MetadataIndex(name, chunk.offsets, len(self.views))  # index tells two readers apart
+            target = MetadataIndex(name, chunk.offsets, len(self.views))  # index distinguishes two readers
             self.views.append(box_view(record, kind, box))
             items += [dataclasses.replace(item, dest_index=target) for item in found]
         return items

@@ -1,4 +1,4 @@
-"""A checkpoint is read here by one process: its description, its small files, and its tensors a piece at a time."""
+"""Reads a checkpoint in one process: its description, its small files, and its tensors a piece at a time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def pieces(shape: Sequence[int], limit: int = PIECE_ELEMENTS) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class StoredKind:
-    """These are the tensors of one kind in a checkpoint directory. Reading takes the memory of a piece.
+    """The tensors of one kind in a checkpoint directory. Reading takes the memory of a piece.
 
     Only sizes are checked when it is made; ``check_files`` or ``verify`` checks the bytes.
     """

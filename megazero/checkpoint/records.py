@@ -1,4 +1,4 @@
-"""A record says what one rank holds of one parameter, as views of its own flat buffers."""
+"""Records: what one rank holds of one parameter, as views of its own flat buffers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megazero.checkpoint.placement import Placement
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """It is the flat range [start, stop) of a local tensor, once per kind of value kept for it.
+    """The flat range [start, stop) of a local tensor, once per kind of value kept for it.
 
-    placement: It says where the local tensor lies in the stored one.
-    start, stop: They are flat indices into the row-major local tensor. An empty range is legal.
-    tensors: They map a kind ('weights', 'master', 'exp_avg', ...) to a contiguous 1-D tensor of ``stop - start``
+    placement: where the local tensor lies in the stored one.
+    start, stop: flat indices into the row-major local tensor. An empty range is legal.
+    tensors: map a kind ('weights', 'master', 'exp_avg', ...) to a contiguous 1-D tensor of ``stop - start``
         elements, of any dtype and device. Saving reads it, loading writes it in place.
-    stored: It maps a kind to the dtype it is stored in, where that is not its tensor's. Saving converts box by box as
+    stored: maps a kind to the dtype it is stored in, where that is not its tensor's. Saving converts box by box as
         it writes, so that no second copy of a tensor is held. Loading passes it over.
-    owner: It says whether this rank writes the range. Every stored element needs one owner. Replicas (of
+    owner: whether this rank writes the range. Every stored element needs one owner. Replicas (of
         data-parallel ranks, tied parameters) have ``owner=False`` and load all the same.
     """
 

@@ -1,9 +1,9 @@
-"""How a checkpoint is saved: in parts that are each rank's own work, and collectives between them.
+"""Saves a checkpoint: parts that are each rank's own work, with collectives between them.
 
-``saving`` is a generator. What it yields makes no collective, so any thread may do it; what it does itself between
-the yields is collective. ``save`` does each part at once. An asynchronous save (train/state/saver.py) gives the parts
-to a thread and resumes the generator at the end of a step, when every rank has said that its part is done.
-So there is one way to save, no thread uses a process group, and no second set of groups is needed.
+``saving`` is a generator. The parts it yields use no collective, so any thread may run them; between the yields it is
+collective. ``save`` runs each part at once. An asynchronous save (train/state/saver.py) gives the parts to a thread
+and resumes the generator at the end of a step, when every rank has finished its part. So there is one way to save, no
+thread uses a process group, and no second set of groups is needed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Tick = Callable[[], None]  # called whenever a part gets on
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This is what one rank saves. ``step`` is the training step and names the directory. ``records`` are this rank's
+    """What one rank saves. ``step`` is the training step and names the directory. ``records`` are this rank's
     slices. ``rank_tensors`` are small tensors of this rank alone (random generators). ``state``, ``layout`` and
     ``configuration`` are plain JSON values, the same on every rank (the first rank's are stored). ``files`` are small
     files by name that go with them, of the first rank (``read_file`` gives them back)."""
@@ -193,7 +193,7 @@ def saving(
         agree(group, doing, part.result)
     except (
         CheckpointError
-    ) as error:  # agreed on by every rank, so nobody writes any more, but on a disk that hangs
+    ) as error:  # every rank agrees on it, so none writes any more, except on a disk that hangs
         if rank == 0 and not isinstance(error.__cause__, TimeoutError):
             shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,4 +1,4 @@
-"""This is torch.distributed.checkpoint storage with checksums, without unrestricted unpickling (metadata.py).
+"""Storage for torch.distributed.checkpoint with checksums and without unrestricted unpickling (metadata.py).
 
 The files stay what torch writes: other DCP tools can read them.
 """
@@ -28,7 +28,7 @@ from megazero.checkpoint.metadata import read_metadata
 
 
 class Writer(FileSystemWriter):
-    """It writes one file per rank, without a copy of what lies on the host, and takes checksums while writing.
+    """Writes one file per rank, without a copy of what lies on the host, and takes checksums while writing.
 
     torch's own loop (2.13) has three faults. It keeps a host copy of every tensor of the file until the end, which is
     a second copy of the rank's whole state. It loses an error in one of several writer threads. It hides 'no space
@@ -125,7 +125,8 @@ def _plain_zip() -> Iterator[None]:
 class _Sink:
     """Hands what torch.save writes on to a file, and keeps size and checksum of all of it.
 
-    error: what the file's write raised. torch.save would hide it: it is told that all is well, and its caller looks.
+    error: what the file's write raised. torch.save would hide it, so the write reports success and the caller looks
+    here.
     """
 
     def __init__(self, file: FileIO) -> None:
@@ -164,7 +165,7 @@ def _compact(data: Any) -> torch.Tensor:
 
 
 class Reader(FileSystemReader):
-    """It reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
+    """Reads tensors with ``weights_only=True`` (torch's own) and the metadata without running it.
 
     The signature has no ``kwargs``, so torch does not fall back to per-rank metadata files.
     """

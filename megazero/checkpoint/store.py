@@ -86,7 +86,7 @@ def load(
 ) -> LoadedState:
     """Fill the records' tensors in place from the checkpoint directory ``path``, after checking it whole.
 
-    kinds: These are filled, other kinds of the records are left alone. A mapping goes from the records' kind to the
+    kinds: those to fill; other kinds of the records are left alone. A mapping goes from the records' kind to the
         checkpoint's. ``read_manifest(path).kinds`` says what is there.
     layout: If it equals the saved one, and there are as many ranks, ``rank_tensors`` are returned.
     strict: The ranks' records together must name exactly the checkpoint's tensors. Otherwise the common ones are

@@ -1,11 +1,10 @@
 """Wire formats of the hops.
 
 A codec turns slices of n elements into messages and back. A message is a 1-D tensor of ``wire_dtype`` with
-``message_numel(n)`` elements. It holds everything of the slice that crosses the link. If asked for, it also
-holds the exact region behind that: elements that are sent as they are (small sensitive parameters). Messages
-of nested slices concatenate in layout order, so a gather over any axes needs no knowledge of the format: only
-the two ends encode and decode. A reduction is an all-to-all, then a decode, then a sum in at least fp32 by
-source index.
+``message_numel(n)`` elements. It holds everything of the slice that crosses the link. If asked for, it also holds the
+exact region behind that: elements that are sent as they are (small sensitive parameters). Messages of nested slices
+concatenate in layout order, so a gather over any axes needs no knowledge of the format: only the two ends encode and
+decode. A reduction is an all-to-all, then a decode, then a sum in at least fp32 by source index.
 
 Shapes: k is the number of slices (rows), n the elements of each, e the exact elements of each, and m is
 message_numel(n, e).
@@ -23,13 +22,12 @@ import torch
 
 from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import SCRATCH, Take
-from megazero.kernels.bound import error_bound
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import DEFAULT_BLOCK, Format
 from megazero.kernels.noise import Noise
-from megazero.kernels.quantize import quantize
+from megazero.kernels.quantize import error_bound, quantize
 from megazero.kernels.sum_rows import sum_rows
 
 __all__ = ["Blockwise", "Codec", "Identity", "Noise", "decoded", "encoded"]
@@ -38,7 +36,7 @@ ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
 
 class Codec(Protocol):
-    """The one small interface that every wire format has."""
+    """The interface of every wire format."""
 
     @property
     def wire_dtype(self) -> torch.dtype: ...
@@ -58,7 +56,7 @@ class Codec(Protocol):
         """Encode x [k, n] and exact [k, e], of any float dtype, into messages [k, m] of wire_dtype.
 
         The messages are written to ``out`` if it is given; else they are a new tensor, or x itself.
-        noise: what a stochastic codec draws from. Its start is the global index of x[0, 0]; the rows follow
+        noise: the source of a stochastic codec's draws. Its start is the global index of x[0, 0]; the rows follow
             each other.
         """
         ...
@@ -141,8 +139,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8
-    messages.
+    """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8 messages.
 
     block: how many elements share a scale. None takes the default for the bits. Slices must be whole blocks.
     stochastic: round at random, without bias; encode then needs ``noise``.
@@ -254,7 +251,7 @@ class Blockwise:
         noise: Noise | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Do the middle of two hops: sum messages by source, and encode the sum for the next hop.
+        """Between two hops, sum messages by source and encode the sum for the next hop.
 
         messages [k, m] (uint8) hold n coded and ``exact`` exact elements. The sum is encoded with next_codec
         as ``rows`` slices of n / rows elements (and exact / rows). Returns uint8 [rows, next m], ``out`` if it is

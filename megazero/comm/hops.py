@@ -1,18 +1,43 @@
-"""One hop is one collective over one mesh axis. It is started asynchronously, and its bytes are counted."""
+"""One hop is one collective over one mesh axis. It is started asynchronously, and ``Traffic`` counts its bytes."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 
-from megazero.comm.traffic import Traffic
-from megazero.mesh.collectives import all_gather_flat
-from megazero.mesh.mesh import Axis
+from megazero.mesh.grid import INTER, INTRA
+from megazero.mesh.mesh import Axis, all_gather_flat
+
+
+class Traffic:
+    """Counters of the bytes that this rank sends, keyed by (hop kind, link class).
+
+    The hop kinds are 'refresh', 'gather', 'reduce', 'tp', 'pp' and 'scalar'. The link classes are grid.INTRA
+    and grid.INTER. A collective over an axis of size a with a message of m bytes per peer sends (a - 1) * m
+    bytes.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def add(self, kind: str, link: str, sent: int) -> None:
+        self.bytes[kind, link] += sent
+
+    def total(self, link: str) -> int:
+        return sum(n for (_, at), n in self.bytes.items() if at == link)
+
+    def take(self) -> dict[str, int]:
+        """Return the totals since the last take, by 'kind_link' and by link class, and start again at 0."""
+        out = {f"{kind}_{link}_bytes": n for (kind, link), n in sorted(self.bytes.items())}
+        out[f"{INTRA}_bytes"], out[f"{INTER}_bytes"] = self.total(INTRA), self.total(INTER)
+        self.bytes.clear()
+        return out
 
 
 def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, traffic: Traffic) -> dist.Work:
-    """Start an all-gather over one axis: out [size * m] receives each rank's own [m], by index along the
-    axis.
+    """Start an all-gather over one axis: out [size * m] receives each rank's own [m], by index along the axis.
 
     Both tensors have the same dtype, which may be any. ``own`` may be the part of ``out`` at this rank's
     index; then the gather is in place and nothing is copied.
@@ -25,8 +50,7 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
 
 
 def start_exchange(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> dist.Work:
-    """Start an all-to-all over one axis: row i of messages [size, m] goes to index i; out [size, m] is by
-    source.
+    """Start an all-to-all over one axis: row i of messages [size, m] goes to index i; out [size, m] is by source.
 
     Both tensors have the same dtype. With [size - 1, m] the own row is left out on both sides: nothing is
     sent from a rank to itself. The reduction sends this way for two reasons. On gloo it is 3 to 5 times

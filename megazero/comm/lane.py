@@ -4,13 +4,12 @@ A chain is a generator that issues collectives one after another and yields each
 two yields (encode, decode, sum) runs when the collective before it has finished. A lane holds the chains in
 flight, first in first out.
 
-On gloo a chain moves on when it is polled (at every module hook) or waited for. No thread stands behind it: a
-chain that nobody polls stands still.
+On gloo a chain advances when it is polled (at every module hook) or waited for. No thread drives it: a chain that is
+not polled does not advance.
 
-On CUDA a chain runs through at once on one of the lane's streams, where waiting is an event, not a host wait.
-There it comes after what the compute stream had been given when ``follow`` was last called. Successive chains
-take turns on the streams, so that one's hop inside the node runs beside another's across nodes. Chains of one
-unit follow each other.
+On CUDA a chain runs through at once on one of the lane's streams, where waiting is an event, not a host wait. It
+waits for the compute that was enqueued when ``follow`` was last called. Successive chains alternate between the
+streams, so that the hop of one inside the node overlaps another's across nodes. Chains of one unit run in order.
 
 Every rank must issue the collectives of one communicator in the same order, whatever its timing; else
 collectives of different chains would meet, or the ranks would hang. So a chain states beforehand which axes
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -29,12 +28,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.comm.labels import Label, no_label
+from megazero.comm.timing import Label, no_label, no_timing
 
 Chain = Generator[dist.Work, None, None]
-STALLS = (
-    1024  # waits whose events are kept; of older ones that are over the seconds: nobody need ever take them
-)
+# Waits whose events are kept. Of older ones that are over only the seconds stay, in case nobody takes them.
+STALLS = 1024
 PATIENCE = timedelta(seconds=10)  # after which ``Lane.overdue`` is asked what is wrong
 STREAMS = 2  # one chain in its hop inside the node, one across nodes
 
@@ -58,12 +56,12 @@ class CommunicationError(RuntimeError):
 
 
 def _nothing() -> None:
-    """Release nothing: the chain reads no memory of the compute stream that comes free."""
+    """Release nothing: the chain reads no compute-stream memory that is freed."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A chain in flight. ``release`` is called when the current stream comes after it, which may be twice."""
+    """A chain in flight. ``release`` is called when the current stream has waited for it, possibly twice."""
 
     label: str
     plan: tuple[HopSpec, ...]
@@ -97,7 +95,7 @@ class Lane:
         self.stood: defaultdict[str, float] = defaultdict(float)  # seconds of older waits
 
     def follow(self) -> None:
-        """On CUDA, let chains submitted from here on come after all that the compute stream has been given."""
+        """On CUDA, make chains submitted from now on wait for all compute enqueued so far."""
         if self.streams:
             event = torch.cuda.current_stream().record_event()
             for stream in self.streams:
@@ -106,7 +104,7 @@ class Lane:
     def submit(
         self, label: str, plan: tuple[HopSpec, ...], chain: Chain, release: Callable[[], object] = _nothing
     ) -> Ticket:
-        """Start a chain. ``release`` lets go of the compute stream's buffers that the chain reads."""
+        """Start a chain. ``release`` frees the compute stream's buffers that the chain reads."""
         ticket = Ticket(label, plan, chain, release)
         if self.streams:
             self._run_through(ticket)
@@ -171,7 +169,7 @@ class Lane:
                 self.poll()  # takes finished chains off the front
 
     def take_stalls(self) -> dict[str, float]:
-        """Return for how many seconds the compute stream has stood waiting since the last call, by hop.
+        """Return how many seconds the compute stream has waited since the last call, by hop.
 
         This is for CUDA. Waits that are not over are left for the next call: after the step's own wait for the device
         there is none.
@@ -261,8 +259,3 @@ class Lane:
             if len(self.stalls) > STALLS:
                 self._add_up()
         stream.wait_event(ticket.event)
-
-
-def no_timing(_: str) -> Any:
-    """Time nothing: this is ``timed`` for engines that nobody watches."""
-    return nullcontext()

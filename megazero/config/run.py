@@ -40,6 +40,12 @@ from megazero.mesh.grid import data_ranks_per_node
 from megazero.pp.partition import StageSpec, partition, partition_table
 from megazero.pp.schedules import micro_batch_multiple
 
+# Options of earlier versions, and what to do instead. Files of those versions may have them: off, they mean nothing.
+REMOVED = {
+    "log_each_rank": "the launcher keeps a log for each rank: srun --output=LOGS/%j.%t, or torchrun --redirects 3 "
+    "--log-dir LOGS (--tee 3 prints it, too)",
+}
+
 
 @dataclass(frozen=True)
 class World:
@@ -310,6 +316,8 @@ def stored_values(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         known = {opt.name: opt for opt in all_options().values() if opt.section == section}
         for key, value in values.items():
             try:
+                if key in REMOVED:
+                    continue
                 if key not in known:
                     errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
                 elif value is not None:

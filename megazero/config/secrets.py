@@ -1,7 +1,7 @@
 """What must not be written anywhere: keys, tokens and passwords of the environment and of the command line.
 
 ``redact`` is the one place that knows them. Every writer passes what it writes through it: the console and the error
-texts by their streams (log/streams.py), metrics, saved configurations and the manifests of checkpoints, stacks.
+texts by their streams (log/safe_stream.py), metrics, saved configurations and the manifests of checkpoints, stacks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
@@ -70,16 +68,6 @@ def take_secrets(words: Sequence[str]) -> list[str]:
                 _of_command_line.add(value)
         _of_command_line.update(_of_urls(word))
     return redact(list(words))
-
-
-def environ_of_helper() -> dict[str, str]:
-    """Return the environment for a Python process of this package that is to hide what this one hides."""
-    taken = {f"MEGAZERO_{i}_SECRET": secret for i, secret in enumerate(sorted(_of_command_line))}
-    own, installed = str(Path(__file__).parents[2]), sysconfig.get_paths()
-    path = [os.environ.get("PYTHONPATH", "")]
-    if own not in (installed["purelib"], installed["platlib"]):  # a checkout, perhaps, that is not installed
-        path.insert(0, own)
-    return {**os.environ, **taken, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def redact(value: T) -> T:

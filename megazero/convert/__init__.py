@@ -1,1 +1,1 @@
-"""Folders as Hugging Face publishes models are read and written here, a bounded piece of a tensor at a time."""
+"""Reads and writes Hugging Face model folders, a bounded piece of a tensor at a time."""

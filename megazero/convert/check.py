@@ -1,4 +1,5 @@
-"""Proof that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, the ids of texts."""
+"""Checks that a checkpoint and a Hugging Face folder are the same model: every bit, the logits, token ids of
+texts."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _BATCH, _LENGTH = 2, 64
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the outcome. good: None where it was not judged, and ``figure`` says why."""
+    """One line of the outcome. good: None if it was not judged; ``figure`` says why."""
 
     what: str
     figure: str

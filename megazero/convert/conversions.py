@@ -13,10 +13,10 @@ from rich.progress import Progress as Bars
 
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
+from megazero.convert.card import flag_text, yaml_text
 from megazero.convert.check import compare
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
-from megazero.convert.run_flags import flag_text, yaml_text
 from megazero.convert.source import DTYPES, Source
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint becomes a Hugging Face folder: its files of weights, then what describes them, config.json last.
+"""Exports a checkpoint to a Hugging Face folder: the weights, then their description, config.json last.
 
-Everything is written in FOLDER.partial, which takes its name when it is whole. Interrupted, the same call goes on: a
-file that was finished stays if its checksum is what it was.
+Everything is written in FOLDER.partial, which is renamed when it is complete. After an interruption the same call
+goes on and keeps finished files whose checksums match.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExportProgress:
-    """Is told what is being done, in words, and the bytes that are written of it."""
+    """A callback that receives a description of the current work and the bytes written of it."""
 
     say: Callable[[str, int], None] = lambda what, total: None
     advance: Callable[[int], None] = lambda count: None
@@ -192,7 +192,7 @@ def _remove_others(partial: Path, ours: set[str]) -> None:
 
 
 def _source_name(source: Source) -> str:
-    """Return what makes the bytes of the weights: a file that was written from another source is written again."""
+    """Return the identity of the weights' source: a file from another source is written again."""
     entries = sorted((name, e.size, e.crc32) for name, e in source.manifest.files.items())
     return f"{entries} {source.weights}"
 

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face weights is opened here. Its safetensors files are mapped, not read."""
+"""A folder of Hugging Face weights. Its safetensors files are mapped, not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a checkpoint, and fills the slices of a run that starts from it."""
+"""Imports a Hugging Face folder: as a checkpoint, or into the slices of a run that starts from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is, and how two differ."""
+"""Describes a checkpoint, and the differences between two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SentencePiece model becomes a tokenizer.json that gives the same ids, which is proven before it is used.
+"""Turns a SentencePiece model into a tokenizer.json with the same ids, verified before use.
 
 transformers' own conversion gives other ids: it normalises (spaces are stripped, runs of them become one), and adds a
 space before the text, whatever the model says.
@@ -32,7 +32,7 @@ class VocabPiece:
 
 @dataclass(frozen=True)
 class Spec:
-    """What the model file says of itself, with the proto's defaults."""
+    """The model file's settings, with the proto's defaults."""
 
     pieces: tuple[VocabPiece, ...]
     model_type: int = UNIGRAM

@@ -1,4 +1,4 @@
-"""safetensors files are written here, a piece of a tensor at a time; a finished file is not written again."""
+"""Writes safetensors files, a piece of a tensor at a time; a finished file is not written again."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def write_shard(
     """Write one file and return its size and checksum, and whether it had to be written.
 
     It is written beside and renamed. A file that an earlier call finished from the same ``source`` (any text that
-    names it) stays if its bytes have the checksum that was noted then. advance: is told the bytes written.
+    names it) stays if its bytes have the checksum that was noted then. advance: called with the bytes written.
     Raises OSError if it cannot be written; finished files stay.
     """
     path, note = folder / shard.file, folder / f".{shard.file}.json"

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, and its weights as Hugging Face has them, a piece at a time."""
+"""A checkpoint as a source for export: its model, and its weights in Hugging Face's form, a piece at a time."""
 
 from __future__ import annotations
 

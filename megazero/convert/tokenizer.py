@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, as a Hugging Face folder holds it, and proof that it gives the same ids."""
+"""The tokenizer of a checkpoint in a Hugging Face folder, verified to give the same ids."""
 
 from __future__ import annotations
 

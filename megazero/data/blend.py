@@ -1,4 +1,4 @@
-"""Several datasets become one. They are interleaved as megatron-core's BlendedDataset does (0.16.1)."""
+"""Interleaves several datasets as megatron-core's BlendedDataset does (0.16.1)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def blend_order(weights: Sequence[float], size: int) -> Arrays:
 
 
 class BlendedDataset:
-    """It has ``size`` samples, drawn from ``members`` in proportion to ``weights``.
+    """``size`` samples, drawn from ``members`` in proportion to ``weights``.
 
     ``ordered_for`` is the number of samples that the members' order was made for. It is 0 where they are one epoch.
     Raises ValueError when the interleaving draws more of a member than it has.

@@ -1,4 +1,4 @@
-"""From the data flags the train, valid and test datasets are built here."""
+"""Builds the train, valid and test datasets from the data flags, of a corpus or of synthetic text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 
 from megazero.config.options.data_inputs import SPLITS, Blend, parse_data_path, parse_split
 from megazero.data.blend import SURPLUS, BlendedDataset, member_sizes, normalize
-from megazero.data.gpt import GPTDataset, Sample, SampleSpec
+from megazero.data.gpt import GPTDataset, Sample, SampleSpec, finish_sample
 from megazero.data.indexed import IndexedDataset
-from megazero.data.mock import MockDataset
 from megazero.data.tokenizer import TokenizerInfo, check_meta
+
+MEAN_DOCUMENT = 64  # tokens of mock data
 
 
 class Dataset(Protocol):
-    """It gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
+    """Gives samples by position. A sample is a dict of numpy arrays: tokens int64 [s], labels int64 [s],
     loss_mask float32 [s], and position_ids and document_starts int64 [s] where they are asked for.
 
     ``ordered_for`` is the number of samples that their order was made for. It is 0 where the order is the same for
@@ -30,6 +31,41 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class MockDataset:
+    """Synthetic data with something to learn, for tests, and timing without a corpus.
+
+    Its documents count upwards: a random first token, then +stride modulo the vocabulary, then the eod.
+    Lengths are geometric with mean 64, so the best loss is about (ln(vocabulary) + 5.2) / 65 nats per token: all but
+    the first token of a document can be learned, its end cannot. A sample depends on (seed, split, index) alone.
+    ``split`` is 0 for train, 1 for valid and 2 for test.
+    """
+
+    ordered_for = 0
+
+    def __init__(self, num_samples: int, split: int, spec: SampleSpec) -> None:
+        if spec.tokenizer.vocab_size < 3:
+            raise ValueError(f"mock data needs a vocabulary of at least 3, not {spec.tokenizer.vocab_size}")
+        self.num_samples, self.split, self.spec = num_samples, split, spec
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        random = np.random.default_rng([self.spec.seed, self.split, int(index)])
+        length, eod = self.spec.seq_length + 1, self.spec.tokenizer.eod
+        words = self.spec.tokenizer.vocab_size - 1  # every id but the eod
+        ends = random.random(length) < 1 / (MEAN_DOCUMENT + 1)
+        at = np.arange(length)
+        begins = np.maximum.accumulate(np.where(np.roll(ends, 1), at, 0))
+        first = random.integers(0, words, length)[begins]
+        stride = max(1, words // 3)
+        word = (first + (at - begins) * stride) % words
+        text = np.where(ends, eod, word + (word >= eod)).astype(np.int64)
+        return finish_sample(text, self.spec)
 
 
 Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
@@ -51,11 +87,11 @@ def build_datasets(
 ) -> Datasets:
     """Return train, valid and test datasets, None where 0 samples are asked for. Every rank may call it at once.
 
-    data_path: It holds words as config.data_inputs reads them (prefixes, or weights and prefixes). None is mock data.
-    split: It gives shares of the documents, such as "969,30,1".
+    data_path: words as config.data_inputs reads them (prefixes, or weights and prefixes). None is mock data.
+    split: shares of the documents, such as "969,30,1".
     samples: Each dataset must have at least so many.
     cache_dir: The indices are kept there. By default it is a folder ``cache`` beside the first prefix.
-    ordered_for: It gives each dataset's own value of an earlier call, or 0. The earlier order is kept where it holds
+    ordered_for: each dataset's own value of an earlier call, or 0. The earlier order is kept where it holds
     ``samples``.
     A blend without weights is one epoch of everything, so it may have fewer samples than asked for.
     Raises ValueError for bad files, a bad split, data of another tokenizer, and splits without tokens.

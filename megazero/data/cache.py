@@ -1,4 +1,4 @@
-"""Arrays that many processes need and one builds. They are .npy files, named by a hash of what they come from."""
+"""Arrays that one process builds and many use: .npy files, named by a hash of their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of fixed length are cut from an indexed dataset, in the order of megatron-core's GPTDataset (0.16.1).
+"""Samples of fixed length from an indexed dataset, in the order of megatron-core's GPTDataset (0.16.1).
 
 Documents of all epochs are shuffled and laid end to end. Sample i covers tokens i*s .. i*s + s of that stream (s + 1
 of them, neighbours share one), and a second shuffle orders the samples. Both shuffles draw from one
@@ -25,7 +25,7 @@ Sample = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """It says how samples are cut and masked.
+    """How samples are cut and masked.
 
     ``seq_length`` is the tokens per sample. ``seed`` is the seed of both shuffles. With ``reset_position_ids`` or
     ``reset_attention_mask`` samples say where documents begin (``document_fields``).

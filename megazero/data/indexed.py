@@ -62,7 +62,7 @@ def encode_index(lengths: ArrayLike, documents: ArrayLike, dtype: DTypeLike) -> 
 
 
 class IndexedWriter:
-    """It writes PREFIX.bin and PREFIX.idx. They take their names together when the block ends without an error.
+    """Writes PREFIX.bin and PREFIX.idx. They take their names together when the block ends without an error.
 
     >>> with IndexedWriter("corpus_text_document", dtype=token_dtype(32000)) as writer:
     ...     writer.add_document([1, 2, 3])
@@ -145,7 +145,7 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """It reads PREFIX.bin and PREFIX.idx through memory maps. Everything about the files is checked on opening.
+    """Reads PREFIX.bin and PREFIX.idx through memory maps. Everything about the files is checked on opening.
 
     ``lengths`` is int32 [S], the tokens of each sequence. ``offsets`` is int64 [S], in bytes into .bin. ``documents``
     is int64 [D]. Raises ValueError for files that are missing, empty, truncated, foreign or at odds with each other.
@@ -209,7 +209,7 @@ class IndexedDataset:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return sha256 of .idx and size of .bin: they identify the index, and every copy has the same."""
+        """Return the sha256 of .idx and the size of .bin, which identify the index: every copy has the same."""
         with open(idx_path(self.prefix), "rb") as handle:
             digest = hashlib.file_digest(handle, "sha256").hexdigest()
         return {"idx_sha256": digest, "bin_bytes": bin_path(self.prefix).stat().st_size}

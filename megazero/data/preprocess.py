@@ -1,4 +1,4 @@
-"""Raw text becomes indexed files, in chunks that any number of workers make and a killed run finds again.
+"""Turns raw text into indexed files, in chunks that any number of workers make and a killed run finds again.
 
 The inputs alone decide how they are cut, so the output does not depend on the workers. A finished chunk lies in
 PREFIX.parts/ until the files are joined. The file job.json there says what the chunks were made from.
@@ -33,7 +33,7 @@ Encoded = tuple[list[int], list[int]]  # tokens of a document, lengths of its se
 
 @dataclass(frozen=True)
 class Job:
-    """It says what to make. Everything here changes the output, and is what a resumed run must agree on.
+    """What to make. Everything here changes the output, so a resumed run must have the same.
 
     ``files`` are in order. A .jsonl, .json or .ndjson file holds one JSON object a line, any other file is one
     document.
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Chunk:
-    """It is either lines of one JSON file that begin in bytes [start, stop), or whole text files (stop 0)."""
+    """Either lines of one JSON file that begin in bytes [start, stop), or whole text files (stop 0)."""
 
     number: int
     files: tuple[str, ...]
@@ -207,7 +207,7 @@ def _work(job: Job, parts: Path, chunk: Chunk) -> tuple[int, Counts]:
 
 
 class Encoder:
-    """It turns a chunk into files NUMBER-KEY.bin and .npz, and at last NUMBER.done with the counts."""
+    """Turns a chunk into files NUMBER-KEY.bin and .npz, and at last NUMBER.done with the counts."""
 
     def __init__(self, job: Job, parts: Path) -> None:
         self.job, self.parts = job, parts

@@ -1,4 +1,4 @@
-"""This module says which sample goes to which rank, and makes batches. The position is one number: consumed samples.
+"""Which sample goes to which rank, and the batches. The position is one number: consumed samples.
 
 A step of m micro-batches of b samples on each of d data-parallel ranks takes samples consumed .. consumed + m*b*d.
 Micro-batch i gives rank r the b samples from consumed + (i*d + r)*b on, as Megatron does. So the samples of a step,

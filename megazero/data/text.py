@@ -1,13 +1,25 @@
-"""Raw text is read here: which files, their lines, and errors that name file and line."""
+"""Reads raw text: which files, their lines, and errors that name file and line.
+
+Every machine has some: the sources of the running Python's standard library.
+"""
 
 from __future__ import annotations
 
 import json
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 Text = str | list[str]
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}  # of the standard library
 
 
 def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
@@ -100,3 +112,20 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def stdlib_sources() -> list[Path]:
+    """Return the standard library's UTF-8 .py files, sorted, without its tests and installed packages.
+
+    They are about 660 files and 12 MB on Python 3.11.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
+    return sorted(path for path in found if path.is_file() and _is_text(path))
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(path.read_text("utf-8").strip())
+    except (UnicodeDecodeError, OSError):
+        return False

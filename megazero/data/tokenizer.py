@@ -35,7 +35,7 @@ class TokenizerInfo:
 
 
 class Tokenizer(Protocol):
-    """It turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text).
+    """Turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text).
 
     ``files`` are all that it was read from, so that they can be carried with what it made.
     """
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """It reads a SentencePiece ``.model`` file, whose end-of-sentence piece marks the end of a document."""
+    """Reads a SentencePiece ``.model`` file, whose end-of-sentence piece marks the end of a document."""
 
     def __init__(self, model: Path) -> None:
         raw = _read(model, "SentencePieceTokenizer", "a .model file as its tokenizer model")
@@ -74,7 +74,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """It reads a ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
+    """Reads a ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
 
     The end of document is the ``eos_token`` that tokenizer_config.json or special_tokens_map.json beside it names,
     else the first of KNOWN_EOD in the vocabulary.
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
 
 
 class GPT2BPETokenizer:
-    """It reads GPT-2's two files: vocab.json, which gives each token its id, and merges.txt.
+    """Reads GPT-2's two files: vocab.json, which gives each token its id, and merges.txt.
 
     Ids are those of Megatron's tokenizer of this name. So the first line of merges.txt is a header and what follows
     its last newline is no merge; and ``<|endoftext|>`` in a text is these 13 characters, while the token of that name

@@ -1,4 +1,4 @@
-"""Here a SentencePiece model is trained that gives back every byte of its text, spaces and newlines included."""
+"""Trains a SentencePiece model that restores every byte of its text, spaces and newlines included."""
 
 from __future__ import annotations
 

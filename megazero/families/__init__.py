@@ -1,4 +1,5 @@
-"""Each model family has one record: defaults by flag, tensor names, Hugging Face's config.json.
+"""The registry of model families: one record each, with defaults by flag, tensor names and Hugging Face's
+config.json.
 
 This package needs no torch. To add a family, write a file with its record here, and add its line to the registry.
 What the record says is all that the configuration, the decoder's placements and the import from Hugging Face know
@@ -19,6 +20,7 @@ from megazero.families.huggingface import HuggingFace
 from megazero.families.llama import LLAMA
 from megazero.families.mistral import MISTRAL
 from megazero.families.olmo2 import OLMO2
+from megazero.families.phi3 import PHI3
 from megazero.families.qwen2 import QWEN2
 from megazero.families.qwen3 import QWEN3
 
@@ -33,6 +35,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             QWEN3,
             MISTRAL,
             OLMO2,
+            PHI3,
             GPT_NEOX,
             FALCON,
         )

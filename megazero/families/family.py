@@ -1,4 +1,4 @@
-"""This module defines what a model family is. Options have the names of the flags, with underscores."""
+"""What a model family is. Options have the names of the flags, with underscores."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ PLAIN_ATTENTION = (("num_query_groups", "num_attention_heads"), *FILLING_HEADS)
 
 @dataclass(frozen=True)
 class TensorNames:
-    """This says what a family calls the tensors of a checkpoint, and how it stores them.
+    """A family's names for the tensors of a checkpoint, and how it stores them.
 
     ``model`` maps a module here to the module there. ``layer`` does the same within a layer, whose modules there
     begin with ``layer_prefix`` and the layer's number. In it, (module, part) stands for q, k, v as parts 0, 1, 2 of
-    one tensor.
+    one tensor, or for the gate and the up projection as parts 0, 1.
     ``transposed`` says that matrices of layers are stored [in, out].
-    ``fused`` is the order of the rows of such a tensor. With "sides", it has all of q, then all of k, then all of
-    v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of the
-    second group, and so on.
-    ``needs`` maps an option to the value, or to the tuple of values, that these names can express. ``equal`` has
-    pairs of options that must be equal for it.
-    ``aliases`` maps a tensor's name in the modules of a release to its name in files.
+    ``fused`` is the order of the rows of such a tensor of q, k, v. With "sides", it has all of q, then all of k, then
+    all of v. With "groups", it has the query heads, the key and the value of the first group of heads, then those of
+    the second group, and so on. ``needs`` maps an option to the value, or to the tuple of values, that these names
+    can express. ``equal`` has pairs of options that must be equal for it. ``aliases`` maps a tensor's name in the
+    modules of a release to its name in files.
     """
 
     model: Mapping[str, str]
@@ -62,10 +61,9 @@ def fused_row(names: TensorNames, part: int, head: int, heads: int, groups: int)
 
 @dataclass(frozen=True)
 class Family:
-    """This is one model family. ``name`` is the value of ``--model-family``.
+    """One model family. ``name`` is the value of ``--model-family``.
 
-    ``defaults`` maps an option to its value where nothing else is said. Of ``names``, those count that can express
-    the choices first.
+    ``defaults`` maps an option to its default value. Of ``names``, the first that can express the choices counts.
     ``rounds_swiglu_down`` is Megatron's rule for the default width of a SwiGLU MLP; Llama's own code rounds up.
     ``exact_gelu_without_biases`` is Megatron's, too: its fused kernel for biases and GELU has the tanh form.
     """

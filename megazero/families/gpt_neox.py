@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia turn a part of each head and compute attention and MLP side by side."""
+"""GPT-NeoX (Black et al. 2022) and Pythia rotate a part of each head and compute attention and MLP in parallel."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""This module reads Hugging Face's config.json as options, by a family's tables, and writes it.
+"""Reads and writes Hugging Face's config.json as options, by a family's tables.
 
-A field that no table knows is an error: what is ignored in silence would be another model.
+A field that no table knows is an error: silently ignoring it would give another model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FieldGroup:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """This describes a family's config.json, whose fields are those of transformers' configuration class.
+    """A family's config.json, whose fields are those of transformers' configuration class.
 
     ``model_type`` and ``architecture`` name the family there, and its model with a head.
     ``fields`` maps an option to its field. ``absent`` maps an option to what an absent field means; a field without

@@ -1,8 +1,8 @@
-"""What a person reads while training: a header, a progress bar, one line per log interval.
+"""The console output of a training run: a header, a progress bar, one line per log interval.
 
-On a terminal, rich draws a progress bar with the time left below the lines. Anywhere else (CI, SLURM
-logs, a pipe) the same lines are written plainly: no control characters, no colours, no bar.
-Shown on one rank; on the others a TrainConsole is silent.
+On a terminal, rich draws a progress bar with the time left below the lines. Anywhere else (CI, SLURM logs, a pipe)
+the same lines are written plainly: no control characters, no colours, no bar. One rank prints; on the others a
+TrainConsole is silent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.progress import TimeRemainingColumn as Remaining
 
 from megazero.config.options.skipping import due
 from megazero.log.metrics import IterationMetrics, average, perplexity
+from megazero.log.units import human_bytes, human_count
 
 
 class TrainConsole:
@@ -133,24 +134,6 @@ def interval_line(mean: IterationMetrics, total: int) -> str:
 def _decoupled(mean: IterationMetrics) -> str:
     rate = mean.extra.get("decoupled_learning_rate")
     return "" if rate is None else f" (embedding and head {rate:.3e})"
-
-
-def human_bytes(count: float) -> str:
-    """Decimal units, as networks are sold: 1 MB is 10**6 bytes."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"), " ")
-
-
-def human_count(count: float) -> str:
-    """Three digits and a unit: 950, 12.3k, 4.56M."""
-    return _scaled(count, ("", "k", "M", "G", "T", "P"), "")
-
-
-def _scaled(count: float, units: tuple[str, ...], gap: str) -> str:
-    power = 0
-    while abs(count) >= 999.5 and power < len(units) - 1:
-        count, power = count / 1000, power + 1
-    digits = 0 if power == 0 or abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
-    return f"{count:.{digits}f}{gap}{units[power]}"
 
 
 def _progress(console: Console) -> Progress:

@@ -18,8 +18,8 @@ from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.mesh.launch import torchrun_error_file
 
-# LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun 1 for any, srun
-# the signal by which it ended the ranks that were still leaving).
+# LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun always 1, srun
+# the signal with which it ended ranks that were still leaving).
 STATUS_FILE = "exit_status"
 
 # Errors of the operating system that are about the disk, not about what the user wrote.
@@ -33,15 +33,15 @@ class ExitStatus(IntEnum):
     UNEXPECTED = 1  # an error that megazero did not expect; its trace is in the log
     MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
     NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
-    STORAGE = 74  # a disk is full, read-only or broken, or hangs
-    STOPPED = 75  # told to stop by a signal, a limit or the kill switch; what was done is saved
+    STORAGE = 74  # a disk is full, read-only, broken, or hangs
+    STOPPED = 75  # stopped by a signal, a limit or the kill switch; what was done is saved
     RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
     SWITCHED_OFF = 77  # the kill switch was there at the start
     INTERRUPTED = 130  # by Ctrl-C at once, saving nothing; a shell's status for it
 
 
 def status_of(error: BaseException) -> ExitStatus:
-    """Return the status for an error that ends a run."""
+    """Return the exit status for an error that ends a run."""
     stated = getattr(error, "exit_status", None)
     if isinstance(stated, ExitStatus):
         return stated
@@ -51,19 +51,19 @@ def status_of(error: BaseException) -> ExitStatus:
 
 
 def process_status(status: ExitStatus) -> int:
-    """Return what the process of a rank ends with: the run's status, but 0 for a planned stop under torchrun.
+    """Return the status of a rank's process: the run's status, but 0 for a planned stop under torchrun.
 
-    torchrun knows success and failure alone. It answers 75 as any failure: by traces, by starting the ranks again if
-    --max-restarts allows it, and by ending with 1. LOG_DIR/exit_status says 75.
+    torchrun knows only success and failure. It would treat 75 as a failure: print traces, start the ranks again if
+    --max-restarts allows it, and end with 1. LOG_DIR/exit_status has 75.
     """
     planned = status == ExitStatus.STOPPED and torchrun_error_file() is not None
     return ExitStatus.FINISHED if planned else status
 
 
-def tell_torchrun(error: str) -> None:
-    """Leave what this rank says of its failure where torchrun, if it started the rank, reads it.
+def report_to_torchrun(error: str) -> None:
+    """Write this rank's error to the file from which torchrun, if it started the rank, reads it.
 
-    Its report of failed ranks, 30 lines and more that no rank can prevent, then ends with these words.
+    torchrun's report of failed ranks (30 lines and more, which no rank can prevent) then ends with this message.
     """
     file, error = torchrun_error_file(), redact(error)
     if file is not None:
@@ -73,11 +73,11 @@ def tell_torchrun(error: str) -> None:
 
 
 def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> bool:
-    """Write LOG_DIR/exit_status for the batch script, or take it away (None) while the run is under way.
+    """Write LOG_DIR/exit_status for the batch script, or remove it (None) while the run is under way.
 
-    first: only if no other is there: what a rank said of itself is truer than what others see of it. Otherwise on
-    the first rank. A disk that takes no file is passed over in silence: the launcher's status is left. Returns
-    whether it was this status's turn.
+    first: only if there is none yet: a rank's own account is truer than what others see of it. Without it, call this
+    on the first rank. Errors of the disk are ignored: the launcher's status remains. Returns False if there was one
+    already.
     """
     try:
         if status is None:
@@ -94,7 +94,7 @@ def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) 
 
 
 def read_status(log_dir: str) -> ExitStatus | None:
-    """Return what LOG_DIR/exit_status says, or None while a run is under way or where none has said it."""
+    """Return the status in LOG_DIR/exit_status, or None if a run is under way or has left none."""
     try:
         return ExitStatus(int((Path(log_dir) / STATUS_FILE).read_text()))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""A run over its restarts: what makes it one run, and when and why each start of it ended. This needs no torch.
+"""The history of a run over its restarts: its id, and when and why each start ended. This needs no torch.
 
-Checkpoints have the run's id; until there is one SAVE/run_id has it. So a run that is killed before its first save
-continues its curve at outside loggers, too. LOG_DIR/events.jsonl has a line of every start, save and end.
+The run's id is in its checkpoints and, before there is one, in SAVE/run_id. So a run that is killed before its first
+save continues its curve at outside loggers, too. LOG_DIR/events.jsonl has a line for every start, save and end.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from megazero.files import replacing
 from megazero.log.exit_status import ExitStatus, record_status
-from megazero.log.lines import LineFile
+from megazero.log.line_file import LineFile
 from megazero.log.metrics import encode, now, read_lines
 from megazero.mesh.launch import Launch
 
 EVENTS_FILE = "events.jsonl"
 RUN_FILE = "run_id"
-MOST_HOSTS = 8  # that the header names
+MOST_HOSTS = 8  # named in the header
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Start:
     """One start of a run.
 
     run_id: the run's id at outside loggers, the same over all starts. restarts: how often it was started before.
-    job: the batch system's name of the job, or ''. hosts: the host of every rank. iteration: that it continues
-    after. notes: for the user.
+    job: the batch system's name of the job, or ''. hosts: the host of every rank. iteration: the last one before it.
+    notes: for the user.
     """
 
     run_id: str
@@ -44,11 +44,11 @@ class Start:
     notes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Return what the first line of metrics after this start carries, and its line in events.jsonl."""
+        """Return the keys that this start adds to its first line of metrics and to its line in events.jsonl."""
         return {"job_id": self.job, "restarts": self.restarts, "hosts": list(dict.fromkeys(self.hosts))}
 
     def header(self) -> dict[str, str]:
-        """Return the same in words, for the head of a log."""
+        """Return the same as text, for the head of a log."""
         counts = Counter(self.hosts)
         names = [f"{name} ({count} ranks)" if count > 1 else name for name, count in counts.items()]
         more = f" and {len(names) - MOST_HOSTS} more" if len(names) > MOST_HOSTS else ""
@@ -58,10 +58,10 @@ class Start:
 
 
 def identify(save: str | None, log_dir: str, run_id: str, launch: Launch) -> Start:
-    """Return which run this starts, and how often it was started before. On the first rank.
+    """Return which run this starts, and how often it was started before. Call it on the first rank.
 
-    run_id: the checkpoint's that the run begins from, or ''. Without one the id is that of the folder, whose run was
-    stopped before its first checkpoint, or a new one, which is kept there.
+    run_id: from the checkpoint that the run begins from, or ''. Then the id is the one in the folder, of a run that
+    was stopped before its first checkpoint, or a new one, which is written there.
     """
     notes: tuple[str, ...] = ()
     if not run_id and save is not None:
@@ -73,15 +73,12 @@ def identify(save: str | None, log_dir: str, run_id: str, launch: Launch) -> Sta
 
 
 def new_run_id() -> str:
-    """Return a fresh run id.
-
-    It has 8 characters, the form wandb makes itself, and does not come from the training seed.
-    """
+    """Return a fresh run id: 8 characters, as wandb's own, independent of the training seed."""
     return secrets.token_hex(4)
 
 
 def _of_folder(file: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the id in this file, or a new one that is put there; with notes."""
+    """Return the id in this file, or a new one that is written there; with notes."""
     try:
         if file.exists() and re.fullmatch(r"\w+", known := file.read_text().strip()):
             return known, (f"{file}: this continues run {known}, which had saved nothing yet",)
@@ -115,11 +112,11 @@ def record_end(
     progress: Mapping[str, Any] = MappingProxyType({}),
     first: bool = False,
 ) -> None:
-    """Write LOG_DIR/exit_status and the line of an end. A log disk without room does no harm.
+    """Write LOG_DIR/exit_status and the line of an end. A full log disk does no harm.
 
-    progress: how far the run came, as far as it is known.
+    progress: how far the run came, if that is known.
 
-    first: only if no end was told yet (``record_status``); then on any rank, else on the first one.
+    first: on any rank, but only if no end is recorded yet (``record_status``). Otherwise call it on the first rank.
     """
     if not record_status(log_dir, status, first):
         return
@@ -128,4 +125,4 @@ def record_end(
         file.append(event_line("end", {"status": int(status), "why": why, **progress}))
         file.close()
     except OSError:
-        pass  # no room, or no way to the disk: a run does not fail for a line about its end, which the status tells
+        pass  # the disk is full or gone: a run does not fail for a line about its end, and the status has it

@@ -1,7 +1,7 @@
-"""This puts TensorBoard and Weights & Biases behind one small interface; metrics.jsonl stays the authority.
+"""TensorBoard and Weights & Biases behind one small interface. metrics.jsonl stays the authority.
 
-If a logger was asked for and cannot run, starting it raises ValueError with the cure. Once training runs, a logger
-that fails is dropped with one warning: a disk that is full of events, or a broken network, never stops a run.
+If a requested logger cannot run, starting it raises ValueError with the cure. Once training runs, a logger that fails
+is dropped with one warning: a full disk or a broken network never stops a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import nan
 from typing import Any, Protocol
 
 from megazero.checkpoint.errors import error_number
-from megazero.log.lines import NO_ROOM
+from megazero.log.line_file import NO_ROOM
 
 
 class Logger(Protocol):
@@ -23,7 +23,7 @@ class Logger(Protocol):
     def log(self, iteration: int, values: Mapping[str, Any]) -> None: ...
 
     def undo(self, first: int) -> None:
-        """Take back what was logged of the iterations from ``first`` on: their updates were undone."""
+        """Remove what was logged from iteration ``first`` on: those updates were undone."""
 
     def flush(self) -> None: ...
 
@@ -33,8 +33,8 @@ class Logger(Protocol):
 class TensorBoardLogger:
     """Writes scalars as TensorBoard events.
 
-    On a resume, the events of later iterations than `iteration` are purged. TensorBoard's fast reader, its default,
-    heeds no mark of that: it drops points when another of their iteration or an earlier one comes.
+    On a resume, events after `iteration` are purged. TensorBoard's fast reader, its default, ignores the mark of
+    that: it drops points only when another of their iteration or an earlier one comes.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, iteration: int = 0) -> None:
@@ -123,7 +123,7 @@ class WandbLogger:
 
 
 def opened(makers: Iterable[Callable[[], Logger]]) -> list[Logger]:
-    """Make the loggers. One whose disk is full is left out with a warning: a resume must not fail of it."""
+    """Open the loggers. One whose disk is full is left out with a warning: a resume must not fail because of it."""
     made = []
     for make in makers:
         try:
@@ -150,7 +150,7 @@ class Loggers:
             self._guarded(member, partial(member.undo, first))
 
     def flush(self) -> None:
-        """Write what members hold back, so that it outlives a kill."""
+        """Write what members have buffered, so that it survives a kill."""
         for member in tuple(self._members):
             self._guarded(member, member.flush)
 

@@ -5,8 +5,8 @@ consumed_samples, eval_lm_loss and eval_ppl, and eval_data (a name) where severa
 data is. Every line has the time at which it was written. The file is the authority on a run: it survives a kill at
 any moment, and after a resume it still has one line per iteration.
 
-Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would not tell a NaN from an
-overflow); read_metrics turns them back into floats.
+Numbers that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity" (null would hide whether it was a NaN
+or an overflow); read_metrics turns them back into floats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from megazero.config.options.skipping import range_around
 from megazero.config.secrets import redact
-from megazero.log.lines import LineFile
+from megazero.log.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
@@ -38,7 +38,7 @@ class IterationMetrics:
 
     lm_loss is the mean over the valid tokens of the global batch, in nats. tokens_per_s counts the global batch, and
     tflops_per_rank counts the model's FLOPs without recompute. memory_bytes is the peak. time_bill has the items of
-    timebill.ITEMS in seconds, which add up to iteration_time_s.
+    time_bill.ITEMS in seconds, which add up to iteration_time_s.
 
     The trainer puts these into extra: batch_size (in samples); decoupled_learning_rate (under --decoupled-lr); bytes
     (by hop and link class); skipped (1 if there was no update); loss_scale (under fp16, that of the next iteration);
@@ -153,7 +153,7 @@ class MetricsWriter:
 
 
 def now() -> str:
-    """Return the clock's time as it stands in the lines: ISO 8601 in UTC, to the millisecond."""
+    """Return the time as the lines have it: ISO 8601 in UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -208,10 +208,9 @@ def read_lines(data: bytes) -> tuple[list[tuple[bytes, dict[str, Any]]], list[by
 def _supersede(path: Path, iteration: int, undone: Sequence[tuple[int, int]]) -> None:
     """Leave in `path` the whole lines up to `iteration` that were not `undone`, and move the rest beside it.
 
-    This is safe to repeat. An evaluation at the last iteration of a range came after the way back, so it stays.
-
-    The moved lines are on disk before the file loses them. A kill in between makes the move happen again; its lines
-    are then not appended twice.
+    An evaluation at the last iteration of an undone range came after the rollback, so it stays. This is safe to
+    repeat: the moved lines are on disk before the file loses them, and after a kill in between they are not appended
+    twice.
     """
     if not path.exists():
         return

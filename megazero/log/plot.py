@@ -1,4 +1,4 @@
-"""This draws the loss curve of one or more runs as a PNG."""
+"""Draws the loss curve of one or more runs as a PNG."""
 
 from __future__ import annotations
 

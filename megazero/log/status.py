@@ -1,7 +1,7 @@
-"""What the files of a run say of it: how far it is, how fast, when it will be done, why it was restarted.
+"""The status of a run from its files: how far it is, how fast, when it will be done, why it was restarted.
 
-This needs no torch and reads LOG_DIR/metrics.jsonl and events.jsonl alone, so it works while the run is under way,
-and on a machine that sees no more than the files.
+This reads only LOG_DIR/metrics.jsonl and events.jsonl and needs no torch. So it works while the run is under way, and
+on any machine that sees the files.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megazero.config.secrets import redact
 from megazero.log.exit_status import ExitStatus
 from megazero.log.history import EVENTS_FILE, read_events
 from megazero.log.metrics import METRICS_FILE, decode
-from megazero.log.words import duration
+from megazero.log.units import duration
 
-MOST_LINES = 20_000  # that are decoded; of longer files every n-th line is
-LATEST = 100  # iterations whose mean is the speed
-SILENT_S = 600.0  # without a line, and many iterations long, after which a run is said to be silent
-_ALWAYS = (b'"eval_lm_loss"', b'"restarts"', b'"resumed_from"')  # lines that are never left out
+MOST_LINES = 20_000  # to decode; of longer files only every n-th line is decoded
+LATEST = 100  # iterations over which the speed is the mean
+SILENT_S = 600.0  # a run without a line for so long, and for many iterations' time, is called silent
+_ALWAYS = (b'"eval_lm_loss"', b'"restarts"', b'"resumed_from"')  # marks of lines that are always decoded
 
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The lines of a run. iterations: of metrics.jsonl, the last LATEST without a gap. now: when they were read."""
+    """The lines of a run. iterations: from metrics.jsonl, the last LATEST without gaps. now: when they were read."""
 
     folder: Path
     iterations: Sequence[Line]
@@ -54,7 +54,7 @@ class RunStatus:
 
     @property
     def last_iteration(self) -> int | None:
-        """The iteration that the run ends with; None where no start says it."""
+        """The iteration that the run ends with; None if no start has it."""
         return int(self.starts[-1]["last_iteration"]) if self.starts else None
 
     @property
@@ -66,16 +66,16 @@ class RunStatus:
 
     @property
     def ended(self) -> Line | None:
-        """The end of the last start, or None while it is under way or where it said nothing."""
+        """The end of the last start, or None if the run is under way or left no end."""
         of_starts = (e for e in reversed(self.events) if e.get("event") in ("start", "end"))
         last = next(of_starts, {})
         return last if last.get("event") == "end" else None
 
     @property
     def seconds_per_iteration(self) -> float | None:
-        """By the clock, so evaluations and saves count; by the iterations' own time where that is not known yet.
+        """By the clock, so evaluations and saves count; by the iterations' own time before the clock is known.
 
-        Iterations that were named to be left out took no time. Those undone after a spike took theirs.
+        Iterations of --skip-train-iteration-range took no time. Those undone after a spike did.
         """
         latest = self.latest
         times = [when(line) for line in (latest[0], latest[-1])] if latest else []
@@ -88,7 +88,7 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the speed of the latest iterations; None where the speed or the length is not known."""
+        """At the speed of the latest iterations; None if the speed or the length is not known."""
         speed, last = self.seconds_per_iteration, self.last_iteration
         return None if speed is None or last is None else max(0, last - self.iteration) * speed
 
@@ -113,14 +113,14 @@ def read_run(log_dir: str | os.PathLike[str], now: datetime | None = None) -> Ru
 
 
 def _of_this_run(events: Sequence[Line]) -> list[Line]:
-    """Return the events from the first start of the run that was started last: a folder may hold an older one's."""
+    """Return the events of the run that was started last, from its first start: a folder may hold an older run's."""
     ids = [event.get("run_id") for event in events]
     last = next((name for name in reversed(ids) if name), None)
     return list(events[ids.index(last) :] if last else events)
 
 
 def _sampled(path: Path) -> Iterator[Line]:
-    """Yield every n-th line, the last ones, and those that are never left out. Torn lines are passed over."""
+    """Yield every n-th line, the last ones, and those with one of the marks. Torn lines are skipped."""
     rows = path.read_bytes().split(b"\n")
     step = max(1, len(rows) // MOST_LINES)
     for place, row in enumerate(rows):
@@ -139,7 +139,7 @@ def when(line: Line) -> datetime | None:
 
 
 def facts(run: RunStatus) -> dict[str, str]:
-    """Return what an operator asks of a run, as name and words."""
+    """Return what an operator wants to know of a run, as text by name."""
     out = {"run": f"{run.folder}", "state": state(run), "position": _position(run)}
     latest = run.latest
     if latest:
@@ -163,17 +163,17 @@ def facts(run: RunStatus) -> dict[str, str]:
 
 
 def state(run: RunStatus) -> str:
-    """Return whether the run is under way, and otherwise how it ended."""
+    """Return whether the run is under way, or how it ended."""
     if run.ended is not None:
         try:
             name = ExitStatus(run.ended["status"]).name.lower().replace("_", " ")
         except ValueError:
             name = f"ended with status {run.ended['status']}"
         return f"{name}: {run.ended['why']}"
-    told = when(run.last) or (when(run.starts[-1]) if run.starts else None)
-    if told is None:
+    last = when(run.last) or (when(run.starts[-1]) if run.starts else None)
+    if last is None:
         return "not known: these files are of before runs told it"
-    silent = (run.now - told).total_seconds()
+    silent = (run.now - last).total_seconds()
     usual = run.seconds_per_iteration or 0.0
     if silent > max(SILENT_S, 20 * usual):
         return f"silent for {duration(silent)}: killed, hung, or its node lost"
@@ -193,8 +193,8 @@ def restarts(run: RunStatus) -> list[str]:
             out.append(f"{clock}  back to iteration {event['first'] - 1}  ({event['why']})")
         elif kind == "start":
             if event is not run.starts[0]:
-                said = why or "it said nothing: killed, or its node lost"
-                out.append(f"{clock}  after iteration {event['iteration']}  ({said})")
+                reason = why or "it said nothing: killed, or its node lost"
+                out.append(f"{clock}  after iteration {event['iteration']}  ({reason})")
             why = ""
     return out
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from megazero.comm.labels import Label, no_label
+from megazero.comm.timing import Label, no_label
 
 # Waits for communication, by hop: refresh across nodes, gather inside a node, ...; of the pipeline with the bubble;
 # of the exchange of scalars for the slowest rank. Tensor parallelism never leaves a node.

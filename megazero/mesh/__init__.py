@@ -1,1 +1,1 @@
-"""This package manages process groups. Importing it does not import torch; megazero.mesh.mesh has the groups."""
+"""Ranks, axes and process groups. Importing this package does not import torch; megazero.mesh.mesh has the groups."""

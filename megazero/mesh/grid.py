@@ -1,4 +1,4 @@
-"""This module maps world ranks to named axes. It is pure arithmetic, without torch and without the environment.
+"""Maps world ranks to named axes. Pure arithmetic: no torch, no environment.
 
 The world is a grid, and its axes are named from the outermost on. They are pp, then the data-parallel sub-axes,
 then tp, which is innermost so that a tensor-parallel group never leaves its node. The other order is data-parallel,
@@ -20,7 +20,7 @@ INTER = "inter_node"
 
 @dataclass(frozen=True)
 class AxisSpec:
-    """This is one mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
+    """One mesh axis: ``size`` ranks that are ``stride`` world ranks apart.
 
     ``role`` is 'pp', 'tp', or the shard level that the sub-axis belongs to: 'p', 'g', 'os', 'replica'.
     ``link`` is INTRA if every group of the axis lies inside one node, and otherwise INTER.
@@ -43,7 +43,7 @@ class AxisSpec:
 
 @dataclass(frozen=True)
 class Grid:
-    """This is the whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
+    """The whole grid. ``axes`` is outermost first; ``data_axes`` is innermost first.
 
     With ``dp_outermost``, the data-parallel axes lie outside of pp, not inside.
     """

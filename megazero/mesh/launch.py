@@ -1,6 +1,6 @@
-"""This module tells a process who it is. It alone knows launchers' variables, --local-rank and --nproc-per-node.
+"""Rank, world and node of this process, from launchers' variables, --local-rank and --nproc-per-node.
 
-CUDA's own variables are read and set here, too. It needs no torch.
+CUDA's own variables are read and set here, too. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32  # that CUDA has
-USUAL_CONNECTIONS = 8  # what CUDA takes where nothing is said
+USUAL_CONNECTIONS = 8  # CUDA's default
 MODULE_LOADING = "CUDA_MODULE_LOADING"
 
 # Ports of jobs whose launcher names none: below 32768, from where Linux gives out ports of its own.
@@ -43,15 +43,14 @@ PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "")
 
 @dataclass(frozen=True)
 class Launch:
-    """This is what the launcher says of this process. ``local_world_size`` is its word for ranks per node.
+    """The launcher's description of this process. ``local_world_size`` is its number of ranks per node.
 
-    ``attempt`` is how often torchrun has started the ranks again, at the same store. ``agent_store`` tells that its
-    agent holds the store at which the ranks meet; otherwise rank 0 does. ``hosts`` are the nodes in the order of the
-    ranks, where the launcher lists them. ``node`` is SLURM's name of this node, whatever has launched the
-    rank; None where SLURM did not give the node. ``job`` is the batch system's name of the job, or torchrun's of the
-    run ('' where there is none). ``restarts`` is how often it was started before, by SLURM's count and torchrun's.
-    ``local_rank``, ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not
-    say it.
+    ``attempt`` is how often torchrun has restarted the ranks at the same store. ``agent_store`` says that its agent
+    holds the rendezvous store; otherwise rank 0 does. ``hosts`` are the nodes in the order of the ranks, if the
+    launcher lists them. ``node`` is SLURM's name of this node, whatever launched the rank; None outside of SLURM.
+    ``job`` is the batch system's name of the job, or torchrun's of the run ('' where there is none). ``restarts`` is
+    how often it was started before, by SLURM's count and torchrun's. ``local_rank``, ``local_world_size`` or
+    ``master_addr`` (the host of rank 0) is None where the launcher does not say it.
     """
 
     rank: int = 0
@@ -78,7 +77,7 @@ class Launch:
     def address(self) -> tuple[str, int]:
         """Return host and port at which the ranks meet.
 
-        Raises ValueError if nobody said where rank 0 is.
+        Raises ValueError if the address of rank 0 is unknown.
         """
         if self.master_addr is None:
             raise ValueError(
@@ -89,11 +88,11 @@ class Launch:
 
     @property
     def host(self) -> str:
-        """This node's name, as it would be excluded: SLURM's, else the host's own."""
+        """This node's name for an exclude list: SLURM's, else the host's own."""
         return self.node or socket.gethostname()
 
     def found_nodes(self, ranks_per_node: int) -> tuple[str, ...]:
-        """Return a note of the size that was taken for a node, where the launcher does not say it."""
+        """Return a note of the node size in use, if the launcher does not give one."""
         if self.local_world_size is not None:
             return ()
         return (
@@ -150,7 +149,7 @@ def torchrun_error_file() -> str | None:
 def read_launch(
     environ: Mapping[str, str] | None = None, local_rank: int | None = None, starts: int | None = None
 ) -> Launch:
-    """Return what the launcher says whose variables are set. Without a launcher, it is one process.
+    """Return the description by the launcher whose variables are set. Without a launcher, it is one process.
 
     ``local_rank`` is the value of --local-rank, ``starts`` that of --nproc-per-node. Raises ValueError for variables
     that are no numbers, that contradict each other or a flag, or that belong to a launcher which did not start this
@@ -179,9 +178,9 @@ def read_launch(
 
 
 def is_first(environ: Mapping[str, str] | None = None) -> bool:
-    """Tell whether this process is the first of its job, also where ``read_launch`` refuses the variables.
+    """Return whether this process is the first of its job, even if ``read_launch`` refuses the variables.
 
-    A mistake that all processes make is said by that one.
+    It reports mistakes that all processes make.
     """
     env = os.environ if environ is None else environ
     ranks = [names[0] for names in (*LAUNCHERS.values(), PMI)] + ["SLURM_PROCID"]

@@ -1,4 +1,4 @@
-"""This module runs local rank processes: one set serves many calls, and each call gets a fresh gloo world.
+"""A pool of local rank processes: one set serves many calls, and each call gets a fresh gloo world.
 
 It uses no ports. Starting a process costs an import of torch (about 2 s each on 2 cores). A gloo process group
 among running processes costs about 30 ms. So ranks are forked from a server that has torch loaded.
@@ -25,12 +25,12 @@ DIED, TIMEOUT = "RankDied", "Timeout"
 
 
 class RanksFailed(RuntimeError):
-    """This says that at least one rank raised, died or did not answer. The message has what each of them said."""
+    """At least one rank raised, died or did not answer. The message has the error of each."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """This is what a rank returned, or why it did not return.
+    """A rank's return value, or the reason why it did not return.
 
     ``error`` is an exception's name, DIED or TIMEOUT; it is '' where there is no error. ``text`` is its message,
     and ``trace`` is its traceback.
@@ -43,7 +43,7 @@ class Answer:
 
 
 class LocalRanks:
-    """This is a context manager of processes that live until ``close``. They are started as calls need them.
+    """A context manager of processes that live until ``close``. Calls start them as needed.
 
     ``preload`` names modules that the server imports once, for all ranks. Those of this process's first call count.
     """
@@ -82,7 +82,7 @@ class LocalRanks:
         timeout: float,
         grace: float = GRACE_S,
     ) -> list[Answer]:
-        """Do as ``call`` does, but return every rank's answer.
+        """Do the same as ``call``, but return every rank's answer.
 
         ``grace`` is the time in seconds that the other ranks have when one has failed. Where a rank died or has not
         answered in time, all of them are ended.

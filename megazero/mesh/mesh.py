@@ -1,4 +1,4 @@
-"""This module manages process groups. There is one frozen Mesh, which is passed on and is never a module global.
+"""Process groups. There is one frozen Mesh, which is passed as an argument and never a module global.
 
 Every axis with more than one rank has two communicators, so that gathers and reductions in flight do not queue
 behind each other (NCCL serialises per communicator; gloo has threads per group).
@@ -14,14 +14,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import AxisSpec, Grid, make_grid
 from megazero.mesh.launch import Launch
+
+# torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old names.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Axis:
-    """This is an axis as this rank sees it. Its groups are None when ``size`` is 1.
+    """An axis as this rank sees it. Its groups are None when ``size`` is 1.
 
     In the pp axis, gather_group carries what goes to higher ranks and reduce_group what goes to lower ones. In
     each, the messages of one pair have one direction, so sender and receiver agree on their order (NCCL matches by
@@ -49,7 +52,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This has the axes by name, this rank's place in them, and the device that ranks compute on.
+    """The axes by name, this rank's place in them, and the device that ranks compute on.
 
     ``ends`` is the axis of the first and the last stage of a pipeline, on these two ranks, where ``create_mesh``
     was asked for it; tied embeddings meet there. Otherwise it is None.
@@ -99,7 +102,7 @@ class Mesh:
 
     @property
     def is_replica(self) -> bool:
-        """Tell whether another rank holds the same optimizer slice and counts.
+        """Return whether another rank holds the same optimizer slice and counts.
 
         The rank that counts has index 0 on every replica axis.
         """
@@ -177,7 +180,7 @@ def create_axes(
     device: torch.device,
     timeout: timedelta | None = None,
 ) -> tuple[Axis, ...]:
-    """Make axes over ranks that a program with process groups of its own names, each with this rank in it.
+    """Make axes over given ranks, each with this rank in it, for a program with its own process groups.
 
     The ranks of an axis are by index along it; the spec's stride is not used. This is collective over the
     default group: every rank calls it with as many axes, and axes of the same ranks stand at the same place. An axis
@@ -277,7 +280,7 @@ def init_distributed(launch: Launch, device: torch.device, timeout: timedelta, s
 def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
     """Return the ranks per node by exchanging host names, or return the override.
 
-    The launcher's word must confirm the host names if it has one. The override lets one machine pretend to be
+    If the launcher gives a node size, it must agree with the host names. The override lets one machine pretend to be
     several nodes. Raises ValueError on every rank if the launcher and the host names disagree, if nodes differ in
     size, or if a node's ranks are not consecutive.
     """
@@ -293,7 +296,7 @@ def discover_ranks_per_node(launch: Launch, override: int | None = None) -> int:
 def check_hosts(names: Sequence[str], local_world_size: int | None) -> int:
     """Return the ranks per node by the host name of every rank.
 
-    Raises ValueError if the launcher's word differs (None means that it has none), or if nodes are not alike.
+    Raises ValueError if the launcher's size differs (None: it gives none), or if nodes are not alike.
     """
     cure = "start the same number of consecutive ranks on every node, or override the ranks per node"
     counts = {n: names.count(n) for n in dict.fromkeys(names)}

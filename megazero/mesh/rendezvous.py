@@ -1,7 +1,7 @@
-"""Ranks meet at a store before they form a process group, within one time limit. Who does not come is named.
+"""Rendezvous: ranks meet at a store within one time limit before they form a process group. Missing ranks are named.
 
-Left to itself, torch waits for a rank that never comes in several places, one after the other and each for its whole
-time limit, and does not say which rank it was. Here the waits are short sleeps, so that a signal is heard in them.
+By itself torch waits for a missing rank in several places in turn, each for its whole time limit, and does not say
+which rank is missing. Here waits are short sleeps, so that signals are handled during them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER = timedelta(seconds=30)  # that a store which has been reached has for on
 
 
 class RanksMissing(RuntimeError):
-    """Not all ranks came. ``told`` is True on a rank that has it from another one, which says it, too."""
+    """Not all ranks came. ``told`` is True on a rank that heard it from another one, which reports it too."""
 
     def __init__(self, text: str, told: bool = False) -> None:
         super().__init__(text)
@@ -72,7 +72,7 @@ def connect(launch: Launch, timeout: timedelta, *, serve: bool = False) -> dist.
 
 
 def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
-    """Connect as soon as there is something to connect to. torch's own attempts take twice its limit, and traces."""
+    """Connect as soon as the store is up. torch's own attempts take twice its limit and print traces."""
     if launch.rank == 0 and not launch.agent_store:
         return connect(launch, ANSWER, serve=True)
     why = OSError("no answer")
@@ -94,7 +94,7 @@ def _reach(launch: Launch, looks: Iterator[float]) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, launch: Launch, looks: Iterator[float]) -> str | None:
-    """Say that this rank is there, and wait for what is said of all. None if the time is over."""
+    """Announce this rank and wait for the others. None if the time is over."""
     rank = launch.rank
     store.set(f"host/{rank}", launch.host)
     if store.add(f"rank/{rank}", 1) > 1:
@@ -129,10 +129,10 @@ def _host(store: dist.Store, rank: int) -> str | None:
 
 
 def missing_ranks(came: Sequence[str | None], launch: Launch) -> str:
-    """Say which ranks have not come, and where they are to be looked for.
+    """Name the missing ranks and the hosts to look at.
 
-    came: by rank, the host that it came from, or None. The host of a rank that did not come is that of the others
-    of its node, or the launcher's word.
+    came: by rank, the host that it came from, or None. A missing rank's host is that of the others of its node,
+    or comes from the launcher.
     """
     per_node = launch.local_world_size
     parts = []

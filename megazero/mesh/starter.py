@@ -1,6 +1,6 @@
-"""This module starts a program as ranks of this machine, and ends as they end: no launcher speaks in between.
+"""Starts a program as ranks of this machine, without a launcher, and returns their exit status.
 
-It needs no torch. The ranks read the variables that torchrun would set, and meet at a store of rank 0.
+It needs no torch. The ranks read torchrun's variables and meet at a store of rank 0.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def start_ranks(
 ) -> int:
     """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status.
 
-    Signals are handed on to every rank once: ranks are in process groups of their own, where the terminal's Ctrl-C
-    does not reach them a second time. ``good`` are the statuses of ranks that did not fail. Once a rank has failed,
-    the others have ``grace`` seconds to say what they know of it; then they are ended.
+    Signals are forwarded to every rank once: ranks have their own process groups, so the terminal's Ctrl-C does not
+    reach them a second time. ``good`` are the statuses of ranks that did not fail. Once a rank has failed, the others
+    have ``grace`` seconds to report what they know of it; then they are ended.
 
-    The status is the first to come that is not 0; one that a rank gave itself goes before the signal of one that was
-    killed, which is 128 and its number, as a shell's.
+    The status is the first that is not 0. A rank's own status precedes the signal of a killed one, which counts as
+    128 plus its number, as in a shell.
     """
     heard = list[int]()
 

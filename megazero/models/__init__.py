@@ -1,4 +1,4 @@
-"""There is one decoder. A model section says what it is made of, and the section's defaults come from a family."""
+"""The one decoder. A model section says how it is built; a family sets the section's defaults."""
 
 from megazero.config.model.architecture import architecture_of, from_hf_config
 from megazero.config.model.section import ModelConfig, make_model

@@ -1,4 +1,4 @@
-"""The decoder consists of embedding, layers and head. Activations between them are [s, b, h].
+"""The decoder: embedding, layers and head. Activations between them are [s, b, h].
 
 Each of the three kinds of module is a unit of ZeRO: its parameters are gathered together when the module is called.
 So all calls go through ``__call__``, and nothing reads another unit's parameters. Under tied embeddings the head
@@ -20,9 +20,8 @@ from megazero.config.model.parameters import head_copies, of_own_heads
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
-from megazero.models.dropout import keyed_dropout
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, make_norm, sharded_key
+from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
@@ -86,7 +85,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """It holds the final norm, the projection to the vocabulary, and the loss.
+    """Holds the final norm, the projection to the vocabulary, and the loss.
 
     ``weight`` is [vocabulary rows of this rank, h]. It is the embedding's Parameter when tied.
     """
@@ -135,7 +134,7 @@ class Decoder(nn.Module):
 
         recompute: The backward computes this again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
-        stages: These are the pipeline stages that this rank holds. The default is one that is the whole model.
+        stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
         """
         super().__init__()
@@ -171,7 +170,7 @@ class Decoder(nn.Module):
         """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s].
 
         labels: labels[:, i] is the token after tokens[:, i] (nothing is shifted here).
-        dropout_key: It names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
+        dropout_key: names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
         documents: The samples are packed of them. They are needed if positions or attention go by documents.
         Returns the same as ``Head.forward``.
         """

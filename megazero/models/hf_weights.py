@@ -1,4 +1,4 @@
-"""Hugging Face state dicts are read and written here, through the placements."""
+"""Reads and writes Hugging Face state dicts through the placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial weights depend on the seed and the model, not on how the model is laid out.
+"""Initial weights. They depend on the seed and the model, not on the layout.
 
 A stored tensor (in the family's Hugging Face shape, with the true vocabulary) is a stack of blocks of rows. Each
 block is drawn from its own generator, seeded by (seed, tensor name, block number). A rank draws the blocks that its

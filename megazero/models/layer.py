@@ -1,22 +1,34 @@
-"""One transformer layer has attention and feed-forward. Each is behind a norm and is added to the residual."""
+"""One transformer layer: attention and feed-forward, each behind a norm and added to the residual.
+
+The mask of a dropout is a function of a key, not of a generator's history. The key names the micro-batch, the layer
+and the site (and the tensor-parallel rank where the activation is sharded). So a recompute draws the same mask, ranks
+that hold the same activation draw the same mask, and no other random stream moves.
+
+torch has fused attention kernels, and "math", which keeps a matrix [s, s] per head and sample. The fused ones differ
+in dtypes (flash attention takes 16 bits), in masks (flash attention takes none) and in grouped key/value heads
+(whether the memory-efficient kernel, which takes fp32, allows them depends on the release of torch). So torch is
+asked which of them runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import cuda
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.models.attention_kernels import fused
-from megazero.models.dropout import Key, keyed_dropout, keyed_randomness
 from megazero.models.norm import RMSNorm, split_rms_norm
 from megazero.models.positions import Documents, Positions
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
+Key = tuple[int, ...]
 # Sites of dropout within a layer, part of the key.
 _ATTENTION, _ATTENTION_OUTPUT, _MLP_OUTPUT = range(3)
 
@@ -25,6 +37,34 @@ def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> n
     """Return the configuration's norm over ``size`` elements, which is the hidden dim if it is not given."""
     kind = RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
     return kind(config.hidden_size if size is None else size, config.norm_epsilon, **factory)
+
+
+@contextmanager
+def keyed_randomness(device: torch.device, key: Key) -> Iterator[None]:
+    """Seed the device's default generator from ``key`` inside the block, and put its state back after."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        generator = torch.cuda.default_generators[index]
+    else:
+        generator = torch.default_generator
+    state = generator.get_state()
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def keyed_dropout(x: Tensor, probability: float, key: Key | None) -> Tensor:
+    """Return ``x`` (any shape and dtype) after dropout with the mask of ``key``. Without a key, or with probability
+    0, return ``x`` itself.
+    """
+    if key is None or probability == 0:
+        return x
+    with keyed_randomness(x.device, key):
+        return F.dropout(x, probability)
 
 
 def sharded_key(key: Key | None, tp: TensorParallel, *, sharded: bool) -> Key | None:
@@ -38,6 +78,41 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     Randomness is keyed, so no generator state is saved.
     """
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Return whether a fused CUDA kernel takes q [b, heads, s, d], k and v [b, kv heads, s, d] as they are.
+
+    Without an additive mask, attention is causal. The answer is False for tensors that are not on CUDA. cuDNN's
+    kernel is not asked: where the other two refuse, torch prefers math to it.
+    """
+    inputs = cuda.SDPAParams(q, k, v, mask, dropout, mask is None, q.shape[1] != k.shape[1])
+    return cuda.can_use_flash_attention(inputs) or cuda.can_use_efficient_attention(inputs)
+
+
+def math_note(
+    config: ModelConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype, documents: bool = False
+) -> str | None:
+    """Return what to say at the start of a run whose attention gets no fused kernel on a GPU, or None if it gets one.
+
+    ``documents`` says that attention stays within documents.
+    """
+    if device.type == "cpu":
+        return None
+    heads = tp.share(config.num_attention_heads, "num_attention_heads")
+    q = torch.zeros(64, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
+    packed = Documents(starts=torch.zeros(1, 64, dtype=torch.int64, device=device)) if documents else None
+    mask = Positions(config, tp).mask(q, packed)
+    q = q.permute(1, 2, 0, 3)
+    if fused(q, q, q, mask, config.attention_dropout):
+        return None
+    biased = " with ALiBi" if config.position_embedding_type == "alibi" else ""
+    biased += " within documents" if documents else ""
+    return (
+        "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused one takes "
+        f"{heads} heads of {config.kv_channels} in {str(dtype).removeprefix('torch.')}{biased} on this GPU; bf16 and "
+        "a head size that is a multiple of 8 get one"
+    )
 
 
 class Attention(nn.Module):
@@ -113,7 +188,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """It computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
+    """Computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
     tanh) or relu(x)^2 (So et al. 2021)."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
@@ -138,7 +213,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """It computes x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """Computes x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Parallel blocks (Wang and Komatsuzaki 2021) compute x + attention(norm(x)) + feed_forward(norm(x)), with one norm
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)).

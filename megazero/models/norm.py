@@ -41,7 +41,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """It computes x / sqrt(mean(x^2) + eps) * weight over the last dim. The result has the shape and dtype of x."""
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dim. The result has the shape and dtype of x."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""This module says where the decoder's parameters lie in the Hugging Face tensors of its family.
+"""Where the decoder's parameters lie in the Hugging Face tensors of its family.
 
 megazero.config.model.parameters lists the parameters. The family's record (megazero/families) says what the family
 calls them and how it stores them.
@@ -34,7 +34,7 @@ def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placemen
 
 
 def _stored_name(names: TensorNames, name: str) -> tuple[str, int | None]:
-    """Return the stored tensor's name and, if it is fused, which of q, k, v the parameter is within it."""
+    """Return the stored tensor's name and, if it is fused, which part of it the parameter is."""
     if name == "embedding.positions":
         return f"{names.model[name]}.weight", None
     module, kind = name.rsplit(".", 1)
@@ -59,7 +59,10 @@ def _placement(c: ModelConfig, names: TensorNames, tp: TensorParallel, role: Par
     offset1 = tp.rank * local[1] if role.split == 1 else 0
     segments: tuple[RowRange, ...] = (RowRange(0, rows, first),)
     shape = role.shape
-    if part is not None:
+    if part is not None and ".mlp." in role.name:
+        shape = (2 * role.shape[0], *role.shape[1:])
+        segments = (RowRange(0, rows, part * role.shape[0] + first),)
+    elif part is not None:
         shape = (c.query_projection_size + 2 * c.kv_projection_size, *role.shape[1:])
         segments = _fused_segments(c, names, part, first, rows)
     transposed = names.transposed and len(shape) == 2 and role.name != "embedding.positions"

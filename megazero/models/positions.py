@@ -1,4 +1,4 @@
-"""Rotary tables (Su et al. 2021) and ALiBi biases (Press et al. 2022) are computed when first needed."""
+"""Rotary tables (Su et al. 2021) and ALiBi biases (Press et al. 2022), computed on first use."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 class Documents:
     """The samples of one micro-batch are packed of these documents. Layers share what they compute from them.
 
-    position_ids: It is int64 [b, s], the position of each token within its document. None means within the sample.
-    starts: It is int64 [b, s], where in the sample each token's document begins, and attention with it. None means
+    position_ids: int64 [b, s], the position of each token within its document. None means within the sample.
+    starts: int64 [b, s], where in the sample each token's document begins, and attention with it. None means
     that attention crosses documents.
     """
 

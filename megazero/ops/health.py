@@ -1,7 +1,7 @@
-"""The health check: before the first step, every node is tried, and a bad one is named so that it can be left out.
+"""The health check: before the first step every node is tested, and a bad one is named so that it can be excluded.
 
 Faults end the run: a device that computes wrongly or is missing, a --save folder that a node does not share, no room
-for checkpoints, a slow node. What may be so is said as a note: clocks that differ, less free memory than elsewhere.
+for checkpoints, a slow node. Notes tell what may be harmless: clocks that differ, less free memory than elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong. node: its name, or '' for what is the same everywhere."""
+    """One fault. node: the name of its node, or '' if it is the same everywhere."""
 
     node: str
     text: str
@@ -44,9 +44,9 @@ class Fault:
 
 
 class Unhealthy(ValueError):
-    """The health check found faults. ``nodes`` are those to leave out; the same on every rank.
+    """The health check found faults. ``nodes`` are those to exclude, the same on every rank.
 
-    exit_status: that of a lost rank where other nodes would do, else that of a mistake or a full disk.
+    exit_status: RANK_LOST if other nodes would work, else that of a mistake or a full disk.
     """
 
     def __init__(self, faults: Sequence[Fault]) -> None:
@@ -54,14 +54,14 @@ class Unhealthy(ValueError):
         self.exit_status = final[0] if final else ExitStatus.RANK_LOST
         lost = (fault.node for fault in faults if fault.status == ExitStatus.RANK_LOST)
         self.nodes = tuple(sorted(set(lost)))
-        said = dict.fromkeys(f"{fault.node}: {fault.text}" if fault.node else fault.text for fault in faults)
+        texts = dict.fromkeys(f"{fault.node}: {fault.text}" if fault.node else fault.text for fault in faults)
         cure = f". Leave them out: --exclude={','.join(self.nodes)}" if self.nodes else ""
-        super().__init__(f"health check: {'; '.join(said)}{cure} (--no-health-check does without)")
+        super().__init__(f"health check: {'; '.join(texts)}{cure} (--no-health-check does without)")
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What a run will save. checkpoint_bytes: of one checkpoint; 0 where that is not known."""
+    """What a run will save. checkpoint_bytes: of one checkpoint; 0 if not known."""
 
     folder: Path
     checkpoint_bytes: int = 0
@@ -82,9 +82,9 @@ def gather(value: Any) -> list:
 
 
 class HealthCheck:
-    """Tries the nodes of a run, part by part. Every part is collective, and raises the same Unhealthy on every rank.
+    """Tests the nodes of a run in parts. Every part is collective, and raises the same Unhealthy on every rank.
 
-    node: this rank's node as the scheduler names it. ``nodes`` are those of all ranks, once the ranks are checked.
+    node: this rank's node as the scheduler names it. ``nodes`` are those of all ranks, after ``check_ranks``.
     """
 
     def __init__(self, node: str) -> None:
@@ -93,7 +93,7 @@ class HealthCheck:
         self._notes: list[str] = []
 
     def check_ranks(self, device: torch.device) -> None:
-        """Try each rank's device, memory and clock. It needs no groups: ranks may differ in their devices."""
+        """Test each rank's device, memory and clock. It needs no groups: ranks may differ in their devices."""
         with self._timed():
             every: list[Facts] = gather(find_facts(self.node, device, gather))
             self.nodes = [facts.node for facts in every]
@@ -101,7 +101,7 @@ class HealthCheck:
             self._notes += differences(every)
 
     def check_storage(self, save: Storage) -> None:
-        """Look whether all ranks share the folder of --save, and whether checkpoints fit."""
+        """Test whether all ranks share the folder of --save, and whether checkpoints fit."""
         with self._timed():
             rank = dist.get_rank() if dist.is_initialized() else 0
             _refuse(folder_faults(probe_folder(save.folder, rank, gather), self.nodes))
@@ -128,7 +128,7 @@ class HealthCheck:
             self._notes.append(f"links: {health_links.in_words(rates)}")
 
     def notes(self) -> tuple[str, ...]:
-        """Return what a user should know, the time that it took among it."""
+        """Return notes for the user, with the time that the check took."""
         nodes = len(set(self.nodes))
         return (
             f"health check of {len(self.nodes)} ranks on {nodes} nodes: {self.seconds:.1f} s",
@@ -169,7 +169,7 @@ def _refuse(faults: Sequence[Fault]) -> None:
 
 
 def look_for_room(save: Storage) -> tuple[int, int] | OSError:
-    """Return the bytes that are missing for what a run saves, and those that are free; or why nobody knows."""
+    """Return the bytes that are missing for what a run saves, and the free ones; or the error."""
     try:
         return missing_bytes(save.folder, save.checkpoint_bytes, save.keep_last), free_bytes(save.folder)
     except OSError as error:
@@ -189,7 +189,7 @@ def room_faults(save: Storage, missing: int, free: int) -> list[Fault]:
 
 
 def device_faults(every: Sequence[Facts]) -> list[Fault]:
-    """Return what is wrong with ranks' devices: they fail, or are of another kind than most."""
+    """Return the faults of ranks' devices: they fail, or differ from most."""
     usual = Counter(facts.device for facts in every).most_common(1)[0][0]
     faults = []
     for rank, facts in enumerate(every):
@@ -208,8 +208,8 @@ def device_faults(every: Sequence[Facts]) -> list[Fault]:
 def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -> list[Fault]:
     """Return the faults of nodes that do not share --save.
 
-    Where most nodes do not, it is a mistake and not theirs. Nor is it theirs that the first rank cannot write, or
-    that the disk is full.
+    If most nodes do not, it is the user's mistake and not the nodes'. The nodes are not at fault either if the first
+    rank cannot write, or if the disk is full.
     """
     bad = {nodes[rank] for rank in problems}
     few = 2 * len(bad) < len(set(nodes))
@@ -226,7 +226,7 @@ def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -
 
 
 def differences(every: Sequence[Facts]) -> Iterator[str]:
-    """Yield notes on nodes whose clock, or whose free memory, is another than the others'."""
+    """Yield notes on nodes whose clock or free memory differs from the others'."""
     nodes = {facts.node: facts for facts in every}
     usual = median(facts.clock for facts in nodes.values())
     for node, facts in nodes.items():
@@ -242,7 +242,7 @@ def differences(every: Sequence[Facts]) -> Iterator[str]:
 
 
 def record_bad_nodes(log_dir: str, nodes: Sequence[str]) -> None:
-    """Write LOG_DIR/bad_nodes for the batch script, or take it away. A disk that takes no file is passed over."""
+    """Write LOG_DIR/bad_nodes for the batch script, or remove it. Errors of the disk are ignored."""
     path = Path(log_dir) / BAD_NODES_FILE
     try:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How fast the groups of a mesh and pairs of nodes talk: a slow one is found beside the others of its kind."""
+"""The speed of the groups of a mesh and of pairs of nodes: a slow one is found by comparing it with its kind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.collectives import all_gather_flat
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, all_gather_flat
 
 NODES = "nodes"  # the kind of pairs of neighbouring nodes
-SLOW = 4.0  # times slower than the median of its kind is not chance
+SLOW = 4.0  # times slower than the median of its kind: that is not chance
 ROUNDS = 3  # of a measurement, of which the best counts
-AGAIN, PAUSE = 2, 0.5  # further measurements, and the seconds before each, where a link seems slow
-LEAST = 3  # groups of a kind that can say which of them is slow
-# Bytes that a message of all ranks together has: some milliseconds on links of their kind.
+AGAIN, PAUSE = 2, 0.5  # further measurements if a link seems slow, and the seconds before each
+LEAST = 3  # groups of a kind, without which none can be called slow
+# Bytes of a message of all ranks together: some milliseconds on their links.
 CPU_BYTES, CUDA_BYTES = 2**20, 2**26
 
 Ranks = tuple[int, ...]
@@ -29,7 +28,7 @@ Rates = dict[str, dict[Ranks, float]]  # kind -> ranks of a group -> bytes per s
 
 @dataclass(frozen=True)
 class Slow:
-    """A group, or a node, that is slow. node: that it is the fault of, or None where that cannot be said."""
+    """A group, or a node, that is slow. node: the one at fault, or None if that is not known."""
 
     node: str | None
     text: str
@@ -38,7 +37,7 @@ class Slow:
 def measure(mesh: Mesh, nodes: Sequence[str], gather: Callable[[Rates], list[Rates]]) -> Rates:
     """Measure every group of the mesh, and pairs of nodes. Returns the same on every rank. Collective.
 
-    nodes: the name of each rank's node. Where a group seems slow, it is measured again: a busy machine is slow for a
+    nodes: the name of each rank's node. A group that seems slow is measured again: a busy machine is slow for a
     moment.
     """
     firsts = [nodes.index(name) for name in dict.fromkeys(nodes)]
@@ -133,7 +132,7 @@ def _message(device: torch.device) -> int:
 def slow_links(rates: Rates, nodes: Sequence[str]) -> list[Slow]:
     """Return the groups and nodes that are ``SLOW`` times slower than the median of their kind.
 
-    A node is as fast as the faster one of its two pairs: a fast node is in a slow pair, too, beside a slow one.
+    A node is as fast as the faster of its two pairs: next to a slow node, a fast one is in a slow pair, too.
     """
     found = []
     for kind, groups in rates.items():

@@ -1,4 +1,4 @@
-"""What a rank finds out about its node before the first step: its device, memory, clock, and the folder of --save."""
+"""Probes of a rank's node before the first step: its device, memory, clock, and the folder of --save."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megazero.checkpoint.directory import leftovers
 MATRIX = 256  # rows of the matrices that are multiplied
 PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
 BLOCK = 512  # bytes of st_blocks (POSIX: what a file takes on the disk, holes left out)
-SEEN = 2.0  # seconds that a file may take until other nodes see it: file systems over a network keep old listings
-TOOL_LIMIT = 5.0  # seconds that nvidia-smi has
+SEEN = 2.0  # seconds until other nodes may see a file: network file systems cache listings
+TOOL_LIMIT = 5.0  # seconds for nvidia-smi
 
 Gather = Callable[[Any], list]  # one object per rank, by rank
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says of itself. wrong: what its device does wrong, in words; empty where all is well.
+    """What a rank found out about its node. wrong: the faults of its device, in words; empty if there are none.
 
-    device_memory, host_memory: bytes that are free, and all of them. clock: seconds since the epoch, read by all
-    ranks at one time.
+    device_memory, host_memory: free bytes and all bytes. clock: seconds since the epoch, read by all ranks at one
+    time.
     """
 
     node: str
@@ -43,17 +43,17 @@ class Facts:
 
 
 def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:
-    """Try this rank's device, and read its memory and clock. Collective."""
+    """Test this rank's device, and read its memory and clock. Collective."""
     wrong = tuple(device_faults(device))
     # A device that failed may fail at this, too.
     asks = device.type == "cuda" and not wrong
     device_memory = torch.cuda.mem_get_info(device) if asks else (0, 0)
-    gather(None)  # all ranks have come: they read their clocks now
+    gather(None)  # all ranks are here: they read their clocks now
     return Facts(node, device.type, wrong, device_memory, host_memory(), read_clock())
 
 
 def device_faults(device: torch.device) -> list[str]:
-    """Return what is wrong with a device: it multiplies wrongly, loses what it stores, or counts errors."""
+    """Return the faults of a device: wrong products, memory that loses data, counted errors."""
     try:
         wrong = [] if multiplies(device) else ["the product of two small matrices is wrong"]
         if device.type == "cuda":
@@ -67,7 +67,7 @@ def device_faults(device: torch.device) -> list[str]:
 
 
 def multiplies(device: torch.device) -> bool:
-    """Tell whether a product of small whole numbers is exact. Every format that a device multiplies in holds them."""
+    """Tell whether a product of small integers is exact. Every format that a device multiplies in can hold them."""
     numbers = torch.arange(MATRIX * MATRIX).view(MATRIX, MATRIX)
     left, right = numbers % 7 - 3, numbers % 5 - 2
     found = left.float().to(device) @ right.float().to(device)
@@ -83,7 +83,7 @@ def remembers(device: torch.device, elements: int = PATTERN) -> bool:
 
 
 def memory_errors(uuid: str) -> int:
-    """Return how many uncorrected ECC errors a GPU has had since its driver was loaded; 0 where none can say."""
+    """Return how many uncorrected ECC errors a GPU has had since its driver was loaded; 0 if unknown."""
     if shutil.which("nvidia-smi") is None:
         return 0
     query = ["--query-gpu=ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
@@ -94,8 +94,8 @@ def memory_errors(uuid: str) -> int:
         )
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    said = done.stdout.strip()
-    return int(said) if said.isdecimal() else 0  # "[N/A]": the card has none
+    count = done.stdout.strip()
+    return int(count) if count.isdecimal() else 0  # "[N/A]": the card has none
 
 
 def host_memory() -> tuple[int, int]:

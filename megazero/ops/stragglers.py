@@ -1,19 +1,19 @@
-"""Which rank the others wait for, and why: every rank's own seconds of a step, told with the next step's norm.
+"""Stragglers: which rank the others wait for, and why, from every rank's own seconds of a step.
 
-In synchronous training an iteration takes all ranks the same time. What differs is how much of it a rank works, and
-how much it waits for others in collectives. The time bill tells these apart, without a wait of its own: on a CPU by
-the host's clock, on CUDA by events that are read after the step's one wait for the device. So a step's figures are
-whole when it is over, and travel in the next one's exchange. There are three kinds:
+In synchronous training an iteration takes all ranks the same time. Ranks differ in how much of it they work and how
+much they wait for others in collectives. The time bill separates the two without a wait of its own: on a CPU by the
+host's clock, on CUDA by events that are read after the step's one wait for the device. A step's figures are complete
+when it is over, so they travel with the norm of the next step. There are three kinds:
 
-- compute: what is left of the iteration without data and all waits: for hops, stages, tensor-parallel peers, norm.
-- data: the bill's item, in which nobody else is waited for.
-- link: for how long the rank's TCP connections to other hosts were busy sending (ops/tcp.py), at most what it waits.
-  All ranks wait for a slow link alike, but only the rank behind it is slow to all others. Of two nodes it cannot be
-  known whose end is slow: neither is named. Nor is it seen on InfiniBand, and where a rank is slow to receive alone.
+- compute: the iteration without data and without waits (for hops, stages, tensor-parallel peers, the norm).
+- data: the bill's item. It includes no wait for other ranks.
+- link: how long the rank's TCP connections to other hosts were busy sending (ops/tcp.py), at most what it waited.
+  All ranks wait alike for a slow link, but only the rank behind it is slow to all others. Between two nodes the slow
+  end is not known, so neither is named. A slow link is not seen on InfiniBand, nor if only receiving is slow.
 
-A rank is slower than its peers, the ranks of its pipeline stage, which have the same work, if it takes longer than
-their median by more than SLOWER of the iteration; it is steadily so if it was that in STEADY of the last WINDOW.
-A rank that is alone in its stage is compared with all ranks, but not in compute: theirs is other work.
+A rank's peers are the ranks of its pipeline stage, which have the same work. It is slower than they are if it takes
+longer than their median by more than SLOWER of the iteration, and steadily so if that holds in STEADY of the last
+WINDOW iterations. A rank alone in its stage is compared with all ranks, but not in compute: their work differs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megazero.mesh.mesh import Mesh
 from megazero.ops.tcp import LinkMeter
 
-KINDS = ("compute", "data", "link")
 SLOWER = 0.1
 WINDOW, STEADY = 20, 18
 ADVICE = {
@@ -38,14 +37,20 @@ ADVICE = {
     "link": "what it sends to other hosts takes longer: look at its network interface, port and cable",
 }
 
-Row = Sequence[float]  # a rank's seconds by kind
+
+class RankSeconds(NamedTuple):
+    """A rank's seconds of one iteration, by kind."""
+
+    compute: float = 0.0
+    data: float = 0.0
+    link: float = 0.0
 
 
 class Stragglers:
-    """Gathers this rank's seconds, and judges those of all.
+    """Measures this rank's seconds, and compares those of all ranks.
 
-    stages: the ranks of each pipeline stage. hosts: of every rank. judges: this is the rank that speaks, one of
-    several. link: called once an iteration; for which part of the time this rank's links were busy.
+    stages: the ranks of each pipeline stage. hosts: of every rank. judges: whether this rank does the comparison; one
+    of them does. link: called once an iteration; returns for which part of the time this rank's links were busy.
     """
 
     def __init__(
@@ -60,16 +65,16 @@ class Stragglers:
         self.alone = {stage[0] for stage in stages if len(stage) == 1}
         self.group = {rank: place for place, stage in enumerate(stages) for rank in stage}
         self.hosts, self.judges, self.link = hosts, judges and len(hosts) > 1, link
-        self.own: Row = (0.0,) * len(KINDS)  # of the last iteration
+        self.own = RankSeconds()  # of the last iteration
         self.seconds = 0.0
-        self.seen: deque[tuple[int, str] | None] = deque(maxlen=WINDOW)  # who was slowest, and in what
-        self.said: tuple[int, str] | None = None
+        self.seen: deque[tuple[int, str] | None] = deque(maxlen=WINDOW)  # the slowest rank, and its kind
+        self.named: tuple[int, str] | None = None  # in the last warning
 
     @classmethod
     def of(cls, mesh: Mesh, host: str, stack: ExitStack) -> Stragglers:
-        """For the ranks of this mesh. Collective.
+        """Make one for the ranks of this mesh. Collective.
 
-        host: this rank's. stack: ends what measures links, if there are several hosts.
+        host: this rank's. stack: ends the link meter, which runs if there are several hosts.
         """
         hosts: list[Any] = [host] * mesh.world_size
         if mesh.world_size > 1:
@@ -83,21 +88,22 @@ class Stragglers:
         return cls(stages, hosts, mesh.rank == 0, lambda: meter.share)
 
     def take(
-        self, rows: Sequence[Row], bill: Mapping[str, float], seconds: float
+        self, rows: Sequence[RankSeconds], bill: Mapping[str, float], seconds: float
     ) -> tuple[dict[str, Any], list[str]]:
-        """Take what the ranks told in an iteration, and the bill of it. Returns metrics and warnings.
+        """Take what the ranks exchanged in an iteration, and its bill. Returns metrics and warnings.
 
-        rows: ``own`` of every rank, of the iteration before. The first rank alone judges them.
+        rows: ``own`` of every rank, of the iteration before.
         """
         out = self._judge(rows) if self.judges and self.seconds else ({}, [])
         waited = sum(value for name, value in bill.items() if name.startswith("exposed_"))
-        # What is hidden behind compute holds nobody up: links count for at most what was waited.
-        self.own = (seconds - bill["data"] - waited, bill["data"], min(self.link() * seconds, waited))
+        # Sending that is hidden behind compute delays nobody: links count for at most what was waited.
+        link = min(self.link() * seconds, waited)
+        self.own = RankSeconds(seconds - bill["data"] - waited, bill["data"], link)
         self.seconds = seconds
         return out
 
-    def _judge(self, rows: Sequence[Row]) -> tuple[dict[str, Any], list[str]]:
-        times = [compute + data for compute, data, _ in rows]
+    def _judge(self, rows: Sequence[RankSeconds]) -> tuple[dict[str, Any], list[str]]:
+        times = [row.compute + row.data for row in rows]
         slowest = max(range(len(rows)), key=times.__getitem__)
         metrics = {
             "least_s": min(times),
@@ -106,34 +112,34 @@ class Stragglers:
             "slowest_host": self.hosts[slowest],
         }
         usual = [
-            [median_low(rows[r][place] for r in peers) for place in range(len(KINDS))] for peers in self.peers
+            RankSeconds(*map(median_low, zip(*(rows[r] for r in peers), strict=True))) for peers in self.peers
         ]
         self.seen.append(self._slowest(rows, usual))
         return {"rank_times": metrics}, [*self._warnings(rows, usual)]
 
-    def _slowest(self, rows: Sequence[Row], usual: Sequence[Row]) -> tuple[int, str] | None:
-        """Who takes longer than its peers, and in what; of several the one that costs most, None if it is little."""
+    def _slowest(self, rows: Sequence[RankSeconds], usual: Sequence[RankSeconds]) -> tuple[int, str] | None:
+        """Return the rank that takes most beyond its peers, and in which kind; None if that is little."""
         beyond = {
-            (rank, kind): row[place] - usual[self.group[rank]][place]
+            (rank, kind): getattr(row, kind) - getattr(usual[self.group[rank]], kind)
             for rank, row in enumerate(rows)
-            for place, kind in enumerate(KINDS)
+            for kind in RankSeconds._fields
             if kind != "compute" or rank not in self.alone
         }
         found = max(beyond, key=beyond.__getitem__)
         return found if beyond[found] > SLOWER * self.seconds else None
 
-    def _warnings(self, rows: Sequence[Row], usual: Sequence[Row]) -> Iterator[str]:
-        """Say once that a rank is steadily slower, and once that it is so no more."""
+    def _warnings(self, rows: Sequence[RankSeconds], usual: Sequence[RankSeconds]) -> Iterator[str]:
+        """Yield one warning when a rank is steadily slower, and one when it no longer is."""
         ((found, count),) = Counter(self.seen).most_common(1)
-        if found is not None and count >= STEADY and found != self.said:
-            self.said = found
+        if found is not None and count >= STEADY and found != self.named:
+            self.named = found
             rank, kind = found
-            own, theirs = (row[KINDS.index(kind)] for row in (rows[rank], usual[self.group[rank]]))
+            own, theirs = (getattr(row, kind) for row in (rows[rank], usual[self.group[rank]]))
             yield (
                 f"rank {rank} on {self.hosts[rank]} is slower than its peers, in {count} of the last "
                 f"{len(self.seen)} iterations: {kind} takes it {own:.3g} s of {self.seconds:.3g} s, "
                 f"them {theirs:.3g} s (median), and all wait for it; {ADVICE[kind]}"
             )
-        elif self.said is not None and self.said not in self.seen:
-            yield f"rank {self.said[0]} on {self.hosts[self.said[0]]} is as fast as its peers again"
-            self.said = None
+        elif self.named is not None and self.named not in self.seen:
+            yield f"rank {self.named[0]} on {self.hosts[self.named[0]]} is as fast as its peers again"
+            self.named = None

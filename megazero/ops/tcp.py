@@ -1,4 +1,4 @@
-"""How busy this process's connections to other hosts are, by the kernel's own count (Linux, TCP)."""
+"""The link meter: how busy this process's connections to other hosts are, from the kernel's counters (Linux, TCP)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-INTERVAL = 1.0  # seconds between two looks, or more:
-COST = 1000  # the time of a look is at most one part in so many
-ACTIVE = 0.01  # connections that sent less than this part of what the most active one sent carry no gradients
+INTERVAL = 1.0  # seconds between two readings, or more:
+COST = 1000  # a reading takes at most this fraction of the time: 1 / COST
+ACTIVE = 0.01  # connections that sent less than this fraction of the most active one carry no gradients
 # Fields of struct tcp_info (linux/tcp.h): byte offsets of three u64.
 BYTES_ACKED, BUSY_TIME, RWND_LIMITED, SIZE = 120, 168, 176, 184
 
 
 class Sent(NamedTuple):
-    """What a connection has done: bytes that the other side acknowledged, and seconds for which some were under way.
+    """What a connection has sent: bytes that the other side acknowledged, and seconds with bytes in flight.
 
-    In ``busy`` is not the time for which the other side had no room: its process was not reading.
+    ``busy`` excludes the time in which the other side had no room, because its process was not reading.
     """
 
     bytes: int
@@ -29,10 +29,10 @@ class Sent(NamedTuple):
 
 
 class LinkMeter:
-    """Looks at the connections from a thread of its own, about once a second.
+    """Reads the connections' counters in its own thread, about once a second.
 
-    share: for which part of the last interval the connections to other hosts were busy sending, on average over
-    those that sent. 0 where there are none (InfiniBand, one host), or before the second look.
+    share: the fraction of the last interval in which connections to other hosts were busy sending, on average over
+    those that sent. 0 if there are none (InfiniBand, one host), or before the second reading.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class LinkMeter:
 
 
 def busy_share(before: Mapping[object, Sent], now: Mapping[object, Sent], seconds: float) -> float:
-    """The part of ``seconds`` between two looks in which connections were busy, on average over those that sent."""
+    """Return the busy fraction of ``seconds`` between two readings, on average over the connections that sent."""
     known = [(now[key], before[key]) for key in now.keys() & before.keys()]
     most = max((new.bytes - old.bytes for new, old in known), default=0)
     if not most or seconds <= 0:
@@ -68,7 +68,7 @@ def busy_share(before: Mapping[object, Sent], now: Mapping[object, Sent], second
 
 
 def connections() -> dict[object, Sent]:
-    """This process's TCP connections to other hosts, by their two ends."""
+    """Return this process's TCP connections to other hosts, by their two ends."""
     return dict(_connections())
 
 

@@ -1,1 +1,1 @@
-"""This says what a configuration will cost, from sizes alone. It needs no torch and no numpy."""
+"""Predicts what a configuration costs, from sizes alone. No torch, no numpy."""

@@ -1,4 +1,4 @@
-"""This module says what a rank holds of activations while a backward is at its head, a layer and its embedding.
+"""A rank's activations while a backward is at its head, a layer and its embedding.
 
 Activations are what autograd keeps of models/layer.py with a fused attention kernel (the counts of Korthikanti et al.
 2022, section 4, for these layers). Sizes are in bytes.
@@ -20,7 +20,7 @@ DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one micro-batch and layer. kept: to its backward. working: beside that while it is computed back."""
+    """Bytes of one micro-batch and layer. kept: until its backward. working: additionally during its backward."""
 
     kept: float
     working: float
@@ -29,8 +29,8 @@ class LayerActivations:
 def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> LayerActivations:
     """Return what a layer keeps for its backward on one rank, whose elements have ``width`` bytes.
 
-    on_host: on processors dropout keeps its mask in the activations' dtype, and attention with dropout has no fused
-    kernel: its scores, their mask and their product stay, in at least fp32.
+    on_host: on CPUs dropout keeps its mask in the activations' dtype, and attention with dropout has no fused kernel,
+    so its scores, their mask and their product stay, in at least fp32.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
@@ -59,10 +59,10 @@ def activations(
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of activations and of the head on the rank that holds these stages, by moment.
 
-    The moments are those at which the last micro-batch's backward is at the head, at the first layer that it comes
-    to, and at the embedding, as far as the rank has them. Activations go as the backward proceeds, and the head's
-    before the layers' working memory comes. A parameter's gradient, as autograd makes it, counts with them. Where
-    embedding and head are one parameter on one rank, autograd adds up both gradients: the head's waits to the end.
+    The moments are the last micro-batch's backward at the head, at its first layer and at the embedding, as far as
+    the rank has them. The backward frees activations as it proceeds, and the head's before it needs the layers'
+    working memory. A parameter's gradient, as autograd makes it, counts with them. If embedding and head are one
+    parameter on one rank, autograd adds both gradients, so the head's stays to the end.
 
     peak: the most forwards of one part and micro-batch whose backward has not ended. on_host: the ranks compute on
     processors.
@@ -100,7 +100,7 @@ def activations(
 
 
 def _largest_gradient(model: ModelConfig, tp: int, kind: str) -> int:
-    """Return the most elements of gradients that autograd has at once before it hands them over.
+    """Return the most gradient elements that autograd holds at once before it accumulates them.
 
     Tensor-parallel linears of one input (tp/linear.py) compute theirs together: q, k and v, or gate and up.
     """

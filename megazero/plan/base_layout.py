@@ -1,4 +1,4 @@
-"""A base layout: a run's configuration on a world without its sharding, its stages, schedule and module times.
+"""A base layout: a configuration on a world, with its stages, schedule and module times but without sharding.
 
 Many layouts share one base.
 """
@@ -48,7 +48,7 @@ def ordered_steps(name: str, pp: int, virtual: int, micro_batches: int) -> tuple
 
 
 class BaseLayout:
-    """A configuration on a world, less its shards and wire formats, and what it costs on a cluster."""
+    """A configuration on a world, without shards and wire formats, and its costs on a cluster."""
 
     def __init__(
         self,
@@ -94,7 +94,8 @@ class BaseLayout:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Return a time that no layout of this base is below: each rank's compute behind what it must wait for."""
+        """Return a lower bound of the step time of this base's layouts: each rank's compute after its unavoidable
+        waits."""
         seconds, best, before = self.stage_seconds, 0.0, 0.0
         split = SCHEDULES[self.schedule_name].splits_backward and self.pp > 1
         back = Kind.INPUT if split else Kind.BACKWARD
@@ -111,10 +112,10 @@ class BaseLayout:
 
     @cached_property
     def sampled(self) -> tuple[int, ...]:
-        """Return how many micro-batches to run on a clock: a step's or, where it has many, two smaller numbers.
+        """Return the numbers of micro-batches to simulate: the step's, or two smaller ones if it has many.
 
-        A schedule repeats itself with a period of pp micro-batches once its pipeline is full, so the time of a step
-        is linear in them from there on.
+        Once its pipeline is full, a schedule repeats with a period of pp micro-batches, so from there the step time
+        is linear in them.
         """
         few = max(SAMPLED // self.pp, 2) * self.pp
         period = max(1, SAMPLED // 2 // self.pp) * self.pp
@@ -123,7 +124,7 @@ class BaseLayout:
         return few, few + period
 
     def extrapolated(self, values: Sequence[float]) -> float:
-        """Return the value at the step's micro-batches of what is ``values`` at those of ``sampled``."""
+        """Extrapolate ``values``, taken at the micro-batches of ``sampled``, to the step's micro-batches."""
         if len(values) == 1:
             return values[0]
         few, more = self.sampled
@@ -136,7 +137,7 @@ class BaseLayout:
     def compute_only(self) -> tuple[float, float]:
         """Return when the last rank and when the first one ends, if nothing waits for weights or gradients.
 
-        Where ranks share processors both are a time that the step is not below.
+        If ranks share processors both are lower bounds of the step time.
         """
         if self.cluster.cores is not None:
             return self.least_seconds, self.least_seconds
@@ -161,7 +162,7 @@ class BaseLayout:
 
     @cached_property
     def least_activations(self) -> float:
-        """Return the bytes of activations of the rank that has the most, so that model state has only the rest."""
+        """Return the activation bytes of the rank that has the most; model state has only the rest."""
         return max(sum(items.values()) for moments in self.activation_memory for items in moments.values())
 
     @cached_property

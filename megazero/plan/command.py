@@ -58,7 +58,7 @@ def _plan(request: PlanRequest) -> int:
 
 
 def _placed(request: PlanRequest, topology: Topology, layout: Layout, folder: Path) -> list[str]:
-    """Write the order of nodes for a layout, and return what is to say of it."""
+    """Write the order of nodes for a layout, and return its description."""
     found = place(layout, topology, request.hosts)
     for name, text in host_files(found, request.cluster.ranks_per_node).items():
         write_text(folder / name, text)
@@ -66,7 +66,7 @@ def _placed(request: PlanRequest, topology: Topology, layout: Layout, folder: Pa
 
 
 def _explained(request: PlanRequest, best: Found) -> list[str]:
-    """Return what is to say of the layout that the flags after --explain mean."""
+    """Return the explanation of the layout given after --explain."""
     assert request.explain is not None
     cluster = request.cluster
     world = World(cluster.world_size, cluster.ranks_per_node)

@@ -1,6 +1,6 @@
-"""This computes the bytes that one rank sends in a step, from sizes alone.
+"""The bytes that one rank sends in a step, from sizes alone.
 
-It is pure, and asks no counter, codec or chain of the engine. Axes are counted from the innermost. On axis j of size
+Pure; it uses no counter, codec or chain of the engine. Axes are counted from the innermost. On axis j of size
 a_j, a gather of a slice of m bytes per rank sends (a_j - 1) m bytes; an all-to-all of rows of m bytes sends as much.
 Level l is the slice that is left after axes 1..l. ``formats`` give the bits and block of each hop, or None.
 """
@@ -47,7 +47,7 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Formats:
-    """What each hop sends; None means exact.
+    """The format of each hop; None means exact.
 
     width: the bytes of a parameter. sums: the bytes of a sum of gradients.
     """

@@ -1,8 +1,9 @@
-"""This module turns a micro-batch's operations into seconds, module by module, by a compute profile.
+"""Seconds of a rank's own work: a micro-batch's operations, and the coding of messages.
 
-Matrices run at a share of the device's peak, but not faster than their weights are read, and all else takes the time
-of the bytes it moves. Where modules were measured, these times are stretched as the measured ones of that size were.
-Multiply-adds are those of config/model/flops.py; here they are counted as the kernels do them.
+Matrix products run at a share of the device's peak, but not faster than their weights are read. Everything else takes
+the time of the bytes it moves. Measured modules scale these times. Multiply-adds are those of config/model/flops.py,
+counted here as the kernels execute them. Where a cluster file
+has the codecs' times, they count for each element. Else coding takes the time of the bytes that are read and written.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from typing import NamedTuple
 
 from megazero.config import RunConfig
 from megazero.config.options.cluster import Cluster, MeasuredLayer
-from megazero.mesh.grid import INTRA
-from megazero.plan.communication import Activation, repeated, tensor_parallel
+from megazero.mesh.grid import INTRA, AxisSpec
+from megazero.plan.communication import Activation, Formats, UnitShape, repeated, tensor_parallel
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS, Module
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind
 
 ATTENTION_BACKWARD = 2.5  # of its forward: fused kernels compute the scores once more
-UPDATE_BYTES = (
-    40  # per element of an optimizer slice: gradient, master and two moments read, three written; the norm
-)
+# Per element of an optimizer slice: gradient, master and two moments read, three written; the norm.
+UPDATE_BYTES = 40
 CODEC_SHARE = 0.5  # of the memory's rate, where a cluster file says nothing of codecs
 
 
@@ -55,7 +55,7 @@ class ModuleTimes:
 
 
 class Sizes(NamedTuple):
-    """What a forward of one module and micro-batch takes on a rank.
+    """The size of a forward of one module and micro-batch on a rank.
 
     matrices, attention, other: operations. moved: bytes beside the matrices. weights: elements of the matrices.
     """
@@ -165,8 +165,8 @@ class Compute:
     def _stretched(self, rows: Sequence[MeasuredLayer], sizes: Sizes) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward.
 
-        By its operations and bytes a module has a time. Measured modules took so many times as long, and between two
-        of them that factor is interpolated. Bytes count only where every row says them.
+        Operations and bytes give a module's time. The ratio of measured to computed time is interpolated between
+        measured modules. Bytes count only if every row has them.
         """
         known = all(row.forward_bytes for row in rows)
 
@@ -211,3 +211,66 @@ def _between(points: Sequence[tuple[float, float, float]], at: float) -> tuple[f
     low, high = points[place - 1], points[place]
     share = (at - low[0]) / (high[0] - low[0])
     return low[1] + share * (high[1] - low[1]), low[2] + share * (high[2] - low[2])
+
+
+@dataclass(frozen=True)
+class Coder:
+    """The seconds of coding on one rank. p, os: how many ranks share the parameters and the optimizer states."""
+
+    compute: Compute
+    formats: Formats
+    p: int
+    os: int
+
+    def _ns(self, bits: int, column: str) -> float:
+        """Return nanoseconds for an element, those of the format with the nearest number of bits."""
+        rows = self.compute.cluster.codecs
+        return float(getattr(min(rows, key=lambda row: abs(row.bits - bits)), column))
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.compute.cluster.codecs)
+
+    def refresh(self, unit: UnitShape, gathered: bool) -> tuple[float, float]:
+        """Return what is spent before a refresh is sent, and after it came. gathered: a gather follows."""
+        weights, elements, width = self.formats.weights, unit.elements, self.formats.width
+        coded = weights is not None and unit.quantised
+        if not self.measured:
+            return 0.0, self.compute.moved(elements * 1.5 * width) if coded and not gathered else 0.0
+        own, copy = elements / self.os, self._ns(32, "encode_ns")
+        if weights is None or not coded:
+            return (own * self._ns(8 * width, "encode_ns") if width < self.formats.sums else 0.0) * 1e-9, 0.0
+        before = own * (self._ns(weights.bits, "encode_ns") + (2 * copy if self.formats.delta else 0.0))
+        decoded = self.formats.delta or not gathered  # else the messages stay as they came
+        return before * 1e-9, elements / self.p * self._ns(weights.bits, "decode_ns") * decoded * 1e-9
+
+    def gather(self, unit: UnitShape) -> float:
+        """Return what is spent after a gather came."""
+        weights, elements = self.formats.weights, unit.elements
+        if weights is None or not unit.quantised:
+            return 0.0
+        if not self.measured:
+            return self.compute.moved(elements * 1.5 * self.formats.width)
+        return 0.0 if self.formats.delta else elements * self._ns(weights.bits, "decode_ns") * 1e-9
+
+    def exchange(self, unit: UnitShape, axis: AxisSpec, left: float, raw: bool) -> tuple[float, float]:
+        """Return what is spent before and after an exchange of ``left`` elements over ``axis``.
+
+        raw: they are one micro-batch's gradients in the parameters' dtype, not sums.
+        """
+        width, sums = self.formats.width, self.formats.sums
+        if not self.measured:
+            return 0.0, self.compute.moved(left * (width + sums) / 2)
+        coding = (self.formats.gradients or {}).get(axis.link) if unit.quantised else None
+        bits = coding.bits if coding else 8 * (width if raw else sums)
+        others = left * (axis.size - 1) / axis.size
+        before = (
+            others * self._ns(bits, "encode_ns") if coding else 0.0
+        )  # exact ones are sent from where they lie
+        after = others * self._ns(bits, "sum_ns") + left / axis.size * self._ns(8 * sums, "sum_ns")
+        return before * 1e-9, after * 1e-9
+
+    def staged(self, unit: UnitShape, added: bool) -> float:
+        """Return what is spent to take a micro-batch's gradients from autograd. added: they are added to a sum."""
+        column = "sum_ns" if added else "encode_ns"
+        return unit.elements * self._ns(32, column) * 1e-9 if self.measured else 0.0

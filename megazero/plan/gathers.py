@@ -1,7 +1,7 @@
-"""This module says when each unit is gathered over P in a step: the rule of zero/gather.py, from sizes alone.
+"""When each unit is gathered over P in a step: the rule of zero/gather.py, from sizes alone.
 
-What happens in a segment of the program (a forward or backward of one part) follows from what is held when it begins
-and from the segments after it. Both soon repeat, so that a long step costs little more than a short one.
+A segment of the program (a forward or backward of one part) depends on the units held when it begins and on the
+segments after it. Both soon repeat, so a long step costs little more than a short one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Copies:
 
     ``uses`` gives, for each part, the units that its modules need, in order of the forward. prefetch_bytes: how many
     bytes of parameters may be here ahead of use, beyond those of the next module. whole_gradients: gradients are
-    accumulated whole, and reduced once per step.
+    accumulated whole and reduced once per step.
     """
 
     uses: Sequence[Sequence[Sequence[int]]]
@@ -39,15 +39,15 @@ class ModuleUse(NamedTuple):
 
 
 class GatheredUnits(NamedTuple):
-    """What is gathered. in_use: or kept between uses. ahead: gathered or on the way for a later module."""
+    """The gathered units. in_use: in use or kept between uses. ahead: gathered or in flight for a later module."""
 
     in_use: Units = frozenset()
     ahead: Units = frozenset()
 
 
 def gathers(copies: Copies, program: Sequence[Segment], sizes: Sequence[int]) -> Counter[int]:
-    """Return how often each unit, of ``sizes`` bytes, is gathered over P in a step: less often than it is used where
-    it is still there.
+    """Return how often each unit, of ``sizes`` bytes, is gathered over P in a step. A unit that is still there is not
+    gathered again.
     """
     return Counter(unit for use in module_uses(copies, program, sizes) for unit in use.begun)
 
@@ -55,7 +55,7 @@ def gathers(copies: Copies, program: Sequence[Segment], sizes: Sequence[int]) ->
 def module_uses(copies: Copies, program: Sequence[Segment], sizes: Sequence[float]) -> Iterator[ModuleUse]:
     """Yield the step's begin, which needs nothing and looks ahead, and then every use of a module.
 
-    After a use a unit stays if what comes next needs it: the next module, or one within the bytes that may be held
+    After a use a unit stays if a coming module needs it: the next one, or one within the bytes that may be held
     ahead. With ``keep_gathered`` it stays as long as its part comes again. In a backward it is in use until its last
     module there has run.
     """
@@ -153,7 +153,7 @@ class _Rule:
         return out[::-1]
 
     def coming(self, later: Iterable[Sequence[int]], held: GatheredUnits) -> dict[int, None]:
-        """Return the units that are to be here for later modules: all of the next one, and more within the bytes.
+        """Return the units gathered for later modules: all of the next one, and more within the bytes.
 
         The next module is the first that needs more than what is in use. What is ahead already counts first.
         """

@@ -1,4 +1,4 @@
-"""A layout: a base layout with shards and wire formats. It knows its memory, its bytes and its chains of hops."""
+"""A layout: a base layout with shards and wire formats, its memory, bytes and chains of hops."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
 from megazero.plan.base_layout import BaseLayout
-from megazero.plan.coding import Coder
 from megazero.plan.communication import Bytes, Formats
+from megazero.plan.compute import Coder
 from megazero.plan.gathers import Copies
 from megazero.plan.memory import Memory, States, rank_memory
 from megazero.plan.units import Module, RankUnits, rank_units
@@ -39,7 +39,7 @@ Chain = tuple[TimedHop, ...]
 
 @dataclass(frozen=True)
 class UnitChains:
-    """What one unit costs the lanes: chains of its refresh, its gather and its reductions.
+    """The chains of one unit: its refresh, its gather and its reductions.
 
     stage: seconds in which the rank itself takes a micro-batch's gradients; add: the same where a sum is there.
     """
@@ -61,9 +61,8 @@ class Layout:
     ) -> None:
         """Make the layout; the last two arguments describe other systems than this engine.
 
-        sums: the bytes of a sum of gradients, if not at least 4. all_reduce: sums beyond G go back to all, not only
-        to who updates them.
-        Raises ValueError if the choice is not legal on the base's world.
+        sums: the bytes of a sum of gradients, if not at least 4. all_reduce: sums beyond G return to all ranks, not
+        only to those that update them. Raises ValueError if the choice is not legal on the base's world.
         """
         self.base, self.all_reduce = base, all_reduce
         self.config: RunConfig = replace(base.config, zero=zero)
@@ -153,7 +152,7 @@ class Layout:
         return self.units(rank).parts[part]
 
     def chains_of(self, unit: communication.UnitShape) -> UnitChains:
-        """Return what a unit costs the lanes."""
+        """Return the chains of a unit."""
         key = (unit, self._chains_key)
         known: dict[object, UnitChains] = self.base.collectives.known
         if key not in known:

@@ -1,7 +1,7 @@
-"""This module says what a rank's memory holds at the peak of a step, item by item, in bytes.
+"""A rank's memory at the peak of a step, item by item, in bytes.
 
 Model states follow zero/unit.py: the P copy as it was received, gradients summed in at least fp32 over G, and over OS
-the master weights with the optimizer's moments. activations.py has what comes and goes with a micro-batch.
+the master weights with the optimizer's moments. activations.py has the memory of a micro-batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class States:
-    """How the model state of a rank lies: what memory and bytes ask of a layout."""
+    """The model state of a rank, as memory and bytes need it from a layout."""
 
     grid: Grid
     shards: Shards
@@ -86,7 +86,7 @@ class States:
         return unit.elements * self.formats.width
 
     def ahead_bytes(self, unit: UnitShape) -> float:
-        """Return what a gather ahead of use adds, as zero/unit.py's gather_bytes."""
+        """Return the bytes that a gather ahead of use adds, as zero/unit.py's gather_bytes."""
         if self.shards.p > 1:
             return self.full_bytes(unit)
         if self.formats.weights is None or not unit.quantised:
@@ -95,7 +95,7 @@ class States:
         return os * message(self.formats.weights, unit.coded // os, unit.exact // os, width, width)
 
     def gather_messages(self, unit: UnitShape) -> float:
-        """Return the bytes of the passing messages of a refresh and gather: none where they are the parameters."""
+        """Return the bytes of transient messages of a refresh and gather: none if they are the parameters."""
         if self.formats.weights is None or not unit.quantised:
             return 0.0
         p, _, os = self.shards.factors
@@ -138,8 +138,9 @@ class States:
     def sampled_bytes(self, counts: Sequence[tuple[UnitShape, int]]) -> tuple[float, float]:
         """Return the bytes in which the rounding of one unit's weights, and of its gradients, is measured.
 
-        Every unit has its turn, the largest, too. What was sent is decoded, the error is taken, and its squares in
-        fp64 (zero/rounding.py): of this rank's sum between two quantised hops, else of the other ranks' rows.
+        Every unit is measured in turn, the largest included. What was sent is decoded, the error is taken, and its
+        squares in fp64 (zero/rounding.py): of this rank's sum between two quantised hops, else of the other ranks'
+        rows.
         """
         largest = max((u.elements for u, _ in counts if u.quantised), default=0)
         largest *= 2 * self.formats.sums + SQUARE
@@ -203,10 +204,10 @@ SQUARE = 8  # bytes of an element's error, squared
 
 
 def gathered(units: RankUnits, states: States, kind: str) -> float:
-    """Return the bytes of gathered parameters while a module of this kind is computed back.
+    """Return the bytes of gathered parameters during the backward of a module of this kind.
 
-    They are those of the module in use, of the next one, and what fits into the bound beyond them. On processors
-    gloo has what it gathers once more, until all is there.
+    They are the parameters of the module in use, of the next one, and of as many more as the bound allows. On CPUs
+    gloo holds a second copy of what it gathers until the gather ends.
     """
     if states.shards.p == 1:
         return 0.0
@@ -223,14 +224,14 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
 
 
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
-    """Return the bytes of the pool of passing buffers (kernels/arena.py).
+    """Return the bytes of the pool of transient buffers (kernels/arena.py).
 
-    Staging holds the unit whose gradients arrive, and those before it whose reductions the backward need not have
-    waited for. On CUDA the pool has memory for each stream: staging on that of compute, and on the two of each lane
-    what one chain of gathers, or of reductions, has at its widest. On processors all lies in one, and a chain has its
-    buffers from its first collective to its end: of a lane's order, as many chains as may have begun.
+    Staging holds the unit whose gradients arrive, and earlier ones whose reductions may still be in flight. On CUDA
+    the pool has memory per stream: staging on the compute stream, and on each of a lane's two streams the largest
+    buffers of one chain. On CPUs there is one pool, and a chain holds its buffers from its first collective to its
+    end; all chains of a lane that may have begun count.
 
-    sure: count two chains of a lane where nothing bounds how many are under way, and the ranks' timing decides.
+    sure: count two chains of a lane if only the ranks' timing bounds how many are in flight.
     """
     waiting = 1 + states.pending_reductions
     order = units.reduced(waiting)
@@ -253,7 +254,7 @@ def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = Fals
 
 
 def _coming(units: RankUnits, states: States) -> float:
-    """Return the bytes of the messages of the gathers that may be under way: as many as may run ahead of use."""
+    """Return the bytes of the messages of gathers that may be in flight: as many as may run ahead of use."""
     messages = sum(n * states.gather_messages(u) for u, n in units.counts)
     if not messages:
         return 0.0
@@ -264,7 +265,7 @@ def _coming(units: RankUnits, states: States) -> float:
 
 
 def _window(order: Sequence[UnitShape], number: int, sizes: Mapping[UnitShape, float]) -> float:
-    """Return the most that so many neighbours have together; after the last unit the first comes again."""
+    """Return the largest sum over this many neighbours; the first unit follows the last."""
     number = min(number, len(order))
     around = [sizes[unit] for unit in (*order, *order[: number - 1])]
     return max(sum(around[i : i + number]) for i in range(len(order)))
@@ -277,9 +278,9 @@ def rank_memory(
     micro_batches: int,
     moments: Mapping[str, Mapping[str, float]],
 ) -> Memory:
-    """Return a rank's memory at the moment of a backward that needs the most, with a margin for what may come to it.
+    """Return a rank's memory at the worst moment of a backward, with a margin.
 
-    That is what the allocator leaves unused and, on processors, what chains take where many are under way at once.
+    The margin is memory that the allocator leaves unused and, on CPUs, that of many chains in flight at once.
 
     moments: the bytes of activations at each (plan/activations.py). Model state and the pool stay meanwhile.
     """

@@ -1,8 +1,7 @@
-"""This orders nodes so that groups which send much to each other lie under one leaf switch.
+"""Orders nodes so that groups with much traffic lie under one leaf switch.
 
-It is AMSP's communication order (section V-D) for any layout. Ranks and collectives stay what they are: only the
-host changes that a rank runs on. A group of an axis that crosses nodes is taken to send each rank's bytes to the
-others in equal parts.
+It is AMSP's communication order (section V-D) for any layout. Ranks and collectives do not change, only the host of
+each rank. In a group that crosses nodes, each rank's bytes are assumed to go to the others in equal parts.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ class Ring:
 
 
 def place(layout: Layout, topology: Topology, hosts: Sequence[str]) -> NodeOrder:
-    """Return the best order that is found: nodes are packed under leaves with one axis after the other as the
-    innermost, in every order of the axes, and with what is given as it is.
-    """
+    """Return the best order found: the given one, or nodes packed under leaves in some order of the axes."""
     leaf_of = {node: leaf for leaf, nodes in topology.leaves.items() for node in nodes}
     axes = rings(layout)
     before = _under(axes, [leaf_of[host] for host in hosts])
@@ -121,7 +118,7 @@ def _under(axes: Sequence[Ring], leaves: Sequence[str]) -> float:
 
 
 def _packed(sizes: Sequence[int], hosts: Sequence[str], leaf_of: dict[str, str]) -> list[str]:
-    """Return the hosts in blocks of sizes[0], of sizes[0] x sizes[1] and so on, as many under one leaf as can be.
+    """Return the hosts in blocks of sizes[0], of sizes[0] x sizes[1] and so on, as many as possible under one leaf.
 
     hosts: by place in the tree, which is kept where there is a choice. What is left over of the leaves makes the last
     blocks.
@@ -157,7 +154,7 @@ def _coordinates(order: Sequence[Ring], nodes: int) -> list[int]:
 
 
 def lines(order: NodeOrder, layout: Layout, folder: str) -> list[str]:
-    """Return what is to be printed: the gain, the rank order, and how to start ranks in this order."""
+    """Return the lines to print: the gain, the rank order, and how to start ranks in this order."""
     total = order.total or 1.0
     mapping = layout.config.parallel.use_tp_pp_dp_mapping
     return [

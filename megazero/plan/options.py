@@ -1,4 +1,4 @@
-"""The flags that ``megazero plan`` has beside those of training. This needs no torch."""
+"""The flags of ``megazero plan`` beside those of training. No torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command line asks for.
+    """The request of the command line.
 
     values: the training's options by name. explain: those of a layout, or None. hosts: the nodes that are to be
     ordered by the topology, if there is one.
@@ -143,7 +143,7 @@ def _topology(
 
 
 def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with what a configuration needs and a plan does not depend on."""
+    """Return the options with placeholders that a configuration needs and a plan does not depend on."""
     options, masks = all_options(), ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
     done = {
         name: value
@@ -158,7 +158,7 @@ def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_errors(values: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the training's flags on any world, and what a plan needs beside them."""
+    """Return the errors in the training's flags on any world, and missing flags that a plan needs."""
     errors = []
     if values.get("vocab_size") is None:
         errors.append("--vocab-size is required: a plan reads no tokenizer")

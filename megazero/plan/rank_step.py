@@ -1,4 +1,4 @@
-"""What one pipeline rank does in a step, as data that the clocks run: modules, gathers, reductions."""
+"""The step of one pipeline rank as data for the simulation: modules, gathers, reductions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankStep:
         return (modules if action.kind == Kind.FORWARD else modules[::-1]), visits, reduces
 
     def spent(self, module: str, kind: Kind) -> Spent:
-        """Return what a module spends in an action."""
+        """Return the times of a module in an action."""
         times = self.base.compute.times[module]
         if kind == Kind.WEIGHT:
             return times.backward_weight, 0.0, 0.0

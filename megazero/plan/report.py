@@ -1,4 +1,4 @@
-"""This module says what the planner found: tables, flags, plan.json and what --explain prints."""
+"""Reports the planner's results: tables, flags, plan.json, --explain."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def table(best: Sequence[Found]) -> list[str]:
 
 
 def memory_items(memory: Memory) -> str:
-    """Return what the memory of a rank is made of, in GiB."""
+    """Return the items of a rank's memory, in GiB."""
     least = min(memory.total, GIB) / 200
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items().items() if size >= least)
 
@@ -162,7 +162,7 @@ def headline(config: RunConfig, cluster: Cluster) -> str:
 
 
 def explain(layout: Layout, timing: Timing | None, best: Found | None) -> list[str]:
-    """Say why a layout does not fit (``timing`` is None), or what it loses to the best one, item by item."""
+    """Explain why a layout does not fit (``timing`` is None), or is slower than the best one, item by item."""
     lines = [f"{describe(layout)}:"]
     if timing is None:
         over = layout.memory.total - layout.room

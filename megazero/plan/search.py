@@ -1,19 +1,20 @@
-"""This module finds the fastest layouts that fit: it asks every legal one, less those that a bound rules out.
+"""Finds the fastest layouts that fit: every legal one, except those that a bound rules out.
 
-What is legal the configuration's own rules say: every base is a configuration that validates, every layout one whose
-shards and wire resolve. Each has a bound: a time that it cannot be below. The one with the least bound is looked at
-next, until ten results lie below all that is left.
+The configuration's own rules decide legality: every base validates, and every layout's shards and wire resolve. Each
+has a lower bound of its step time. The one with the least bound is simulated next, until ten results lie below all
+remaining bounds.
 
-Not asked, since nothing can be gained: schedule gpipe (the time of 1f1b at more memory), tensor parallelism without
-sequence parallelism where that is legal (the same bytes at more memory), P copies that are resident for no need.
+Never better and therefore not tried: schedule gpipe (the time of 1f1b with more memory), tensor parallelism without
+legal sequence parallelism (the same bytes with more memory), P copies that need not be resident.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config import ConfigError, RunConfig, World, make_config
@@ -24,7 +25,6 @@ from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Chain, Layout
-from megazero.plan.policies import LOSS_POLICIES, FormatChoice
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Timing, simulate
 from megazero.plan.units import WIDTHS
@@ -52,6 +52,67 @@ MODULES_HELD = 4  # from one segment to the next: the last one and the next one,
 
 
 @dataclass(frozen=True)
+class FormatChoice:
+    """A choice of wire formats. values: options of the ZeRO section.
+
+    loss: what docs/loss.md measured of it: a small Llama over 400 steps, in percent of the loss of exact messages,
+    with 95% bounds where the page has them.
+    weights, gradients: whether it quantises the one or the other. delta: it needs parameter shards that stay, P < OS.
+    once: it needs gradients that cross nodes once per step, G within a node.
+    """
+
+    name: str
+    loss: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    weights: bool = False
+    gradients: bool = False
+    delta: bool = False
+    once: bool = False
+
+
+_INT8 = {"zero_quantized_weights": True}
+_DELTA = {"zero_quantized_weights_delta": True}
+_INT4 = {"zero_quantized_gradients": True}
+_INT2 = {**_INT4, "zero_gradient_bits": 2, "zero_gradient_rounding": "feedback"}
+_INSIDE = {**_INT4, "zero_gradient_bits_intra_node": 8}
+
+EXACT = FormatChoice("exact", "0")
+ZEROPP = (
+    EXACT,
+    FormatChoice("weights INT8", "-0.10 (-0.14 to -0.07)", _INT8, weights=True),
+    FormatChoice("weights INT4 of differences", "0.000, of one master", _DELTA, weights=True, delta=True),
+    FormatChoice("gradients INT4", "-0.08 (-0.41 to +0.25)", _INT4, gradients=True),
+    FormatChoice("weights INT8, gradients INT4", "-0.12 (-0.34 to +0.10)", {**_INT8, **_INT4}, True, True),
+    FormatChoice(
+        "weights INT4 of differences, gradients INT4",
+        "-0.09 (-0.24 to +0.07)",
+        {**_DELTA, **_INT4},
+        weights=True,
+        gradients=True,
+        delta=True,
+    ),
+)
+AGGRESSIVE = (
+    *ZEROPP,
+    FormatChoice("gradients INT8 inside nodes, INT4 across", "not measured", _INSIDE, gradients=True),
+    FormatChoice("gradients INT2 with feedback", "+0.25 (no bounds)", _INT2, gradients=True, once=True),
+    FormatChoice(
+        "weights INT4 of differences, gradients INT2 with feedback",
+        "not measured together",
+        {**_DELTA, **_INT2},
+        weights=True,
+        gradients=True,
+        delta=True,
+        once=True,
+    ),
+)
+# By how much of the loss the planner may touch.
+LOSS_POLICIES: Mapping[str, tuple[FormatChoice, ...]] = MappingProxyType(
+    {"exact": (EXACT,), "zeropp": ZEROPP, "aggressive": AGGRESSIVE}
+)
+
+
+@dataclass(frozen=True)
 class Found:
     """A layout with its time."""
 
@@ -74,7 +135,7 @@ class ShardChoice(NamedTuple):
 
 @dataclass
 class SearchCounts:
-    """How many base layouts and layouts were legal, how many of them fitted, and how many were put on the clock."""
+    """How many base layouts and layouts were legal, how many fitted, and how many were simulated."""
 
     bases: int = 0
     layouts: int = 0
@@ -176,9 +237,9 @@ class Search:
     # -- layouts ---------------------------------------------------------------------------------
 
     def shard_choices(self, base: BaseLayout) -> Iterator[tuple[ShardChoice, float]]:
-        """Yield the shards of a base whose model state could fit, each with a time that no formats go below.
+        """Yield the shards of a base whose model state could fit, each with a lower bound over all formats.
 
-        Fewer bits are never slower on the link between nodes, so the formats with the fewest give that time.
+        Fewer bits are never slower on the link between nodes, so the formats with the fewest bits give the bound.
         """
         given = self.shards_given
         for shard in [None] if given else self._shards(base):
@@ -209,7 +270,7 @@ class Search:
 
     @property
     def _formats_free(self) -> bool:
-        """Tell whether messages are to be chosen: neither a flag nor preset zeropp says what they are."""
+        """Return whether the planner chooses the messages: neither a flag nor preset zeropp sets them."""
         quantised = any("quantized" in name for name in self.values)
         return not quantised and self.values.get("zero_preset") not in QUANTISED
 
@@ -255,9 +316,9 @@ class Search:
 
         bases: those to choose from, if not every legal one.
 
-        Base layouts, shard choices, layouts and results stand in one queue by the least time that they can come to,
-        and the first is taken: a base turns into its shard choices, a choice into its layouts, a layout into a
-        result. So nothing is computed whose bound is above the last result's time.
+        Base layouts, shard choices, layouts and results wait in one queue, ordered by their lower bound. The first is
+        expanded: a base into its shard choices, a choice into its layouts, a layout into a result. So nothing is
+        computed whose bound is above the last result's time.
         """
         order = count()
         queue: list[tuple[float, float, int, BaseLayout | ShardChoice | Layout | Found, str]] = []
@@ -296,11 +357,11 @@ class Search:
 
 
 def least_seconds(layout: Layout, links: tuple[str, ...] = (INTRA, INTER), once: bool = False) -> float:
-    """Return a time that the layout's step is not below, as far as these links tell.
+    """Return a lower bound of the layout's step time, from these links.
 
-    The first forward cannot end before the weights that it needs are refreshed, nor the step before the last
-    micro-batch's gradients of the first stage are summed. Neither has more than that forward or backward to hide
-    behind. And a link carries one thing at a time. once: for layouts, too, that gather a unit once in a step.
+    The first forward cannot end before its weights are refreshed, nor the step before the last micro-batch's
+    gradients of the first stage are summed. Only that forward or backward can hide them. A link carries one message
+    at a time. once: also for layouts that gather a unit once per step.
     """
     base = layout.base
     makespan, first_rank = base.compute_only
@@ -319,10 +380,10 @@ def _on(chain: Chain, link: str) -> float:
 
 
 def _link_seconds(layout: Layout, link: str, once: bool) -> float:
-    """Return the seconds in which the weights and gradients of the first rank take a link, or somewhat less.
+    """Return a lower bound of the seconds for which the first rank's weights and gradients occupy a link.
 
-    Weights are gathered once in a step, and again for each further forward and backward, less what may stay from one
-    to the next: the modules in use and around it, and the bytes that may be held ahead.
+    Weights are gathered once per step, and again for each further forward and backward, except those that may stay
+    from one to the next: the modules in use and around it, and the bytes that may be held ahead.
     """
     base, units, total, gather, dearest = layout.base, layout.units(0), 0.0, 0.0, 0.0
     again = base.micro_batches
@@ -341,7 +402,7 @@ def _link_seconds(layout: Layout, link: str, once: bool) -> float:
 
 
 def _has_effect(formats: FormatChoice, shard: tuple[int, int, int], base: BaseLayout) -> bool:
-    """Tell whether the formats change what crosses nodes, so that they are not another name for others."""
+    """Return whether the formats change the messages across nodes, so that they do not duplicate others."""
     p, g, os = shard
     weights = os > base.h and (not formats.delta or p < os)
     gradients = base.d > base.h and (not formats.once or g <= base.h)

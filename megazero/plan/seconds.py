@@ -1,7 +1,7 @@
-"""This module says how long a collective takes on a cluster: from a measured table, or from its links.
+"""How long a collective takes on a cluster: from a measured table, or from its links.
 
 Bytes are those that one rank sends, as in communication.py. All ranks of a node take part at the same time, each in
-its own group, so they share the node's link to the others. A measured table was measured so, too.
+its own group, so they share the node's link. Measured tables were measured in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Point = tuple[int, float, float]  # bytes, seconds, seconds of a processor
 
 
 class Cost(NamedTuple):
-    """What a collective takes: seconds, and seconds of a processor of one rank (0 where that was not measured)."""
+    """The cost of a collective: seconds, and processor seconds of one rank (0 if not measured)."""
 
     seconds: float
     busy: float = 0.0
@@ -48,7 +48,7 @@ class Collectives:
         return self.cost(operation, ranks, nodes, sent).seconds
 
     def cost(self, operation: str, ranks: int, nodes: int, sent: float) -> Cost:
-        """Return what it takes that every rank of a group sends ``sent`` bytes."""
+        """Return the cost of a collective in which every rank of a group sends ``sent`` bytes."""
         if ranks < 2 or sent <= 0:
             return Cost(0.0)
         mesh = (operation, ranks, nodes)
@@ -69,7 +69,8 @@ class Collectives:
         return min(like, key=lambda m: (abs(m[1] - ranks), m[1]), default=None)
 
     def by_links(self, ranks: int, nodes: int, sent: float) -> float:
-        """Return the seconds from rates and latencies: a ring, or pairs in turn, take a step for each other rank."""
+        """Return the seconds from rates and latencies: a ring, or pairwise exchanges, take one step per other
+        rank."""
         link = INTER if nodes > 1 else INTRA
         return (ranks - 1) * self.latency(link) + sent / self.rate(link)
 

@@ -1,11 +1,11 @@
-"""A clock for hosts whose ranks share processors: CPUs with gloo.
+"""Simulates hosts whose ranks share processors: CPUs with gloo.
 
-Overlap is not free there: computing, coding and sending all take processors. When they ask for more than there are,
-each gets at most an equal share (max-min fairness). A rank that waits leaves its share to others, so a pipeline
-bubble costs less than on devices. Times were measured with every rank of a host at work and are scaled from there.
-When more ranks compute than there are processors, the last one to finish leaves some idle; the share in use was
-measured, too. Chains of hops advance when their rank polls them, at module hooks and while it waits (comm/lane.py),
-and coding is the rank's own work.
+Overlap is not free there, because computing, coding and sending all need processors. If they need more than there
+are, each gets at most an equal share (max-min fairness). A rank that waits leaves its share to others, so a pipeline
+bubble costs less than on devices. Times were measured with every rank of a host at work and are scaled from there. If
+more ranks compute than there are processors, some idle while the last rank finishes; the share in use is measured
+too. Chains of hops advance when their rank polls them, at module hooks and while it waits (comm/lane.py). Coding is
+the rank's own work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Steps = Iterator[Need]
 
 @dataclass(eq=False)
 class Transfer:
-    """A collective or message under way. left: seconds of it by itself."""
+    """A collective or message in flight. left: its remaining seconds when alone."""
 
     owner: int
     hop: TimedHop
@@ -48,7 +48,7 @@ class Transfer:
 
 @dataclass(eq=False)
 class RunningChain:
-    """A chain under way. at: the next hop."""
+    """A chain in flight. at: the next hop."""
 
     hops: Chain
     at: int = 0
@@ -62,7 +62,7 @@ class RunningChain:
 
 
 class Host:
-    """Who shares what: of each pipeline rank's host and node, how many ranks of each pipeline rank lie there."""
+    """Shared resources: for each pipeline rank's host and node, how many ranks of each pipeline rank lie there."""
 
     def __init__(self, layout: Layout) -> None:
         base, grid = layout.base, layout.grid
@@ -91,7 +91,7 @@ class Host:
     def needs(self, hop: TimedHop, load: float) -> tuple[float, float]:
         """Return the processors that a transfer took when it was measured, and the most that it can use now.
 
-        load: of its link, 1 being as when it was measured. What was bound by processors then is so now.
+        load: of its link, relative to the measurement. Transfers bound by processors then are so now.
         """
         took = max(hop.busy / hop.seconds, 1e-6)
         bound = took * self.ranks > BOUND * self.count
@@ -214,7 +214,7 @@ class Process(RankStep):
 
 
 class Machine:
-    """The clock of all processes, and what they share."""
+    """The simulation of all processes and their shared resources."""
 
     def __init__(self, layout: Layout, micro_batches: int, items: Sequence[str]) -> None:
         self.base, self.host = layout.base, Host(layout)
@@ -233,14 +233,14 @@ class Machine:
         return transfer
 
     def happened(self, event: Action, owner: int) -> None:
-        """Note that an action is done, and send what it made to the rank that needs it."""
+        """Note that an action is done, and send its result to the rank that needs it."""
         self.events.add(event)
         if event in self.travels:
             link = self.base.message_link(event, self.travels[event])
             self.messages[event] = self.send(owner, TimedHop(link, *self.base.message_costs[link]))
 
     def has(self, event: Action, away: bool) -> bool:
-        """Tell whether an action is done and, if it was done away, its message is here."""
+        """Return whether an action is done and, if another rank did it, its message has arrived."""
         if away:
             return event in self.messages and self.messages[event].done
         return event in self.events
@@ -306,7 +306,7 @@ class Machine:
 
 
 def fair_level(wanted: Sequence[tuple[float, float]], processors: float) -> float:
-    """Return the most that anyone gets who wants it, where all wants (number, each) share so many processors."""
+    """Return the max-min fair share of these wants (number, each) over this many processors."""
     left, number = processors, sum(n for n, _ in wanted)
     for n, each in sorted(wanted, key=lambda want: want[1]):
         if number <= 0 or each * number >= left:

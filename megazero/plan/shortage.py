@@ -1,4 +1,4 @@
-"""This module says what would do where no layout fits: more nodes, or a choice that was given and is too dear."""
+"""What to change if no layout fits: more nodes, or a given choice that costs too much."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NODES = 64  # times those that there are
 
 
 def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[str]:
-    """Return lines on why nothing fits and what would. ``search`` has been run."""
+    """Return lines that explain why nothing fits and what would. ``search`` has been run."""
     smallest = smallest_layout(values, cluster)
     if smallest is None:
         lines = ["no layout is legal; the rules that most of them break:"]
@@ -37,7 +37,7 @@ def advice(values: Mapping[str, Any], cluster: Cluster, search: Search) -> list[
 
 
 def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | None:
-    """Return the layout that needs the least memory, of those with small micro-batches and all shards cut most."""
+    """Return the layout with the least memory, of those with small micro-batches and the largest shard factors."""
     most: dict[str, Any] = {
         "recompute_granularity": "full",
         "micro_batch_size": 1,

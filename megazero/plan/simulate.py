@@ -1,10 +1,9 @@
-"""This module runs a step of a layout on a clock: the schedule's actions, and the engine's gathers and reductions.
+"""Simulates a step of a layout: the schedule's actions, and the engine's gathers and reductions.
 
-The order is the engine's own. A rank computes its actions in the schedule's order, each when what it needs is there.
-A module waits for the gathers of its units; gathers begin where gathers.py says that zero/gather.py starts them.
-Reductions follow a backward as zero/reduce.py submits them, and a backward waits where more are under way than the
-policy allows. Each direction is a lane that has two chains under way at most; hops of both lanes share the links, one
-at a time. What is hidden behind compute is what this clock hides.
+The order is the engine's. A rank runs its actions in the schedule's order, each when its inputs are there. A module
+waits for the gathers of its units, which begin where zero/gather.py starts them (gathers.py). Reductions follow a
+backward as zero/reduce.py submits them, and a backward waits if more are in flight than the policy allows. Each
+direction is a lane with at most two chains in flight. Hops of both lanes share the links, one at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Execution:
     """How a system runs a step. The defaults are this engine's.
 
     ahead: gathers run ahead of use. behind: reductions run behind the backward; else it waits for each.
-    early_refresh: all refreshes come before the first forward, and hide behind nothing.
+    early_refresh: all refreshes come before the first forward and are fully exposed.
     """
 
     ahead: bool = True
@@ -42,10 +41,10 @@ BILL = ("compute", "recompute", "tensor", "pipeline", "gather", "reduce", "updat
 
 @dataclass
 class Timing:
-    """The seconds of a step, and what they were spent on, as means over the pipeline's ranks.
+    """The seconds of a step and their bill, as means over the pipeline's ranks.
 
-    pipeline: waits for other stages, messages included. gather, reduce: waits for weights and for gradients, which no
-    compute hid. update: norm, optimizer and the exchange of scalars.
+    pipeline: waits for other stages, messages included. gather, reduce: exposed waits for weights and for
+    gradients. update: norm, optimizer and the exchange of scalars.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""This reads which nodes lie under which switch, from files of SLURM or a plain list.
+"""Reads which nodes lie under which switch, from SLURM's files or a plain list.
 
 SLURM's are topology.conf and the output of ``scontrol show topology``. A plain list has a line for each leaf switch
 with its nodes, by name or as SLURM writes them (gpu[01-16,20]); a name of the switch and a colon may come first.

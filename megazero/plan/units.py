@@ -1,4 +1,4 @@
-"""This module says which units a rank holds, with their sizes, from the configuration alone.
+"""Which units a rank holds, with their sizes, from the configuration alone.
 
 It lays units out as zero/layout.py does: parameters begin on blocks, regions are whole blocks of every rank's slice.
 """

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megazero.comm.labels import Label, no_label
 from megazero.comm.lane import CommunicationError
+from megazero.comm.timing import Label, no_label
 from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import Action, Kind, Message, make_evaluation, make_schedule, sends
@@ -31,7 +31,7 @@ StageForward = Callable[[StageSpec, Tensor | None, Any], Tensor]
 
 
 class ShardedParameters(Protocol):
-    """The executor tells the ZeRO engine which stage computes, and hands it the gradients that were put off."""
+    """The executor's view of the ZeRO engine: it reports which stage computes, and passes deferred gradients."""
 
     def segment(self, kind: str, part: int, micro_batch: int) -> AbstractContextManager[None]: ...
     def weight_gradients(self, part: int, micro_batch: int, pairs: Iterable[tuple[Any, Tensor]]) -> None: ...
@@ -39,7 +39,7 @@ class ShardedParameters(Protocol):
 
 
 class WeightGradients(Protocol):
-    """It puts the gradients of weights off, and computes them later (tp.DeferredGradients)."""
+    """Defers the gradients of weights and computes them later (tp.DeferredGradients)."""
 
     def recording(self, key: Any) -> AbstractContextManager[None]: ...
     def compute(self, key: Any) -> Iterable[tuple[Any, Tensor]]: ...
@@ -47,7 +47,7 @@ class WeightGradients(Protocol):
 
 
 class ActivationSlice(Protocol):
-    """It says which part of an activation travels between stages, and how the whole is put together again."""
+    """Which part of an activation travels between stages, and how the whole is reassembled."""
 
     def pack(self, x: Tensor) -> Tensor: ...
     def unpack(self, x: Tensor) -> Tensor: ...
@@ -60,7 +60,7 @@ class _Plan(NamedTuple):
 
 
 class Pipeline:
-    """This is this rank's part of one pipeline.
+    """This rank's part of one pipeline.
 
     ``stages`` are all virtual stages. ``schedule`` is a name of schedules.py. A pipeline of one stage is a plain
     loop. It is collective over the pipeline. A pipeline of several stages takes no other step after a step or an
@@ -91,7 +91,7 @@ class Pipeline:
 
     @property
     def loss_rank(self) -> int:
-        """This is the pipeline rank that computes the loss."""
+        """The pipeline rank that computes the loss."""
         return self.stages[-1].rank
 
     def program(self, micro_batches: int) -> list[tuple[str, int]]:
@@ -242,8 +242,8 @@ class Pipeline:
 
     @contextmanager
     def _measured(self, action: Action) -> Iterator[None]:
-        """Label the action's compute. If someone asked for its span, note that, too (by the host clock, and CUDA is
-        waited for)."""
+        """Label the action's compute. If its span was asked for, note that too (by the host clock, after waiting for
+        CUDA)."""
         if self.spans is None:
             with self.label("compute", str(action)):
                 yield

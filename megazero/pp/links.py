@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.mesh.mesh import Mesh
 from megazero.pp.schedules import Message
 
@@ -32,7 +32,7 @@ POLL_S = 0.0005  # how often the engine's chains are looked at while a stage wai
 
 
 class Awaited(NamedTuple):
-    """What the host waits for: the other rank (of the world), the message, and since when, in seconds since 1970."""
+    """The host's current wait: the other (world) rank, the message, and since when, in seconds since 1970."""
 
     rank: int
     message: str
@@ -121,12 +121,12 @@ class Links:
         return tensor
 
     def close(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all sends have ended."""
         while self.sent:
             self._finish_oldest()
 
     def abort(self) -> None:
-        """Forget a step that was broken off. What is on its way is not waited for, so no other step may follow."""
+        """Forget an interrupted step. Messages in flight are not waited for, so no other step may follow."""
         self.aborted = True
         self.expected.clear()
         self.posted.clear()

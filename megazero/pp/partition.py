@@ -1,4 +1,4 @@
-"""This module decides which layers each pipeline stage holds. It is pure and needs no torch.
+"""Which layers each pipeline stage holds. Pure; no torch.
 
 A model is the embedding, ``num_layers`` equal layers and the head (final norm, output projection, loss), cut into
 ``pp * virtual`` stages. Placement is looped (Narayanan et al. 2021, section 2.2): stage i lies on rank i % pp.
@@ -52,7 +52,7 @@ def partition(
     method: 'balanced' makes the largest cost of a stage the smallest possible. 'uniform' counts layers only.
     'type:transformer|embedding' (DeepSpeed's word for what BLOOM used) counts the embedding and the head as one layer
     each. A tuple gives the layers of every stage.
-    first, last: These are the layers of the outer stages. The method spreads the rest.
+    first, last: the layers of the outer stages. The method spreads the rest.
     Where stages tie, earlier ones get fewer layers, because under 1F1B they hold more activations.
     Raises ValueError with every fault, each with the nearest legal choice.
     """
@@ -141,7 +141,7 @@ def _tuple_problems(
 
 
 def nearest_layers(num_layers: int, stages: int, wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return legal layers per stage near ``wanted``: the largest lose the surplus, the smallest get what lacks."""
+    """Return legal layers per stage near ``wanted``: the largest lose the surplus, the smallest gain the deficit."""
     if len(wanted) != stages:
         return tuple(_spread(num_layers, stages, Costs(), None, None))
     layers = [min(max(1, count), num_layers) for count in wanted]

@@ -1,4 +1,4 @@
-"""Pipeline schedules are data here: what every rank computes, in which order, and what it sends. Pure; no torch.
+"""Pipeline schedules as data: what every rank computes, in which order, and what it sends. Pure; no torch.
 
 Stage i lies on rank i % pp (partition.py). Every schedule here is one rule with other numbers: first ``warmup``
 forwards, then one forward and one backward in turn, then the backwards that are left. With split backwards, the
@@ -25,9 +25,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule tells one schedule from another.
+    """The rule of one schedule.
 
-    warmup: It gives the forwards before the first backward, from (ranks, stages per rank, micro-batches, rank).
+    warmup: the number of forwards before the first backward, from (ranks, stages per rank, micro-batches, rank).
     several_stages: The schedule takes several stages per rank, and only those, in groups of as many micro-batches as
     there are ranks.
     splits_backward: Backwards are split into INPUT and WEIGHT. Rank r computes the latter r micro-batches later.
@@ -161,8 +161,8 @@ def _phases(name: str, pp: int, virtual: int, micro_batches: int, rank: int) -> 
 
 
 def peak_activations(name: str, pp: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
-    """Return, per rank, the most forwards (of one stage and micro-batch) whose backward has not
-    ended. The weights' half is part of the backward."""
+    """Return, per rank, the most forwards (of one stage and micro-batch) whose backward, weights' half included, has
+    not ended."""
     phases = (_phases(name, pp, virtual, micro_batches, rank) for rank in range(pp))
     return tuple(min(warmup + 1 + delay, virtual * micro_batches) for warmup, delay in phases)
 
@@ -205,7 +205,7 @@ def in_order(schedule: Sequence[Sequence[Action]], stages: int) -> Iterator[tupl
 
 
 def _cycle(queues: Sequence[Sequence[Action]], done: set[Action], stages: int) -> str:
-    """Name the waits, 'rank 0: A waits for B; rank 1: ...', along the cycle, or to what nobody computes."""
+    """Name the waits, 'rank 0: A waits for B; rank 1: ...', along the cycle, or to an event that no rank computes."""
     holder = {done_by(action): rank for rank, queue in enumerate(queues) for action in queue}
     rank, waits = next(rank for rank, queue in enumerate(queues) if queue), dict[int, str]()
     while rank not in waits:

@@ -1,4 +1,4 @@
-"""This module says when every action of a schedule runs: simulated from times per action, or measured. It is pure.
+"""When every action of a schedule runs: simulated from times per action, or measured. Pure.
 
 A span is one action of one rank, and a timeline is all of them. Bubbles and peaks are read off the spans, so measured
 and simulated runs are judged by the same code. When a rank may post a receive is read off a simulated timeline, too.
@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A timeline holds all spans of one step, in any order. There is at least one."""
+    """All spans of one step, at least one, in any order."""
 
     pp: int
     spans: tuple[Span, ...]
@@ -100,10 +100,10 @@ def simulate(
     times: Times | Sequence[Times] | Callable[[Action], float],
     latency: float = 0.0,
 ) -> Timeline:
-    """Run every action as soon as its rank is free and what it needs is there.
+    """Run every action as soon as its rank is free and its inputs are there.
 
-    times: It is one for all stages, one for each virtual stage, or a function of the action.
-    latency: It passes between the end of an action and the start of one on another rank that needs it.
+    times: one for all stages, one for each virtual stage, or a function of the action.
+    latency: the time between the end of an action and the start of one on another rank that needs it.
     Raises ValueError if the schedule hangs.
     """
     stages = stage_count(schedule)
@@ -154,7 +154,7 @@ def ideal_bubble(name: str, pp: int, virtual: int, micro_batches: int, times: Ti
 
     It is (pp - 1) / (virtual * micro_batches + pp - 1) for whole backwards (Narayanan et al. 2021, section 2.2). With
     split backwards the schedule idles for (pp - 1)(F + I - W) (Qi et al. 2023, table 2) where I >= W and there are at
-    least pp micro-batches. In general a W that was put off hides no more than an I, and a rank puts off at most
+    least pp micro-batches. In general a deferred W hides no more than an I, and a rank defers at most
     micro_batches - 1 of them.
     """
     if pp == 1:

@@ -1,1 +1,1 @@
-"""This measures a cluster for the planner: collectives, codecs, a model's modules, on the ranks at hand."""
+"""Measures a cluster for the planner, on the ranks at hand: collectives, codecs, a model's modules."""

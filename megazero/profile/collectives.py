@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from megazero.comm.hops import start_exchange, start_gather
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic, start_exchange, start_gather
+from megazero.comm.timing import no_timing
 from megazero.mesh.grid import INTER, INTRA
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.pp.links import Links

@@ -1,8 +1,8 @@
 """Measures forward and backward of the embedding, of a layer and of the head, by micro-batch and TP.
 
-Each is measured apart, and then all of them one behind the other, as a step runs them. The parts are stretched to
-the whole's time: on a CPU, a step gives memory back that a module by itself keeps, and finds its pages anew (4 layers
-of width 256 on 4 ranks: 10,000 page faults of 2 us each, 5 to 10% of the processors' time).
+Each is measured alone, and then all of them in sequence, as a step runs them. Module times are scaled so that their
+sum matches the sequence: on a CPU a step returns memory that a single module keeps, and faults its pages in again (4
+layers of width 256 on 4 ranks: 10,000 page faults of 2 us each, 5 to 10% of the processors' time).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def measure_modules(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of the cluster file for each module. Collective.
 
-    values: the training's options. cluster: what is known so far; its sizes, and the rates by which work is counted.
+    values: the training's options. cluster: the measurements so far; its sizes, and the rates for counting work.
     Raises ConfigError where the model does not run on so many tensor-parallel ranks, DoesNotFit where a rank has too
     little memory. Both are raised on every rank.
     """
@@ -95,8 +95,8 @@ def _tried(
 ) -> tuple[Decoder, dict[str, Callable[[], Tensor]]]:
     """Return the modules and a forward of each, and of all; each is run once with its backward. Collective.
 
-    It is here that memory runs out if it does, before ranks of the world wait for each other. Those of one
-    tensor-parallel group wait for each other already, but hold the same sizes. Raises DoesNotFit.
+    If memory runs out, it does so here, before ranks of the world wait for each other. Ranks of one tensor-parallel
+    group already wait for each other, but hold the same sizes. Raises DoesNotFit.
     """
     made: list[tuple[Decoder, dict[str, Callable[[], Tensor]]]] = []
 

@@ -1,4 +1,4 @@
-"""The flags that ``megazero profile`` has beside those of training. This needs no torch."""
+"""The flags of ``megazero profile`` beside those of training. No torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What the command line asks for. values: the training's options by name. notes: what the user should know."""
+    """The request of the command line. values: the training's options by name. notes: what the user should know."""
 
     values: dict[str, Any]
     options: ProfileConfig

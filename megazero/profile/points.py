@@ -1,4 +1,4 @@
-"""What a profile measures, as data. This needs no torch."""
+"""What a profile measures, as data. No torch."""
 
 from __future__ import annotations
 

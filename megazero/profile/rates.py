@@ -1,4 +1,4 @@
-"""Measures what a rank does by itself: matrices, memory, codecs, the optimizer's update; all ranks at once."""
+"""Measures a rank's own work, on all ranks at once: matrices, memory, codecs, the optimizer's update."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def measure_device(config: RunConfig, clock: Clock) -> dict[str, Any]:
 def measure_share(operation: Callable[[], Any], clock: Clock, host: Mapping[str, int]) -> float:
     """Return the share of the host's processors that is busy while its ranks compute and then meet. Collective.
 
-    It is 1 where each rank has a processor, or where the system does not say. Other programs' time is no idle time.
+    It is 1 if each rank has a processor, or if the system does not report idle time. Other programs' time is not
+    idle.
     """
     clock.settle()
     before = _idle()

@@ -1,4 +1,4 @@
-"""Keeps what was measured: line by line as it comes, and in the end as a cluster file. This needs no torch."""
+"""Stores measurements: line by line as they come, and at the end as a cluster file. No torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Measurements:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that are whole: the last one may have been broken off."""
+    """Return the complete lines: the last one may be truncated."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -65,7 +65,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def links(collectives: Rows, memory_gbytes_per_s: float) -> dict[str, dict[str, float]]:
     """Return the sections of the links: rates of the largest gathers or exchanges, latencies of the smallest.
 
-    A link that is not there, of one rank on a node or of one node, gets the other one's figures, or the memory's.
+    A link that does not exist (one rank per node, or one node) gets the other one's figures, or the memory's.
     """
     rates: dict[bool, tuple[float, float]] = {}
     for across in (False, True):

@@ -1,4 +1,4 @@
-"""Runs a profile on the ranks at hand: what is not measured yet, point by point, and then the cluster file."""
+"""Runs a profile on the ranks at hand: the points not yet measured, then the cluster file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megazero.profile.points import modules, sizes, wires
 from megazero.profile.rates import find_host, measure_codecs, measure_device
 from megazero.profile.record import Measurements, Rows, cluster_text, draw, links, write_cluster
 from megazero.profile.timing import Clock
+from megazero.train.distributed import start_rank
 from megazero.train.parallelize import DTYPES
-from megazero.train.ranks import start_rank
 
 TIMEOUT = timedelta(minutes=10)
 METHOD = 2  # counts the ways of measuring: what another one measured is not gone on with
 
 
 class Joined(NamedTuple):
-    """What a rank has when it has met the others."""
+    """A rank's state after it has joined the others."""
 
     config: RunConfig
     device: torch.device
@@ -137,7 +137,7 @@ class Profile:
             torch.cuda.empty_cache()  # the next size needs pieces of another size
 
     def sections(self) -> dict[str, Any]:
-        """Return the cluster file of what was measured so far."""
+        """Return the cluster file of the measurements so far."""
         done = self.progress.done
         collectives, layers = (
             [row for name, rows in done.items() if name.startswith(kind) for row in rows]

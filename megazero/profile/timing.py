@@ -1,4 +1,4 @@
-"""Rounds of one operation on all ranks at once: the seconds, their spread, and the processor's share of them."""
+"""Times rounds of one operation on all ranks at once: seconds, spread, and the processor's share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.collectives import all_gather_flat
+from megazero.mesh.mesh import all_gather_flat
 
 ROUND_S = 0.06  # about how long a round is to take
 MOST_REPEATS = 200

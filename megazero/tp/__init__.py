@@ -1,7 +1,12 @@
-"""Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy and sequence parallel live here."""
+"""Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy, sequence parallelism."""
 
-from megazero.tp.collectives import reduce_output, sequence_slice, start_all_gather, start_all_reduce
-from megazero.tp.context import TensorParallel
+from megazero.tp.collectives import (
+    TensorParallel,
+    reduce_output,
+    sequence_slice,
+    start_all_gather,
+    start_all_reduce,
+)
 from megazero.tp.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megazero.tp.deferred import DeferredGradients
 from megazero.tp.linear import ColumnParallelLinear, RowParallelLinear, column_parallel

@@ -1,25 +1,75 @@
-"""Collectives on the tp axis, plain and differentiable.
+"""The tensor-parallel context, which layers are given, and the collectives on its axis, plain and differentiable.
 
-All of them act on dim 0 (the sequence, in [s, b, h] activations) and keep the dtype. Sums run in the order of source
-ranks.
+The collectives act on dim 0 (the sequence, in [s, b, h] activations) and keep the dtype. Sums run in the order of
+source ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.waits import Waits
-from megazero.mesh.collectives import all_gather_flat, reduce_scatter_flat
-from megazero.tp.context import TensorParallel
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import Waits
+from megazero.mesh.grid import INTRA
+from megazero.mesh.mesh import all_gather_flat, reduce_scatter_flat
+from megazero.tp.deferred import DeferredGradients
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tp axis as one rank sees it: its group, its index in it, and the group's size.
+
+    With ``size`` 1 nothing communicates and ``group`` is not looked at. With ``group`` None and a larger size the
+    context serves for shapes, placements and initialisation only. Communication needs the group by name, since
+    torch.distributed reads None as the whole world.
+
+    sequence_parallel: Between the parallel linears, activations are cut along the sequence (dim 0) over the axis
+        (Korthikanti et al. 2022, section 4.2.2).
+    traffic: It counts the bytes this rank sends, if given. The axis never leaves a node.
+    waits: It times what is waited for the other ranks of the axis.
+    deferred: It lets backwards put weight gradients off, if given. It works for every size, 1 included.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    sequence_parallel: bool = False
+    traffic: Traffic | None = field(default=None, compare=False, repr=False)
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
+    deferred: DeferredGradients | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"tensor-parallel rank {self.rank} is not in [0, {self.size})")
+
+    @property
+    def sharded_sequence(self) -> bool:
+        """Return whether activations between the parallel linears hold only this rank's part of the sequence."""
+        return self.sequence_parallel and self.size > 1
+
+    def count(self, sent: int) -> None:
+        """Add bytes that this rank sends over the axis."""
+        if self.traffic is not None:
+            self.traffic.add("tp", INTRA, sent)
+
+    def share(self, total: int, what: str) -> int:
+        """Return ``total / size``. Raises ValueError naming ``what`` when it does not divide."""
+        if total % self.size:
+            raise ValueError(
+                f"{what} = {total} does not divide over tensor parallel size {self.size}; "
+                f"the nearest multiple is {max(1, round(total / self.size)) * self.size}"
+            )
+        return total // self.size
 
 
 class Pending(NamedTuple):
-    """A collective that is under way. ``inputs`` keeps its buffers alive until ``wait``, which ``waits`` times."""
+    """A collective in flight. ``inputs`` keeps its buffers alive until ``wait``, which ``waits`` times."""
 
     work: Any
     waits: Waits

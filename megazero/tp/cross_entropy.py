@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.tp.collectives import start_all_gather
-from megazero.tp.context import TensorParallel
+from megazero.tp.collectives import TensorParallel, start_all_gather
 from megazero.tp.vocabulary import VocabShard
 
 IGNORED_LABEL = -100  # torch's own convention: zero loss, zero gradient
@@ -21,7 +20,7 @@ _CPU_CHUNK, _CUDA_CHUNK = 1 << 19, 1 << 26
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """It saves the logits and each token's log-sum-exp. The backward writes the gradient over the logits."""
+    """Saves the logits and each token's log-sum-exp. The backward writes the gradient over the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel) -> Tensor:
@@ -81,10 +80,10 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return -log softmax(logits)[label] of each token, in at least fp32, without ever holding all the logits.
 
-    logits: They are [..., shard.rows], contiguous, this rank's part of the padded vocabulary. Padded columns are left
+    logits: [..., shard.rows], contiguous, this rank's part of the padded vocabulary. Padded columns are left
     out of the softmax. The backward overwrites the logits with their gradient, so they must not be used for anything
     else, and it can run once.
-    labels: They are int [...]. IGNORED_LABEL gives zero loss and gradient. Labels outside the vocabulary belong to no
+    labels: int [...]. IGNORED_LABEL gives zero loss and gradient. Labels outside the vocabulary belong to no
     rank and must not occur (the data layer checks them).
     The result is [...], the same on every rank of the axis.
     """

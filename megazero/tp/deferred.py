@@ -1,4 +1,4 @@
-"""Weight gradients are put off here: the W of a backward that is split into I and W (Qi et al. 2023, section 2).
+"""Deferred weight gradients: the W of a backward split into I and W (Qi et al. 2023, section 2).
 
     I   is a backward inside ``recording(key)``. It computes gradients of the inputs, with their tensor-parallel
         reductions.
@@ -30,7 +30,7 @@ class _Entry(NamedTuple):
 
 
 class DeferredGradients:
-    """Queues of weight gradients that are owed, by key (say, a micro-batch's number).
+    """Queues of deferred weight gradients, by key (say, a micro-batch's number).
 
     While ``recording(key)`` is open, the linears and the embedding whose context holds this object enqueue in their
     backward instead of computing. Outside of it they compute everything. Parameters that need no gradient are never
@@ -49,7 +49,7 @@ class DeferredGradients:
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
-        """Backwards that run inside put their weights' gradients off to ``compute(key)``.
+        """Backwards that run inside defer their weights' gradients to ``compute(key)``.
 
         If it is opened again for a key that is not computed yet, it adds to what is there.
         Raises RuntimeError inside another recording.
@@ -65,7 +65,7 @@ class DeferredGradients:
             self._open = self._queue = None
 
     def put_off(self, parameters: Iterable[Tensor], start: Start) -> None:
-        """Owe ``parameters`` the gradients that ``start()()`` will yield, one each, in their order.
+        """Defer the gradients of ``parameters``, which ``start()()`` will yield, one each, in their order.
 
         ``start`` is called once. What it returns is called after it, with at most one other entry's start between.
         """
@@ -75,7 +75,7 @@ class DeferredGradients:
         self._queue.append(_Entry(owed, start))  # type: ignore[arg-type]
 
     def compute(self, key: Hashable) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the (parameter, gradient) pairs put off under ``key``, each computed when it is asked for.
+        """Yield the (parameter, gradient) pairs deferred under ``key``, each computed on demand.
 
         They come in the order in which they were enqueued, each parameter once. A parameter used several times comes
         with the sum, at the place of its last use. A gradient has its parameter's shape. An entry's tensors are free
@@ -91,7 +91,7 @@ class DeferredGradients:
         return _drain(self._queues.pop(key))
 
     def discard(self) -> None:
-        """Forget everything that is owed (an aborted step), and close a recording that is open."""
+        """Forget all deferred gradients (of an aborted step), and close an open recording."""
         self._queues.clear()
         self._open = self._queue = None
 

@@ -12,8 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megazero.tp.collectives import reduce_output, start_all_gather, start_all_reduce, start_reduce_scatter
-from megazero.tp.context import TensorParallel
+from megazero.tp.collectives import (
+    TensorParallel,
+    reduce_output,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megazero.tp.deferred import DeferredGradients
 
 
@@ -93,7 +98,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGr
 
 
 class ColumnParallelLinear(nn.Module):
-    """It computes y = x W^T + b. The rows of W [out, in] are split over the axis, and y is this rank's columns.
+    """Computes y = x W^T + b. The rows of W [out, in] are split over the axis, and y is this rank's columns.
 
     ``weight`` is [out / size, in], and ``bias`` is [out / size] or None. The input is [s, b, in], or its slice
     [s / size, b, in] under sequence parallel. The output is [s, b, out / size] in both cases.
@@ -134,7 +139,7 @@ def column_parallel(
 
 
 class RowParallelLinear(nn.Module):
-    """It computes y = x W^T + b. The columns of W [out, in] are split over the axis, and x is this rank's columns.
+    """Computes y = x W^T + b. The columns of W [out, in] are split over the axis, and x is this rank's columns.
 
     ``weight`` is [out, in / size]. ``bias`` is [out], replicated, and is added after the reduction. The input is
     [s, b, in / size]. The output is [s, b, out], or [s / size, b, out] under sequence parallel.

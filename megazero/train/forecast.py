@@ -1,7 +1,7 @@
-"""What the planner predicts of a run: it chooses for --zero-preset auto, and refuses what would not fit.
+"""The planner's forecast of a run. It chooses for --zero-preset auto, and refuses a run that would not fit.
 
-The memory needs no cluster file: it follows from the configuration, and what there is of it is asked of the devices.
-Step times need one (config/options/cluster.py).
+Memory needs no cluster file: it follows from the configuration, and devices report how much they have. Step times
+need one (config/options/cluster.py).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from megazero.plan.shortage import smallest_layout
 from megazero.plan.simulate import simulate
 from megazero.train.outputs import peak_memory
 
-# What is given up for a layout that fits, one after the other: the first costs the least.
+# Options that are given up for a layout that fits, one group after the other: the first costs the least.
 RELEASED = (ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is predicted of a run. memory: of the rank that needs the most, at the peak of a step.
+    """The prediction for a run. memory: of the rank that needs most, at the peak of a step.
 
-    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is made. copied: bytes
-    of host memory that --async-save's copy takes on a rank. on_host: the ranks compute in that memory, too.
+    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is built. copied:
+    bytes of host memory for --async-save's copy on a rank. on_host: whether the ranks compute in host memory, too.
     """
 
     memory: Memory
@@ -50,7 +50,7 @@ class Forecast:
     on_host: bool = False
 
     def before_the_model(self, device: torch.device) -> Forecast:
-        """Return the forecast with the bytes that are in use now, with what torch loads at its first use."""
+        """Return the forecast with the bytes in use now, including what torch loads at its first use."""
         if device.type == "cpu":
             _use_libraries()
         return replace(self, resident=resident_memory(device))
@@ -62,27 +62,27 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Return what to print at the start."""
-        said = [
+        lines = [
             f"predicted memory of the fullest rank: {self.total / GIB:.2f} GiB = {memory_items(self.memory)}"
         ]
         if self.copied and self.on_host:
-            said[0] += f", --async-save's copy {self.copied / GIB:.2f}"
+            lines[0] += f", --async-save's copy {self.copied / GIB:.2f}"
         elif self.copied:
-            said.append(
+            lines.append(
                 f"--async-save's copy in host memory: {self.copied / GIB:.2f} GiB on the fullest rank"
             )
-        return said + ([] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s"])
+        return lines + ([] if self.seconds is None else [f"predicted time of a step: {self.seconds:.4g} s"])
 
     def beside(self, mesh: Mesh, step_seconds: Sequence[float]) -> str | None:
         """Return predicted beside measured, or None if there was no step. Collective.
 
-        step_seconds: of this run's latest iterations. Their median leaves out what the first ones take to warm up.
+        step_seconds: of this run's latest iterations. Their median excludes the warm-up of the first ones.
         """
         own = torch.tensor([float(peak_memory(mesh.device) - self.resident)], dtype=torch.float64)
         most = float(mesh.gather_rows(own.to(mesh.device)).max())
         if not step_seconds:
             return None
-        # A CPU's resident size has what glibc keeps of the freed, too: up to twice as much.
+        # A CPU's resident size includes freed memory that glibc keeps: up to twice as much.
         measured = "measured" if mesh.device.type == "cuda" else "is what the resident size grew by"
         words = [f"memory {self.total / GIB:.3f} GiB predicted, {most / GIB:.3f} {measured}"]
         if self.seconds is not None:
@@ -95,8 +95,8 @@ def foresee(
 ) -> tuple[RunConfig, Forecast | None, list[str]]:
     """Choose for --zero-preset auto, and predict. Collective. Returns the configuration, the forecast and notes.
 
-    Nothing is predicted where the planner does not know the dtype. Raises ValueError, the same on all ranks, if the
-    cluster file is not of these nodes or if the run would not fit.
+    There is no forecast if the planner does not know the dtype. Raises ValueError, the same on all ranks, if the
+    cluster file does not match these nodes or if the run would not fit.
     """
     name, notes = config.planning.cluster, list[str]()
     room = room_of(device, config.ranks_per_node(world))
@@ -136,16 +136,16 @@ def copied_bytes(layout: Layout) -> float:
 def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the planner's choice for --zero-preset auto, and why. Collective.
 
-    All but the ZeRO section stays. The first rank chooses: the others' files may differ.
+    Only the ZeRO section changes. The first rank chooses: the others' files may differ.
     """
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        search = Search(said_values(config), base.cluster, config.planning.loss_policy)
+        search = Search(given_values(config), base.cluster, config.planning.loss_policy)
         best = search.best(bases=[base])
         if best:
             found = [(best[0].layout.config.zero, table(best))]
         else:
-            smallest, room = smallest_layout(said_values(config), base.cluster), base.cluster.device.room
+            smallest, room = smallest_layout(given_values(config), base.cluster), base.cluster.device.room
             found = [
                 _too_large(smallest, room) if smallest else "--zero-preset auto: no sharding is legal here"
             ]
@@ -159,8 +159,8 @@ def choose(config: RunConfig, base: BaseLayout) -> tuple[RunConfig, list[str]]:
     return config, [f"--zero-preset auto chose the first of these by {base.cluster.name}: {flags}", *lines]
 
 
-def said_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
-    """Return the options that say what the planner may not choose: all but ``released``."""
+def given_values(config: RunConfig, released: Sequence[str] = ZERO) -> dict[str, Any]:
+    """Return the options that are given to the planner, which it may not choose: all but ``released``."""
     options = all_options()
     values = {
         name: value
@@ -200,7 +200,7 @@ def _fitting(config: RunConfig, cluster: Cluster, room: float) -> Iterator[str]:
     released: tuple[str, ...] = ()
     for more in RELEASED:
         released += more
-        layout = smallest_layout(said_values(config, released), cluster)
+        layout = smallest_layout(given_values(config, released), cluster)
         if layout is not None and layout.memory.total <= room:
             yield f"{describe(layout)} ({' '.join(layout_flags(layout.config))})"
 
@@ -222,7 +222,7 @@ def _unknown_cluster(config: RunConfig, world: World, room: float | None, on: to
 
 
 def room_of(device: torch.device, local_ranks: int) -> float | None:
-    """Return the bytes that each rank may take: the least of all ranks', or None if that cannot be known. Collective.
+    """Return the bytes that each rank may take: the least of all ranks, or None if that is not known. Collective.
 
     On a CPU the ranks of a node share what the system calls available.
     """
@@ -250,7 +250,7 @@ def _meminfo() -> Mapping[str, int]:
 
 
 def _use_libraries() -> None:
-    """Have torch load now what it loads at first use. On a CPU that is resident memory, but not that of a model.
+    """Make torch load now what it loads at first use. On a CPU that is resident memory, but not the model's.
 
     Its optimizers import torch._dynamo, and with it Triton: 95 MB of 110 here. The rest is oneDNN's and autograd's.
     """

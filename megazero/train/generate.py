@@ -1,7 +1,7 @@
-"""This continues a text with a checkpoint's model, in one process, whatever layout wrote the checkpoint.
+"""Continues a text with a checkpoint's model, in one process, whatever layout wrote the checkpoint.
 
-There is no cache of keys and values: a token costs a forward of its whole context. That is little for models that fit
-one process, and nothing here has to be kept equal to the training forward.
+There is no cache of keys and values: a token costs a forward of its whole context. That is cheap for models that fit
+one process, and there is no second forward to keep equal to the one of training.
 """
 
 from __future__ import annotations

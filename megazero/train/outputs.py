@@ -21,13 +21,13 @@ from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.log.console import TrainConsole
 from megazero.log.history import EVENTS_FILE, RUN_FILE, Start, event_line, identify
-from megazero.log.lines import NO_ROOM, LineFile
+from megazero.log.line_file import NO_ROOM, LineFile
 from megazero.log.loggers import Logger, Loggers, TensorBoardLogger, WandbLogger, opened
 from megazero.log.metrics import MetricsWriter
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
-from megazero.models.attention_kernels import math_note
+from megazero.models.layer import math_note
 from megazero.train.parallelize import DTYPES
 from megazero.train.state.progress import LeftOut, Progress
 from megazero.zero import StepInfo
@@ -39,9 +39,11 @@ RESOLVED_FILE = "config.yaml"
 class Outputs:
     """The places where a rank writes. On ranks other than the first the console and the loggers are silent.
 
-    metrics, events: the writers of metrics.jsonl and of events.jsonl; None on ranks other than the first.
+    start: which start of which run this is. metrics, events: the writers of metrics.jsonl and of events.jsonl; None
+    on ranks other than the first.
     """
 
+    start: Start
     console: TrainConsole
     loggers: Loggers
     metrics: MetricsWriter | None
@@ -59,13 +61,13 @@ class Outputs:
         self.loggers.log(at.iteration, line)
 
     def saved(self, iteration: int, path: Path, seconds: float) -> None:
-        """Report a checkpoint. Loggers write what they hold back: it belongs to iterations that do not come again."""
+        """Report a checkpoint. Loggers are flushed: a resume does not repeat the iterations before it."""
         self.console.note(f"saved {path} in {seconds:.1f} s")
         if self.events is not None:
-            with suppress(OSError):  # the checkpoint has it from here on, so nothing is lost if it stays
+            with suppress(OSError):  # the checkpoint has the id from here on, so the file may stay
                 (path.parent / RUN_FILE).unlink()
         self.loggers.flush()
-        self.tell("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
+        self.event("save", iteration=iteration, path=str(path), seconds=round(seconds, 3))
 
     def went_back(self, why: str, out: LeftOut) -> None:
         """Report that the updates of the iterations ``out`` were undone, and why."""
@@ -73,16 +75,16 @@ class Outputs:
         if self.metrics is not None:
             self.metrics.undo(out.first, out.last)
         self.loggers.undo(out.first)
-        self.tell("rollback", why=why, first=out.first, last=out.last)
+        self.event("rollback", why=why, first=out.first, last=out.last)
 
-    def tell(self, event: str, **values: Any) -> None:
+    def event(self, event: str, **values: Any) -> None:
         """Write a line of events.jsonl, on the first rank."""
         if self.events is not None:
             self.events.append(event_line(event, values))
 
 
 def agree_on_start(config: RunConfig, launch: Launch, progress: Progress) -> Start:
-    """Which run this is a start of, and on which hosts, the same on all ranks. Collective."""
+    """Return which run this is a start of, and on which hosts, the same on all ranks. Collective."""
     own: list[Any] = [None]
     if launch.rank == 0:
         own = [identify(config.checkpoint.save, config.logging.log_dir, progress.run_id, launch)]
@@ -106,7 +108,7 @@ def open_outputs(
         total=last_iteration, begin=progress.iteration, log_interval=log.log_interval, enabled=first
     )
     if not first:
-        return Outputs(console, Loggers(), None)
+        return Outputs(start, console, Loggers(), None)
     undone = [(each.first, each.last) for each in progress.left_out if each.rollback]
     metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts())
     stack.callback(metrics.close)
@@ -115,8 +117,8 @@ def open_outputs(
     resolved = redact(config.to_dict())
     loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))
     stack.callback(loggers.close)
-    outputs = Outputs(console, loggers, metrics, events)
-    outputs.tell(
+    outputs = Outputs(start, console, loggers, metrics, events)
+    outputs.event(
         "start",
         run_id=start.run_id,
         iteration=progress.iteration,
@@ -127,15 +129,12 @@ def open_outputs(
     return outputs
 
 
-def _keep(said: Sequence[str], config: RunConfig, file: Path, console: TrainConsole) -> None:
-    """Write every option for people, below what was ``said`` of the start; it is a legal --config file.
-
-    A log disk without room does not stop the run.
-    """
-    head = "".join(f"# {line}\n" for text in said for line in text.splitlines())
+def _write_config(head: Sequence[str], config: RunConfig, file: Path, console: TrainConsole) -> None:
+    """Write every option below the lines of ``head``, as a legal --config file. A full disk does not stop the run."""
+    comment = "".join(f"# {line}\n" for text in head for line in text.splitlines())
     try:
         with replacing(file) as handle:
-            handle.write(redact(head).encode())
+            handle.write(redact(comment).encode())
             handle.write(yaml.safe_dump(redact(config.to_dict()), sort_keys=False).encode())
     except OSError as error:
         if error.errno not in NO_ROOM:
@@ -165,14 +164,14 @@ def report_start(
     mesh: Mesh,
     decoder: Decoder,
     progress: Progress,
-    start: Start,
     outputs: Outputs,
     predicted: Sequence[str] = (),
 ) -> None:
-    """Say what is about to run: where it starts, the decoder, the options that are chosen, the layout, the notes.
+    """Print what is about to run: where it starts, the decoder, the options that are not defaults, the layout, notes.
 
-    LOG_DIR/config.yaml has the same and every option. predicted: lines on what the planner predicts of it.
+    LOG_DIR/config.yaml has the same and every option. predicted: lines with the planner's prediction.
     """
+    start = outputs.start
     world = World(mesh.grid.world_size, mesh.grid.ranks_per_node)
     file = Path(config.logging.log_dir) / RESOLVED_FILE
     facts: dict[str, object] = {
@@ -190,11 +189,13 @@ def report_start(
     for line in lines:
         outputs.console.note(line)
     if outputs.metrics is not None:
-        _keep([f"{name}: {fact}" for name, fact in facts.items()] + lines, config, file, outputs.console)
+        _write_config(
+            [f"{name}: {fact}" for name, fact in facts.items()] + lines, config, file, outputs.console
+        )
 
 
 def export_note(config: RunConfig) -> str | None:
-    """Return what to say of a model that cannot be exported to Hugging Face, or None if it can."""
+    """Return a note if the model cannot be exported to Hugging Face, else None."""
     try:
         architecture_of(config.model)
     except ValueError as error:
@@ -203,7 +204,7 @@ def export_note(config: RunConfig) -> str | None:
 
 
 def events(info: StepInfo) -> dict[str, Any]:
-    """The extra metrics of a step: if it was skipped, what rounding lost, what is sent exactly from now on."""
+    """Return the extra metrics of a step: if it was skipped, rounding errors, what is sent exactly from now on."""
     out: dict[str, Any] = {"skipped": 1} if info.skipped else {}
     if info.errors:
         out["quantization_unit"] = info.sampled

@@ -6,7 +6,7 @@ Fixed order, and why:
    gathered from the recompute to the end of its backward;
 3. zero then: it takes the (local) parameters unit by unit, initialised from the seed alone, so that the full
    weights are the same for every layout and every preset;
-4. the pipeline last: it runs the stages under the engine's eyes. One stage is a pipeline, too.
+4. the pipeline last: it runs the stages of the sharded decoder. One stage is a pipeline, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch import Tensor
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
-from megazero.comm.waits import Waits
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
 from megazero.config.layout.wire import Coding, Wire
 from megazero.config.options.optimizers import OPTIMIZERS
@@ -111,7 +110,7 @@ def _codec(coding: Coding | None) -> Blockwise | None:
 
 
 def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replicated: Collection[str]) -> None:
-    """Refuse a threshold above every parameter of every stage: nothing would then be quantised. Collective."""
+    """Refuse a threshold above every parameter of every stage: nothing would be quantised. Collective."""
     if policy.codecs.exact:
         return
     own = max((p.numel() for n, p in decoder.named_parameters() if n not in replicated), default=0)

@@ -1,6 +1,6 @@
-"""--profile writes a Chrome trace of a few iterations, in which communication and compute have their names.
+"""--profile writes a Chrome trace of a few iterations, in which communication and compute are labelled.
 
-The names are 'gather_inter layers.3' (a hop of a unit: its encoding, sending and decoding; refresh and reduce are
+The labels are 'gather_inter layers.3' (a hop of a unit: its encoding, sending and decoding; refresh and reduce are
 named in the same way), 'forward layers.3' (a unit's forward), 'compute B(stage 0, micro-batch 1)' (an action of the
 schedule), and the items of the time bill ('exposed_reduce_inter', 'optimizer', 'data', ...). Nothing is labelled
 while no trace is recorded.
@@ -18,9 +18,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
-from megazero.comm.labels import no_label
+from megazero.comm.timing import no_label
 from megazero.config import RunConfig
-from megazero.log.lines import NO_ROOM
+from megazero.log.line_file import NO_ROOM
 from megazero.log.time_bill import TimeBill
 from megazero.models import Decoder
 from megazero.pp.executor import Pipeline
@@ -54,7 +54,7 @@ class Profiler:
         self.written = False
 
     def before(self, iteration: int) -> None:
-        """Begin or end the trace, as is due before ``iteration`` is trained. Not called for those left out."""
+        """Begin or end the trace if that is due before ``iteration`` is trained. Not called for those left out."""
         options = self.options
         if not options.profile:
             return
@@ -68,7 +68,7 @@ class Profiler:
             self._write()
 
     def finish(self) -> None:
-        """End the trace with the run. Say so if there was nothing to trace."""
+        """End the trace with the run. Print a note if there was nothing to trace."""
         options = self.options
         if self.first:
             self._write()
@@ -89,7 +89,7 @@ class Profiler:
         self.hooks = [hook for name, module in self.units for hook in _label_forward(name, module)]
 
     def _write(self) -> None:
-        """End the trace, and write it if it is this rank that records."""
+        """End the trace, and write it if this rank records."""
         ranks, first = ", ".join(map(str, self.options.profile_ranks)), self.first
         self.first, self.written = 0, True
         if self.recorder is not None:

@@ -1,4 +1,4 @@
-"""From a parsed configuration to a Trainer, and the program around it: errors, signals, exit codes."""
+"""From a parsed configuration to a Trainer, and the program around it: errors, signals, exit statuses."""
 
 from __future__ import annotations
 
@@ -13,45 +13,44 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
-from megazero.log.exit_status import record_status, status_of, tell_torchrun
+from megazero.log.exit_status import record_status, report_to_torchrun, status_of
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
-from megazero.ops.guards import NonFiniteLoss, RankFailure, readable_failures
+from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
+from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures
 from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
-from megazero.ops.stopping import ExitConditions, NotStarted, StopSignals
 from megazero.ops.stragglers import Stragglers
-from megazero.ops.watch import judging_s
+from megazero.ops.watchdog import judging_s
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
+from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.forecast import Forecast, foresee
-from megazero.train.lookout import Lookout
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
-from megazero.train.ranks import find_world, make_mesh, start_rank
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
 from megazero.train.schedule.spikes import SpikeMonitor
-from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.checkpointing import Checkpointing, SavedTokenizer
 from megazero.train.state.origin import find_origin, leave_behind
 from megazero.train.state.rollback import LossSpike
-from megazero.train.trainer import Trainer
+from megazero.train.supervisor import Supervisor
+from megazero.train.trainer import Observers, RunInputs, TrainedModel, Trainer
 from megazero.zero import Engine
 
 
 def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
-    """Train as configured; the process's exit status. Every expected failure is one clear message.
+    """Train as configured, and return the process's exit status. Every expected failure is one clear message.
 
-    signals: what notes the signals that stop the run, already at work. Raises NotStarted.
+    signals: already handles the signals that stop the run. Raises NotStarted.
     """
-    began = time.monotonic()
-    lookout = Lookout(config, launch)
+    supervisor = Supervisor(config, launch)
     if launch.rank == 0:
         record_status(config.logging.log_dir, None)
         record_bad_nodes(config.logging.log_dir, ())
@@ -61,67 +60,68 @@ def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) 
                 rank=launch.rank,
                 host=launch.host,
                 timeout_s=config.training.distributed_timeout_minutes * 60,
-                phase=lambda: lookout.phase,
+                phase=lambda: supervisor.phase,
             ):
-                trainer = prepare(config, launch, stack, began, signals, lookout)
-                lookout.trainer = lookout.ending.trainer = trainer
+                trainer = prepare(config, launch, stack, supervisor.began, signals, supervisor)
+                supervisor.trainer = trainer
                 with trainer.outputs.console:
                     status = trainer.run()
         except (RankFailure, ValueError, NonFiniteLoss, LossSpike, OSError) as error:
-            _fail(lookout, error, signals)
+            _fail(supervisor, error, signals)
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
-            _fail(lookout, error, signals)
-    lookout.ending.tell(status, trainer.told or "the last iteration is done")
+            _fail(supervisor, error, signals)
+    supervisor.report_end(status, trainer.exit_reason or "the last iteration is done")
     if dist.is_initialized():
         dist.barrier()
-        lookout.stop()
+        supervisor.stop_watchdog()
         # srun --kill-on-bad-exit ends all ranks with the first that leaves with STOPPED; rank 0 may hold the store.
         dist.barrier()
         dist.destroy_process_group()
     return status
 
 
-def _fail(lookout: Lookout, error: Exception, signals: StopSignals | None) -> None:
-    """Say it and leave without waiting for collectives that can no longer complete."""
+def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None) -> None:
+    """Report the error and leave, without waiting for collectives that can no longer complete."""
     if signals is not None:
         signals.hold()
     if isinstance(error, RankFailure):
-        lookout.ask(f"{error}")
-    status, launch, ending = status_of(error), lookout.launch, lookout.ending
-    if not _is_told(error):
-        said = f"[rank {launch.rank}] {type(error).__name__}: {error}"
-        print(said, file=sys.stderr, flush=True)
-        tell_torchrun(said)
-    about_the_first = isinstance(error, RankFailure) and not error.told  # perhaps, which then says nothing
-    if launch.rank == 0 or about_the_first:
-        ending.tell(status, f"{type(error).__name__}: {error}", first=launch.rank != 0)
+        supervisor.find_missing(f"{error}")
+    status, launch = status_of(error), supervisor.launch
+    if not _reported_elsewhere(error):
+        message = f"[rank {launch.rank}] {type(error).__name__}: {error}"
+        print(message, file=sys.stderr, flush=True)
+        report_to_torchrun(message)
+    # A lost rank may be the first one, which then cannot report the end.
+    first_may_be_lost = isinstance(error, RankFailure) and not error.reported_elsewhere
+    if launch.rank == 0 or first_may_be_lost:
+        supervisor.report_end(status, f"{type(error).__name__}: {error}", first=launch.rank != 0)
         if isinstance(error, Unhealthy):
-            record_bad_nodes(lookout.config.logging.log_dir, error.nodes)
-    if ending.trainer is not None:
-        ending.trainer.outputs.loggers.flush()
+            record_bad_nodes(supervisor.config.logging.log_dir, error.nodes)
+    if supervisor.trainer is not None:
+        supervisor.trainer.outputs.loggers.flush()
     sys.stdout.flush()
     if launch.world_size > 1:
-        # The first rank may hold the store where the others ask whether the message was said. And launchers signal
-        # all ranks when one has left: the first one first says how the run ended, not that a signal ended it.
+        # The first rank may hold the store where the others look whether the message was printed. And launchers
+        # signal all ranks when one has left: before that the first one records how the run ended.
         time.sleep(1)
     os._exit(status)
 
 
-def _is_told(error: Exception) -> bool:
-    """Tell whether another rank says it. A user's mistake is mostly the same on all ranks; others are about one."""
+def _reported_elsewhere(error: Exception) -> bool:
+    """Tell whether another rank reports it. Most mistakes of users are the same on all ranks."""
     if isinstance(error, RankFailure):
-        return error.told
-    return isinstance(error, ValueError) and not _first_to_say(f"{error}")
+        return error.reported_elsewhere
+    return isinstance(error, ValueError) and not _first_to_report(f"{error}")
 
 
-def _first_to_say(text: str) -> bool:
-    """True on one of the ranks that fail with this text, and wherever the store does not answer any more."""
+def _first_to_report(text: str) -> bool:
+    """True on one of the ranks that fail with this text, and wherever the store no longer answers."""
     if not dist.is_initialized():
         return True
     digest = hashlib.sha256(text.encode()).hexdigest()
     try:
-        return dist.distributed_c10d._get_default_store().add(f"megazero/said/{digest}", 1) == 1
+        return dist.distributed_c10d._get_default_store().add(f"megazero/reported/{digest}", 1) == 1
     except RuntimeError:
         return True
 
@@ -140,26 +140,26 @@ def _look_for_kill_switch(path: str | None) -> None:
 
 
 def _join(
-    config: RunConfig, launch: Launch, lookout: Lookout
+    config: RunConfig, launch: Launch, supervisor: Supervisor
 ) -> tuple[RunConfig, TokenizerInfo, Mesh, Forecast | None, tuple[str, ...]]:
     """Meet the other ranks and find out what all of them run on; nothing is allocated yet. Collective.
 
     Returns the configuration as it was completed, and notes for the user. Raises NotStarted.
     """
-    # Collectives wait a little longer than the watch, which can say who is missing.
+    # Collectives wait a little longer than the watchdog, which can name the missing ranks.
     limit = timedelta(minutes=config.training.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=judging_s(launch.world_size))
-    # First of all the ranks join: from then on the others notice when one of them fails alone (a file that its node
-    # does not see).
-    device, notes = start_rank(config.training, launch, timeout, lookout.begin)
+    # First of all the ranks join: from then on they notice when one of them fails alone (a file that its node does
+    # not see).
+    device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
     config, world = find_world(config, launch)
-    lookout.joining = "the planning"
+    supervisor.joining = "the planning"
     config, forecast, planned = foresee(config, world, device)  # before anything is allocated
-    lookout.joining = "making communicators"
+    supervisor.joining = "making communicators"
     mesh, found = healthy_mesh(config, launch, device, lambda: make_mesh(config, world, device, timeout))
-    lookout.joining = None
+    supervisor.joining = None
     _look_for_kill_switch(config.training.kill_switch_path)
     found = (*found, *launch.found_nodes(mesh.grid.ranks_per_node), *notes, *planned)
     return config, tokenizer, mesh, forecast, found
@@ -168,17 +168,16 @@ def _join(
 def _checkpointing(
     config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder
 ) -> Checkpointing:
-    """Return what saves and loads this engine's state, with what a checkpoint says beside it."""
+    """Return what saves and loads this engine's state, and all else that a checkpoint holds."""
     named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
+    files = read_tokenizer_files(config.data.tokenizer_type, named) if first else {}
     return Checkpointing(
         config,
-        engine.mesh,
         engine,
         decoder.placements(),
-        tokenizer.fingerprint,
+        SavedTokenizer(tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
         SpikeMonitor(config.skipping),
-        read_tokenizer_files(config.data.tokenizer_type, named) if first else {},
     )
 
 
@@ -188,15 +187,15 @@ def prepare(
     stack: ExitStack,
     began: float,
     signals: StopSignals | None = None,
-    lookout: Lookout | None = None,
+    supervisor: Supervisor | None = None,
 ) -> Trainer:
     """Make all that a run needs, in the order in which mistakes are cheapest to find. Collective.
 
-    stack: closes what is opened here. began: time.monotonic() at the start of the process. lookout: told
-    how far this is. Raises NotStarted.
+    stack: closes what is opened here. began: time.monotonic() at the start of the process. supervisor: learns how far
+    the preparation is. Raises NotStarted.
     """
-    lookout = lookout or Lookout(config, launch)
-    config, tokenizer, mesh, forecast, found = _join(config, launch, lookout)
+    supervisor = supervisor or Supervisor(config, launch)
+    config, tokenizer, mesh, forecast, found = _join(config, launch, supervisor)
 
     # What is left to do, and the data it takes, are counted from where the run begins.
     origin = find_origin(config, mesh)
@@ -220,25 +219,15 @@ def prepare(
     start = agree_on_start(config, launch, progress)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, first=mesh.rank == 0)
-    report_start(config, mesh, decoder, progress, start, outputs, forecast.lines() if forecast else ())
+    report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
     exits = ExitConditions.of(config.training, signals, length.halt, began)
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)
     if signals is not None:
         signals.hold()
+    stragglers = Stragglers.of(mesh, launch.host, stack)
     return Trainer(
-        decoder,
-        engine,
-        pipeline,
-        data,
-        length,
-        learning_rates,
+        TrainedModel(decoder, engine, pipeline),
+        RunInputs(data, length, learning_rates, progress),
         checkpointing,
-        outputs,
-        exits,
-        bill,
-        Stragglers.of(mesh, launch.host, stack),
-        profiler,
-        progress,
-        start,
-        forecast,
+        Observers(outputs, exits, bill, stragglers, profiler, forecast),
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,17 +20,15 @@ from megazero.config.options.skipping import due, iteration_ranges
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.log.exit_status import ExitStatus
-from megazero.log.history import Start
 from megazero.log.metrics import IterationMetrics
 from megazero.log.time_bill import TimeBill
 from megazero.models import Decoder
-from megazero.ops.guards import LocalStep, NonFiniteGuard, NonFiniteLoss
-from megazero.ops.stopping import ExitConditions
-from megazero.ops.stragglers import KINDS, Stragglers
+from megazero.ops.exit_conditions import ExitConditions
+from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
+from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.pp.executor import Pipeline
 from megazero.train.data.datasets import RunData
-from megazero.train.data.evaluation import mean_loss
-from megazero.train.data.feeding import Batch, Feeding
+from megazero.train.data.feeding import Batch, Feeding, mean_loss
 from megazero.train.forecast import Forecast
 from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
@@ -45,49 +44,101 @@ from megazero.zero import Engine, StepInfo
 STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
 
-class Trainer:
-    """Trains from ``progress`` to the last iteration. All of its parts come ready-made (see setup.py).
+class TrainedModel(NamedTuple):
+    """What is trained: the decoder, the engine that shards it, and the pipeline that runs its stages."""
 
-    learning_rates: under True that of the embedding and the head, which --decoupled-lr makes another one.
+    decoder: Decoder
+    engine: Engine
+    pipeline: Pipeline
+
+
+class RunInputs(NamedTuple):
+    """What the run reads: its data, how far it goes, at which learning rates, and where it begins.
+
+    learning_rates: under True that of the embedding and the head, which --decoupled-lr sets apart.
     """
 
+    data: RunData
+    length: RunLength
+    learning_rates: Mapping[bool, LearningRate]
+    progress: Progress
+
+
+class Observers(NamedTuple):
+    """What watches the run: where it reports to, what may stop it, what measures it.
+
+    forecast: the planner's prediction, to be compared with what was measured; None if there is none.
+    """
+
+    outputs: Outputs
+    exits: ExitConditions
+    bill: TimeBill
+    stragglers: Stragglers
+    profiler: Profiler
+    forecast: Forecast | None = None
+
+
+class RankScalars(NamedTuple):
+    """What a rank sends to all others with the norm of a step, as fp64.
+
+    loss: summed over its tokens of the step (0 on ranks without the loss). stops: 1 if it has a reason to stop.
+    save_part_ended: 1 if its part of a save has ended. The rest are its RankSeconds of the iteration before.
+    """
+
+    loss: torch.Tensor | float
+    stops: float
+    save_part_ended: float
+    compute: float
+    data: float
+    link: float
+
+    @property
+    def seconds(self) -> RankSeconds:
+        return RankSeconds(self.compute, self.data, self.link)
+
+    def write(self, out: torch.Tensor) -> torch.Tensor:
+        """Write the scalars to ``out``, fp64 [6] on any device, without waiting for the device."""
+        for slot, value in zip(out, self, strict=True):
+            slot.copy_(value) if isinstance(value, torch.Tensor) else slot.fill_(value)
+        return out
+
+
+class StepBatches(NamedTuple):
+    """A rank's micro-batches of one step.
+
+    ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
+    read, when the copies are done. divisor: the tokens of the global batch that count. samples: of the global batch.
+    """
+
+    ids: Sequence[Sequence[int]]
+    host: Sequence[Batch]
+    device: Sequence[Batch]
+    divisor: float
+    samples: int
+
+
+class Trainer:
+    """Trains from ``inputs.progress`` to the last iteration. Its parts come ready-made (see setup.py)."""
+
     def __init__(
-        self,
-        decoder: Decoder,
-        engine: Engine,
-        pipeline: Pipeline,
-        data: RunData,
-        length: RunLength,
-        learning_rates: Mapping[bool, LearningRate],
-        checkpointing: Checkpointing,
-        outputs: Outputs,
-        exits: ExitConditions,
-        bill: TimeBill,
-        stragglers: Stragglers,
-        profiler: Profiler,
-        progress: Progress,
-        start: Start,
-        forecast: Forecast | None = None,
+        self, model: TrainedModel, inputs: RunInputs, checkpointing: Checkpointing, observers: Observers
     ) -> None:
-        self.decoder, self.engine, self.pipeline, self.mesh = decoder, engine, pipeline, engine.mesh
-        self.config = checkpointing.config
-        self.data, self.length, self.learning_rates = data, length, learning_rates
-        self.checkpointing, self.outputs = checkpointing, outputs
-        masked = self.config.data.eod_mask_loss
-        self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, pipeline.loss_rank, masked)
-        limit_s = self.config.training.distributed_timeout_minutes * 60
-        self.saver = Saver(checkpointing, outputs.console, self._saved, limit_s)
-        self.exits, self.bill, self.profiler, self.progress = exits, bill, profiler, progress
-        self.guard, self.scaling, self.spikes = NonFiniteGuard(), checkpointing.scaling, checkpointing.spikes
+        self.decoder, self.engine, self.pipeline = model
+        self.data, self.length, self.learning_rates, self.progress = inputs
+        self.outputs, self.exits, self.bill, self.stragglers, self.profiler, self.forecast = observers
+        self.checkpointing, self.config, self.mesh = checkpointing, checkpointing.config, self.engine.mesh
+        self.scaling, self.spikes, self.guard = checkpointing.scaling, checkpointing.spikes, NonFiniteGuard()
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
-        self.stragglers, self.start = stragglers, start
-        self.forecast = forecast
+        masked = self.config.data.eod_mask_loss
+        self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
+        limit_s = self.config.training.distributed_timeout_minutes * 60
+        self.saver = Saver(checkpointing, self.outputs.console, self._saved, limit_s)
+        self.scalars = torch.zeros(
+            len(RankScalars._fields), dtype=torch.float64, device=self.mesh.device
+        )  # sent with the norm of each step
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
-        self.timed = (engine.gathers, engine.reductions, engine.waits, decoder.tp.waits)
-        # Each rank's own, exchanged with the step's norm: summed loss, whether it would stop, whether its part of a
-        # save has ended, its last times by kind.
-        self.scalars = torch.zeros(3 + len(KINDS), dtype=torch.float64, device=self.mesh.device)
-        self.told: str | None = None  # why to save and stop after the iteration
+        self.timed = (self.engine.gathers, self.engine.reductions, self.engine.waits, self.decoder.tp.waits)
+        self.exit_reason: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
     # -- the loop --------------------------------------------------------------------------------
@@ -95,36 +146,36 @@ class Trainer:
     def run(self) -> ExitStatus:
         """Train, and return FINISHED or STOPPED. Raises NonFiniteLoss, CheckpointError or CommunicationError."""
         began = saved_at = self.progress.iteration
-        owed = self.progress.owes_evaluation
+        evaluation_was_pending = self.progress.evaluation_pending
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.outputs.console.note(line)
         with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
-            reason, save_due = self.told, False
+            reason, save_due = self.exit_reason, False
             while not reason and self.progress.iteration < self.length.last_iteration:
                 since = self.progress.iteration
                 if not self._leave_out(batches) and self._iterate_or_go_back(batches):
                     since, save_due = self.progress.left_out[-1].first - 1, True
                 iteration = self.progress.iteration
                 self._evaluate_if(due(self.config.training.eval_interval, since, iteration))
-                reason = self.told or self.exits.planned(since, iteration)
+                reason = self.exit_reason or self.exits.planned(since, iteration)
                 save_due |= due(self.config.checkpoint.save_interval, since, iteration)
                 if reason or save_due and not self.spikes.beyond:  # else it may be in a spike
                     saved_at, save_due = self._save(saved_at), False
-        self.told = reason
+        self.exit_reason = reason
         if reason:
             self.outputs.console.note(f"stopping after iteration {self.progress.iteration}: {reason}")
         self.profiler.finish()
         self._compare()
-        paid = owed and not self.progress.owes_evaluation
-        self._save(-1 if paid and self.progress.iteration == began else saved_at)
+        made_up = evaluation_was_pending and not self.progress.evaluation_pending
+        self._save(-1 if made_up and self.progress.iteration == began else saved_at)
         if self.saver.under_way:
             self.phase = f"saving up to iteration {self.progress.iteration}"
         self.saver.finish(self.progress)
-        if self.progress.iteration < self.length.last_iteration or self.progress.owes_evaluation:
+        if self.progress.iteration < self.length.last_iteration or self.progress.evaluation_pending:
             return ExitStatus.STOPPED
-        if began < self.progress.iteration or owed:
-            # To its end: nothing would make up for it.
+        if began < self.progress.iteration or evaluation_was_pending:
+            # Not to be interrupted: no restart would make up for it.
             self._evaluate(
                 {f"test/{name}" if name else "test": data for name, data in self.data.test.items()},
                 stoppable=False,
@@ -133,7 +184,7 @@ class Trainer:
         return ExitStatus.FINISHED
 
     def _leave_out(self, batches: Batches) -> bool:
-        """Pass over the iterations that --skip-train-iteration-range names from here on. Tells if there were any."""
+        """Skip the iterations that --skip-train-iteration-range names from here on. Returns whether there are any."""
         last = next_to_leave_out(self.ranges, self.progress, self.length.last_iteration)
         if last is not None:
             self.progress = leave_out(self.progress, last, self.length.batch_sizes)
@@ -144,8 +195,8 @@ class Trainer:
     def _iterate_or_go_back(self, batches: Batches) -> bool:
         """Train one iteration. If it makes a spike and --rollback-on-spike is given, go back to before the spike.
 
-        Then it returns True: a save is due, so that a resume goes on behind what is left out. Raises LossSpike if
-        there is no way back (any more).
+        Returns whether it went back: then a save is due, so that a resume continues after what is left out. Raises
+        LossSpike if there is no way back (any more).
         """
         reached, watching = self.progress.iteration + 1, self.config.skipping.rollback_on_spike
         self.profiler.before(reached)
@@ -173,7 +224,7 @@ class Trainer:
         return True
 
     def _end_save(self, why: str) -> None:
-        """Wait for a save under way before an error that every rank raises ends the run. Collective."""
+        """Wait for a save under way, before an error on every rank ends the run. Collective."""
         if self.saver.under_way:
             self.phase = f"saving up to iteration {self.progress.iteration}"
             self.outputs.console.warning(
@@ -187,52 +238,73 @@ class Trainer:
             self.outputs.console.note(line)
 
     def _iterate(self, batches: Batches) -> StepInfo:
+        """Train one iteration and log it. Raises NonFiniteLoss."""
         self._take_stalls()  # of an evaluation
         self.bill.reset()
         began = time.perf_counter()
-        iteration, consumed = self.progress.iteration + 1, self.progress.consumed_samples
+        iteration = self.progress.iteration + 1
         self.phase = f"iteration {iteration}"
-        count = self.length.batch_sizes.micro_batches(consumed)
         rates = self._set_learning_rates()
         self._set_rounding(iteration)
         with self.bill.span("data"):
-            ids = batches.sample_ids(count)
-            host = batches.next_step(count)  # held until the norm has been read: the copies are done by then
-            step = [self.feeding.to_device(batch) for batch in host]
-            with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
-                divisor = self.feeding.valid_tokens(host)
+            step = self._load(batches)
         with self.bill.span("compute"):
-            factor, scaled_divisor = self.scaling.factors(divisor, self.mesh.dp_size)
-            self.engine.begin_step(count, scaled_divisor, self.pipeline.program(count))
-            self.scalars[0].copy_(self._forward_backward(step, ids, factor))
-            own_reason = self.exits.own_reason()
-            self.scalars[1].fill_(float(own_reason is not None))
-            self.scalars[2].fill_(float(self.saver.part_ended))
-            for place, time_of_kind in enumerate(self.stragglers.own, 3):
-                self.scalars[place].fill_(time_of_kind)
-            info = self.engine.step(self.scalars)
-            losses, reasons, ended, *_ = zip(*info.scalars, strict=True)
-            self.told = self.exits.told(own_reason, any(reasons))
-            loss = reduce(add, (losses[r] for r in self.mesh.stage_ranks(self.pipeline.loss_rank))) / divisor
-            own = LocalStep(self.mesh.rank, losses[self.mesh.rank], tuple(i for row in ids for i in row))
-            if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
-                self.guard.check_loss(iteration, loss, own, self._gather)
-            self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
-            self.scaling.update(info.skipped, batches.consumed - consumed)
+            info, ranks = self._step(step)
+            loss = self._mean_over_ranks(ranks, step.divisor)
+            self._check_finite(iteration, step, info, ranks, loss)
+            self.scaling.update(info.skipped, step.samples)
             self._take_stalls()
-        last = {**self.progress.losses, "lm_loss": loss}
+        losses = {**self.progress.losses, "lm_loss": loss}
         self.progress = replace(
-            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=last
+            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=losses
         )
-        took = time.perf_counter() - began
-        self._log(loss, info, rates, took, batches.consumed - consumed)
-        self.step_seconds.append(took)
-        if all(ended):
+        seconds = time.perf_counter() - began
+        self._log(loss, info, ranks, rates, seconds, step.samples)
+        self.step_seconds.append(seconds)
+        if all(rank.save_part_ended for rank in ranks):
             self.saver.go_on()
         return info
 
+    def _load(self, batches: Batches) -> StepBatches:
+        """Read the micro-batches of the next step, and start their copies to the device."""
+        consumed = self.progress.consumed_samples
+        count = self.length.batch_sizes.micro_batches(consumed)
+        ids = batches.sample_ids(count)
+        host = batches.next_step(count)
+        device = [self.feeding.to_device(batch) for batch in host]
+        with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
+            divisor = self.feeding.valid_tokens(host)
+        return StepBatches(ids, host, device, divisor, batches.consumed - consumed)
+
+    def _step(self, step: StepBatches) -> tuple[StepInfo, list[RankScalars]]:
+        """Run forwards, backwards and the update, and find out whether to stop. Returns every rank's scalars."""
+        count = len(step.device)
+        factor, divisor = self.scaling.factors(step.divisor, self.mesh.dp_size)
+        self.engine.begin_step(count, divisor, self.pipeline.program(count))
+        loss = self._forward_backward(step.device, step.ids, factor)
+        own_reason = self.exits.own_reason()
+        own = RankScalars(loss, own_reason is not None, self.saver.part_ended, *self.stragglers.own)
+        info = self.engine.step(own.write(self.scalars))
+        ranks = [RankScalars(*row) for row in info.scalars]
+        self.exit_reason = self.exits.agreed_reason(own_reason, any(rank.stops for rank in ranks))
+        return info, ranks
+
+    def _mean_over_ranks(self, ranks: Sequence[RankScalars], divisor: float) -> float:
+        """Return the loss per token of the global batch, in nats, from the ranks that compute it."""
+        losses = (float(ranks[r].loss) for r in self.mesh.stage_ranks(self.pipeline.loss_rank))
+        return reduce(add, losses) / divisor
+
+    def _check_finite(
+        self, iteration: int, step: StepBatches, info: StepInfo, ranks: Sequence[RankScalars], loss: float
+    ) -> None:
+        samples = tuple(sample for row in step.ids for sample in row)
+        own = LocalStep(self.mesh.rank, float(ranks[self.mesh.rank].loss), samples)
+        if not self.scaling.dynamic:  # else it overflows the gradients: a step to skip, as in Megatron
+            self.guard.check_loss(iteration, loss, own, self._gather)
+        self.guard.check_norm(iteration, info.grad_norm, own, self._gather, self.scaling.can_fall)
+
     def _take_stalls(self) -> None:
-        """Bill for what the compute stream stood waiting, on CUDA."""
+        """Add to the bill what the compute stream waited, on CUDA."""
         for each in self.timed:
             for name, seconds in each.take_stalls().items():
                 self.bill.add(name, seconds)
@@ -267,17 +339,17 @@ class Trainer:
     # -- evaluation, saving ----------------------------------------------------------------------
 
     def _evaluate_if(self, due: bool) -> None:
-        """Evaluate if it is due, now or from before a restart, unless the run is told to stop.
+        """Evaluate if it is due, now or from before a restart, unless the run is about to stop.
 
-        What is left out or broken off for that is owed: a resume makes up for it first.
+        An evaluation that is omitted or interrupted for that stays pending: a resume begins with it.
         """
-        due = due or self.progress.owes_evaluation
-        if due and not self.told:
+        due = due or self.progress.evaluation_pending
+        if due and not self.exit_reason:
             self._evaluate(self.data.valid)
-        self.progress = replace(self.progress, owes_evaluation=bool(due and self.told))
+        self.progress = replace(self.progress, evaluation_pending=bool(due and self.exit_reason))
 
     def _evaluate(self, data_sets: Mapping[str, Dataset], stoppable: bool = True) -> None:
-        """Report the mean loss of each data set, by its name, until the run is told to stop, if it is stoppable."""
+        """Report the mean loss of each data set by its name. If stoppable, it ends when the run is to stop."""
         self.phase = f"evaluation at iteration {self.progress.iteration}"
         for name, data_set in data_sets.items():
             loss = self._mean_loss(data_set, stoppable)
@@ -288,7 +360,7 @@ class Trainer:
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
 
     def _mean_loss(self, data_set: Dataset, stoppable: bool) -> float | None:
-        """Return the loss over eval_iters global batches, or None if the run was told to stop between two of them."""
+        """Return the loss over eval_iters global batches, or None if the run is to stop between two of them."""
         sizes = self.length.batch_sizes
         self.decoder.eval()
         return mean_loss(
@@ -298,16 +370,16 @@ class Trainer:
             data_set,
             steps=self.config.training.eval_iters,
             micro_batches=sizes.target // sizes.quantum,
-            broken_off=lambda: stoppable and self._asked_to_stop(),
+            interrupted=lambda: stoppable and self._asked_to_stop(),
         )
 
     def _asked_to_stop(self) -> bool:
-        """Exchange the ranks' reasons to stop by themselves, where there is no step that does. Collective."""
-        if self.exits.may_be_told:
+        """Exchange whether ranks have a reason to stop, outside of steps, which do it themselves. Collective."""
+        if self.exits.can_stop_at_once:
             own = self.exits.own_reason()
             flag = torch.tensor([float(own is not None)], device=self.mesh.device)
-            self.told = self.exits.told(own, bool(self.mesh.gather_rows(flag).any()))
-        return self.told is not None
+            self.exit_reason = self.exits.agreed_reason(own, bool(self.mesh.gather_rows(flag).any()))
+        return self.exit_reason is not None
 
     def _save(self, saved_at: int) -> int:
         iteration = self.progress.iteration
@@ -322,7 +394,7 @@ class Trainer:
         self.progress = replace(self.progress, checkpoint=str(path))
 
     def _export(self) -> None:
-        """Write the folder of --save-hf when the training is over, not where it stops on the way."""
+        """Write the folder of --save-hf when the training is over, not when it stops before that."""
         folder = self.config.checkpoint.save_hf
         if folder is None or self.progress.iteration < self.length.last_iteration:
             return
@@ -339,10 +411,16 @@ class Trainer:
         return [each for each in every if each is not None]
 
     def _log(
-        self, loss: float, info: StepInfo, rates: dict[str, float], seconds: float, samples: int
+        self,
+        loss: float,
+        info: StepInfo,
+        ranks: Sequence[RankScalars],
+        rates: dict[str, float],
+        seconds: float,
+        samples: int,
     ) -> None:
         traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
-        ranks, slow = self.stragglers.take([row[3:] for row in info.scalars], bill, seconds)
+        rank_times, warnings = self.stragglers.take([rank.seconds for rank in ranks], bill, seconds)
         length = self.config.model.seq_length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
         metrics = IterationMetrics(
@@ -365,10 +443,10 @@ class Trainer:
                 **events(info),
                 **self.scaling.metrics(),
                 "bytes": traffic,
-                **ranks,
+                **rank_times,
             },
         )
-        for line in (*info.fallbacks, *slow):
+        for line in (*info.fallbacks, *warnings):
             self.outputs.console.warning(line)
         self.outputs.console.iteration(metrics)
         if self.outputs.metrics is not None:

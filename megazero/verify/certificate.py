@@ -1,4 +1,4 @@
-"""A certificate says what was asked for and what was run, and gives every check with its figure, limit and verdict.
+"""The certificate: what was asked for, what was run, and every check with its figure, limit and verdict.
 
 It is written as JSON and as Markdown, and printed as a table on the console.
 """
@@ -32,7 +32,7 @@ class Section:
 class Certificate:
     """The result of a verification.
 
-    asked: lines that say what the configuration says. run: lines that say what was run. changes: maps an option to
+    asked: lines that describe the configuration. run: lines that describe what was run. changes: maps an option to
     (the value asked for, the value run).
     """
 

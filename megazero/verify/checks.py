@@ -1,4 +1,4 @@
-"""The checks of a certificate compare figures from the ranks' records with one rank, set limits and give verdicts."""
+"""The checks of a certificate: figures from the ranks' records beside one rank, limits, verdicts."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Check:
 
 @dataclass
 class Evidence:
-    """What the exact run showed, for checks and diagnosis. Each list but ``records`` has one item per step.
+    """The results of the exact run, for checks and diagnosis. Each list but ``records`` has one item per step.
 
     Gradients are divided, but not clipped. masters and got are assembled from all ranks. want: the gradients that one
     rank computes at these masters. errors: the relative error of each parameter's gradient. norms: the largest
     relative error of a rank's global norm. losses: the losses of all ranks together. stale: the parameters of which
-    some forward read something else than the masters. crossed: each (what, stage, micro-batch) that a stage got
-    although no stage sent it there, with what it was instead.
+    some forward read other values than the masters. crossed: each (what, stage, micro-batch) that a stage received
+    although no stage sent it there, with the message it was instead.
     """
 
     records: Sequence[RankRecord]
@@ -154,7 +154,7 @@ def _worst(name: str, errors: Sequence[float], limit: float) -> Check:
 def _none(name: str, found: Sequence[str], what: str) -> Check:
     """Check that nothing was found.
 
-    ``what`` is a noun and, after a colon, what is wrong with those that are found.
+    ``what`` is a noun and, after a colon, the fault of those found.
     """
     noun, _, wrong = what.partition(": ")
     return Check(name, f"{len(found)} {noun}", "0", not found, found[0] if found else f"{noun} {wrong}")
@@ -181,7 +181,7 @@ def _hash(values: np.ndarray) -> str:
 
 
 def _crossed(records: Sequence[RankRecord], step: int) -> Iterator[str]:
-    """Yield what a stage got although its neighbour did not send it as this micro-batch's."""
+    """Yield messages that a stage received although its neighbour did not send them for this micro-batch."""
     sent: dict[tuple[int, int, str, int, int], str] = {}
     for o in records:
         for (way, kind, stage, m), bits in o.steps[step].passed.items():
@@ -206,7 +206,7 @@ def configured_checks(
 ) -> list[Check]:
     """Check the losses, the bits of replicas, and the rounding of every quantised hop.
 
-    exact: the losses of pass 1. wire: what the hops send.
+    exact: the losses of pass 1. wire: the formats of the hops.
     """
     steps = range(len(records[0].steps))
     losses = [step_loss(records, step) for step in steps]

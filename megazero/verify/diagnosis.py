@@ -1,4 +1,4 @@
-"""This goes from symptoms to a likely cause, in words. It says nothing where the evidence does not single one out."""
+"""Names the likely cause of failed checks, or nothing if the evidence does not single one out."""
 
 from __future__ import annotations
 

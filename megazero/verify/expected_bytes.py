@@ -1,4 +1,4 @@
-"""This computes the bytes that each rank should send in a step, from the configuration alone.
+"""The bytes that each rank should send in a step, from the configuration alone.
 
 It builds the units of a decoder on the meta device and the schedule's program, and puts them into the formulas of
 plan/communication.py.

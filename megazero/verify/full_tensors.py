@@ -1,4 +1,4 @@
-"""This assembles whole parameters from the slices of all ranks.
+"""Assembles whole parameters from the slices of all ranks.
 
 It uses the decoder's checkpoint placements, which know shards, padding and replicas.
 """

@@ -1,4 +1,4 @@
-"""The flags that ``megazero verify`` has beside those of training. This needs no torch."""
+"""The flags of ``megazero verify`` beside those of training. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What the command line asks for.
+    """The request of the command line.
 
     config: the configuration as training would have it on ``world``. options: those of the verification.
     """

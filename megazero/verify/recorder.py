@@ -1,6 +1,6 @@
-"""A recorder notes what happens on a rank while a step runs.
+"""Records what happens on a rank during a step.
 
-It keeps hashes of what forwards read and of what stages pass on, the rank's slices, and the rounding of messages.
+It keeps hashes of the tensors that forwards read and stages pass on, the rank's slices, and the rounding of messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepRecord:
     """What one rank saw of a step. Gradients are divided and not clipped.
 
     read: maps a parameter to the hash of what the step's first forward read. passed: maps (what, stage, micro-batch)
-    to a hash; it says what a stage 'sent' or 'got', and whether it was an 'activation' or a 'gradient'. traffic: maps
+    to a hash; ``what`` says 'sent' or 'got', and 'activation' or 'gradient'. traffic: maps
     'kind_link_bytes' to the bytes sent in the step.
     """
 
@@ -125,7 +125,7 @@ class Recorder:
         forward = pipeline.forward
 
         def watched(stage: Any, x: Tensor | None, batch: Any) -> Tensor:
-            """Run the stage, and note the bits of what it got and sent, forward and backward."""
+            """Run the stage, and hash the messages it got and sent, forward and backward."""
             if id(batch) not in self._batches:
                 return forward(stage, x, batch)
             m, passed = self._batches.index(id(batch)), self.step.passed

@@ -1,4 +1,4 @@
-"""The reference is one rank in plain torch: a whole decoder, autograd, torch.optim and clip_grad_norm_.
+"""The reference: one rank of plain torch with a whole decoder, autograd, torch.optim and clip_grad_norm_.
 
 It computes in fp64, so that a difference is the ranks' own rounding and not the sum of two roundings.
 """
@@ -101,7 +101,7 @@ def global_norm(gradients: Mapping[str, np.ndarray]) -> float:
 def relative_errors(got: Tensors, want: Tensors, noisy: Sequence[str]) -> dict[str, float]:
     """Return ||difference|| / max(||g||, floor x global norm) of each parameter.
 
-    noisy: parameters whose gradient is zero in exact arithmetic, so that what is computed is rounding noise.
+    noisy: parameters whose exact gradient is zero, so that the computed one is rounding noise.
     """
     total = global_norm(want)
     return {

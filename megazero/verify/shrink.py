@@ -1,9 +1,9 @@
-"""This shrinks the sizes of a configuration and keeps its structure. It is pure and needs no torch.
+"""Shrinks the sizes of a configuration and keeps its structure. Pure; no torch.
 
-These are kept: the family and every choice of the model, the layout, the schedule, uneven stages, the preset or
-factors, lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. Whether sizes are odd,
-divide, pad or repeat is kept, too. These are replaced: the data by made-up tokens, the learning-rate schedule by a
-constant, and what is saved and logged by nothing.
+It keeps the family and every choice of the model, the layout, the schedule, uneven stages, the preset or factors,
+lifetimes, codecs and their rounding, recompute, ramp-up, the optimizer and the dtype. It also keeps whether sizes are
+odd, divide, pad or repeat. It replaces the data by made-up tokens and the learning-rate schedule by a constant, and
+turns saving and logging off.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
 def _head_width(config: RunConfig) -> int:
     """Choose a head width that is odd or even as the configuration's is.
 
-    Rotary positions turn pairs of elements; with them, the turned part of the width is whole pairs.
+    Rotary positions rotate pairs of elements, so the rotated part of the width is whole pairs.
     """
     m = config.model
     widths = count(HEAD + m.kv_channels % 2, 2)

@@ -1,7 +1,4 @@
-"""This finds, for a world too large for this machine, the largest layout within it of the same structure.
-
-It is pure.
-"""
+"""Finds the largest layout of the same structure inside a world too large for this machine. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This is what the ranks of a verification run: recorded training steps on made-up tokens."""
+"""The ranks' part of a verification: recorded training steps on made-up tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megazero import zero
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import RunConfig, World
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.data.gpt import document_fields
 from megazero.data.sampler import micro_batch_ids
 from megazero.mesh.mesh import Mesh
 from megazero.pp.executor import Pipeline
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -25,7 +26,6 @@ from megazero.train.parallelize import (
     make_policy,
     shard_decoder,
 )
-from megazero.train.ranks import make_mesh
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.origin import find_origin
@@ -48,8 +48,8 @@ class TrainingRun:
     """The steps [start, stop) of one run.
 
     exact: the codecs are identities. save: the step after which the run saves, and the folder. load: the folder to
-    begin from. around: a picklable function; in it a test breaks a part of the engine, to see that the certificate
-    says so.
+    begin from. around: a picklable function in which a test breaks a part of the engine, to see that the certificate
+    finds it.
     """
 
     config: RunConfig
@@ -63,7 +63,7 @@ class TrainingRun:
 
 @dataclass
 class RankRecord:
-    """What one rank says of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
+    """One rank's results of a run. ``last`` is true if it has the last pipeline stage, and so the losses."""
 
     tp: int
     dp: int
@@ -98,7 +98,7 @@ def slice_block(config: RunConfig, world: World) -> int:
 def tokens_of(config: RunConfig, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens (int64), labels (int64) and the loss mask (fp64), each [count, s], of a step's global batch.
 
-    A fifth of the tokens do not count.
+    A fifth of the tokens is masked.
     """
     length, vocabulary = config.model.seq_length, config.model.vocabulary
     generator = torch.Generator().manual_seed(config.training.seed * 1000 + step)
@@ -131,7 +131,7 @@ def _train(run: TrainingRun, mesh: Mesh) -> RankRecord:
     decoder.train()
     checkpoint = replace(config.checkpoint, save=run.save and run.save[1], load=run.load)
     stored = replace(config, checkpoint=checkpoint)
-    checkpointing = Checkpointing(stored, mesh, engine, decoder.placements(), "")
+    checkpointing = Checkpointing(stored, engine, decoder.placements())
     origin = find_origin(stored, mesh)
     checkpointing.load(origin)
     assert origin.progress.iteration == run.start, (origin.progress, run)

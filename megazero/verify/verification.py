@@ -1,4 +1,4 @@
-"""This runs a configuration, shrunk, on local ranks, compares it with one rank, and certifies it."""
+"""Runs a shrunk configuration on local ranks, compares it with one rank, and certifies it."""
 
 from __future__ import annotations
 

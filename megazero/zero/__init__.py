@@ -1,4 +1,4 @@
-"""ZeRO data parallelism. It has one verb, ``shard``."""
+"""ZeRO data parallelism, with one verb: ``shard``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Mesh
 from megazero.zero.admission import refuse_foreign_parallelism
 from megazero.zero.binding import recurrent_weights_kept
@@ -52,16 +52,14 @@ def shard(
         Every part has a backward for each micro-batch; ``Engine.segment`` says which one runs.
     tied: parameters that the other end of the pipeline holds, too. It maps the name here to a name common to
         both. The ends sum their gradients once per step; this needs ``create_mesh(ends=True)``.
-    timed: a factory of context managers. It is called with 'optimizer' and, for waits, with 'exposed_' and
-        the hop's name: 'exposed_refresh_inter', 'exposed_gather_intra', ... (``log/time_bill.py`` lists
-        them).
+    timed: a factory of context managers. It is called with 'optimizer' and, for waits, with 'exposed_' and the hop's
+        name: 'exposed_refresh_inter', 'exposed_gather_intra', ... (``log/time_bill.py`` lists them).
     traffic: counters of the bytes that this rank sends. By default the engine has its own.
 
-    Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units
-    that nest or mix dtypes, for policies that the shard factors do not allow, for modules that another
-    framework parallelised (``admission.py``), for parameters and modules that training would damage
-    (``admission.py``), and for optimizers that are not elementwise: the factory is tried on a few small
-    tensors.
+    Returns the engine. This is collective, and every rank must pass the same. Raises ValueError for units that nest
+    or mix dtypes, for policies that the shard factors do not allow, for modules that another framework parallelised
+    (``admission.py``), for parameters and modules that training would damage (``admission.py``), and for optimizers
+    that are not elementwise: the factory is tried on a few small tensors.
     """
     refuse_foreign_parallelism(module)
     policy = policy or Policy()

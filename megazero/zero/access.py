@@ -1,4 +1,4 @@
-"""Parameters between steps: who reads them outside ``gathered`` is refused, and what a block wrote is kept.
+"""Access to parameters between steps: reads outside ``gathered`` are refused, writes inside it are kept.
 
 state_dict, load_state_dict and deepcopy read a module's parameters as a whole; they work inside ``gathered`` alone.
 
@@ -28,9 +28,9 @@ OWN = ("__deepcopy__", "flatten_parameters")  # what the engine sets on modules,
 
 
 def guard_reads(units: Sequence[Unit], hooks: Mapping[nn.Module, list[RemovableHandle]]) -> None:
-    """Make state_dict, load_state_dict and deepcopy of every module refuse what is not gathered.
+    """Make state_dict, load_state_dict and deepcopy of every module refuse parameters that are not gathered.
 
-    hooks: the engine's own hooks, by module. A copy goes without them, so it is a plain module.
+    hooks: the engine's own hooks, by module. Copies lack them, so a copy is a plain module.
     """
     owner = {id(p): unit for unit in units for p in unit.params.values()}
     for module, own in hooks.items():
@@ -54,7 +54,7 @@ def guard_reads(units: Sequence[Unit], hooks: Mapping[nn.Module, list[RemovableH
 def _copy_plain(
     original: weakref.ref[nn.Module], held: list[Unit], hooks: list[int], memo: dict[int, Any]
 ) -> nn.Module:
-    """Copy the module without the engine, for copy.deepcopy: own parameters, and none of the engine's hooks."""
+    """Copy the module without the engine, for copy.deepcopy: its own parameters and no engine hooks."""
     _refuse_sharded(held, "gathered()", "copy.deepcopy(module)")
     module = original()
     assert module is not None
@@ -83,9 +83,9 @@ PIECE = 1 << 16  # values of a pass: their products stay in cache (2.2 GB/s with
 
 
 def take_written(unit: Unit) -> None:
-    """Take what was written into the gathered parameters since the last call, or ``note``, into the master weights.
+    """Copy writes to the gathered parameters since the last call, or ``note``, into the master weights.
 
-    A write in blocks that are not to write stays marked: the next step is refused.
+    A write in a block without ``write`` stays marked: the next step is refused.
     """
     before = unit.seen
     note(unit)
@@ -111,13 +111,13 @@ def take_written(unit: Unit) -> None:
 
 
 def note(unit: Unit) -> None:
-    """Note the gathered parameters' values: what differs from them later was written."""
+    """Note fingerprints of the gathered parameters. Values that differ from them later were written."""
     values = [unit.full[slot.start : slot.start + slot.numel] for slot in unit.layout.slots]
     unit.seen = torch.stack([fingerprint(v) for v in values]).tolist()
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits, a scalar int64, of what is at which place of ``values``: 1-D, contiguous, any dtype."""
+    """Return a 64-bit hash, a scalar int64, of ``values`` and their places: 1-D, contiguous, any dtype."""
     aligned = all(n * values.itemsize % 4 == 0 for n in (values.numel(), values.storage_offset()))
     weights = _weights(values.device)
     pieces = values.view(torch.int32 if aligned else torch.uint8).split(PIECE)
@@ -127,6 +127,6 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return odd numbers [PIECE], int64, the same on every rank: no change of one value is without effect."""
+    """Return odd numbers [PIECE], int64, the same on every rank: a change of one value always shows."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (PIECE,), generator=torch.Generator().manual_seed(0))
     return (drawn * 2 + 1).to(device)

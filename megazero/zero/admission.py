@@ -1,4 +1,4 @@
-"""Which modules the engine takes. What it would damage is refused by name, before anything is changed."""
+"""Which modules the engine takes. Those it would damage are refused by name before anything is changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ FROZEN = (*SCALED, torch.uint8, torch.int8, torch.bool)
 def refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: bool = False) -> None:
     """Raise ValueError for modules, and for dtypes of parameters, that training would damage.
 
-    dtype: ``Policy.dtype``, which floating-point parameters are converted to. loss_scaled:
-        ``Policy.loss_scaled``.
+    dtype: ``Policy.dtype``, which floating-point parameters are converted to. loss_scaled: ``Policy.loss_scaled``.
     """
     for name, param in module.named_parameters():
         _refuse_dtype(name, param, dtype, SCALED if loss_scaled else TRAINED)
@@ -55,7 +54,7 @@ _COMPILE = (
 
 @torch.compiler.assume_constant_result
 def refuse_tracing(unit: str) -> None:
-    """Raise RuntimeError. torch.compile calls this as it traces a hook, so the sentence is what it fails with."""
+    """Raise RuntimeError. torch.compile calls this as it traces a hook, so this is its error."""
     raise RuntimeError(f"torch.compile traces unit {unit!r} of a sharded module: {_COMPILE}")
 
 

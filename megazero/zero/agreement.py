@@ -1,8 +1,8 @@
-"""Names the unit that ranks disagree about: one rank uses it in a step and another one does not, or later.
+"""Names the unit on which ranks disagree: one rank uses it in a step and another does not, or uses it later.
 
-Ranks then issue different collectives, which hang, mix up values, or fail in the backend's words. Steady steps pay
-nothing for the answer: only a rank that has waited long, or failed, or sees at the step's end that the hashes differ,
-puts what it has issued in the store, and reads what the others put there. In a hang, all of them wait.
+Such ranks issue different collectives, which hang, mix up values, or fail with a message of the backend. Steady steps
+pay nothing. A rank that has waited 10 s, has failed, or finds differing hashes at the step's end puts its issued
+collectives into the store and reads those of the others. In a hang all ranks wait, so all of them do this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Agreement:
     def check(self, failed: bool = False) -> None:
         """Raise Differ, with the names of units, if a peer is known to have issued something else.
 
-        failed: peers will soon look, too, and are waited for.
+        failed: peers will soon look too; wait for them.
         """
         if not self.peers:
             return
@@ -54,7 +54,7 @@ class Agreement:
                     )
 
     def _exchange(self, until: float) -> dict[int, list[str]]:
-        """Tell what was issued here; return what the peers have told of the same step."""
+        """Publish what was issued here; return what the peers published of the same step."""
         store, key = self._store(), f"megazero/issued/{self.engine}"
         store.set(f"{key}/{self.rank}", json.dumps([self.issued.step, self.issued.history]))
         found: dict[int, list[str]] = {}

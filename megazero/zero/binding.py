@@ -1,4 +1,4 @@
-"""A Parameter bound to its part of a unit's buffer, and how the engine sees that the user broke the bond."""
+"""A Parameter bound to its part of a unit's buffer, and the check that the user has not replaced it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Binding:
         self.version = self.param._version
 
     def reject(self) -> None:
-        """Note a write that torch's counter has not seen."""
+        """Note a write that torch's version counter did not see."""
         self.version = -1
 
     def check_place(self) -> None:
@@ -67,7 +67,7 @@ class Binding:
 
 @contextmanager
 def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Stand around bindings: torch's LSTM, GRU and RNN keep weak references to their weights, and may move
+    """Keep recurrent weights in place during bindings: torch's LSTM, GRU and RNN hold weak references, and may move
     them.
 
     With weak references a Parameter cannot leave the meta device. On CUDA ``flatten_parameters``, which many
@@ -89,9 +89,9 @@ def _leave_weights() -> None:
 
 
 def _become(name: str, param: nn.Parameter, like: torch.Tensor) -> None:
-    """Let a Parameter of the meta device become one of another device: the same object with the same hooks.
+    """Move a Parameter from the meta device to another one: the same object with the same hooks.
 
-    Setting .data cannot do it, because .data does not leave the meta device.
+    Setting .data cannot do this, because .data does not leave the meta device.
     """
     hooks = (param._backward_hooks, param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
     fresh = nn.Parameter(like.new_empty(0), requires_grad=param.requires_grad)

@@ -1,4 +1,4 @@
-"""From a torch module to units: which parameters are gathered together, and in which order they lie."""
+"""Builds units from a torch module: which parameters are gathered together, and in which order they lie."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def build_units(
 ) -> UnitPlan:
     """Make one Unit per spec, and one more for the parameters that no spec holds (the module's own).
 
-    parts: the specs' modules that run together, where the module runs part by part (virtual pipeline stages).
-    tied: parameters of the pipeline's ends, each a unit of its own. It maps the name here to a name common to
-        both.
+    parts: the specs' modules that run together, if the module runs part by part (virtual pipeline stages).
+    tied: parameters of the pipeline's ends, each a unit of its own. It maps the name here to a name common to both.
 
     A parameter that several modules share belongs to the first spec that holds it; the others' hooks gather
     that unit, too. Raises ValueError for specs that nest, for mixed dtypes, for meta parameters without init,
@@ -178,9 +177,8 @@ def _make_unit(
 
 
 def _unit_codecs(codecs: Codecs, dtype: torch.dtype) -> Codecs:
-    """Return the policy's codecs, with exact regions of weights in the parameters' dtype, of gradients in
-    the sums'.
-    """
+    """Return the policy's codecs, with exact regions of weights in the parameters' dtype, of gradients in the
+    sums'."""
 
     def holding(codec: Codec | None, exact: torch.dtype) -> Codec | None:
         return replace(codec, exact_dtype=exact) if isinstance(codec, Blockwise) else codec
@@ -202,7 +200,7 @@ def _initial_values(
 ) -> dict[str, torch.Tensor]:
     """Return the full values of a unit's parameters, each in its parameter's shape.
 
-    They are as the module has them or, for meta parameters, what ``init`` gives, in at least fp32.
+    They come from the module or, for meta parameters, from ``init``, in at least fp32.
     """
     meta = [n for n, p in params.items() if p.is_meta]
     if meta and init is None:
@@ -225,7 +223,7 @@ def _initial_values(
 def _refuse_different_starts(module: nn.Module, mesh: Mesh) -> None:
     """Refuse ranks that start from different values.
 
-    Each rank gives its own slices, so different values would be mixed, or would drift apart.
+    Each rank contributes its own slices, so different values would mix, or drift apart.
     """
     values = [p.detach() for p in module.parameters() if not p.is_meta]
     if not values or mesh.dp_size == 1:

@@ -1,12 +1,12 @@
-"""What both directions of an engine's communication share."""
+"""State shared by an engine's gathers and reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megazero.comm.hops import Traffic
 from megazero.comm.lane import HopSpec
-from megazero.comm.traffic import Traffic
 from megazero.kernels.arena import Arena, Frame
 from megazero.mesh.mesh import Axis
 from megazero.zero.policy import Policy
@@ -16,11 +16,11 @@ from megazero.zero.rounding import Rounding
 
 @dataclass(frozen=True)
 class Context:
-    """What the chains of one engine share.
+    """State that the chains of one engine share.
 
     axes: the data-parallel sub-axes, innermost first. rounding, traffic: those of the whole engine.
     issued: the hash of all collectives that this rank has issued in the step.
-    arena: holds the buffers that pass: what hops send and receive, and what their coding needs.
+    arena: the transient buffers of hops and their coding.
     """
 
     axes: Sequence[Axis]
@@ -31,7 +31,7 @@ class Context:
     arena: Arena
 
     def frame(self) -> Frame:
-        """Return a new frame of passing buffers on this rank's device."""
+        """Return a new frame of transient buffers on this rank's device."""
         return self.arena.frame(self.rounding.device)
 
     def axis(self, level: int) -> Axis:

@@ -1,7 +1,7 @@
-"""What the engine asks of an optimizer is found by running it on a few small tensors.
+"""Tests an optimizer by running it on a few small tensors.
 
-It must be elementwise, because ZeRO gives each rank its own slices. A checkpoint before its first step takes a state
-that starts as zeros.
+It must be elementwise, because ZeRO gives each rank its own slices. Saving a checkpoint before the first step
+requires state that starts as zeros.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ def refuse_unless_elementwise(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its
-    own.
+    """Raise ValueError unless steps on whole matrices equal steps on their parts, each in an optimizer of its own.
 
-    options: the options of each parameter group. dtype, device: those of the master weights.
-    A few small tensors are stepped; the random generators stay as they are. Optimizers that draw random
-    numbers are
-    refused, too: ranks that hold the same slice would draw different ones.
+    options: the options of each parameter group. dtype, device: those of the master weights. The test steps a few
+    small tensors and leaves the random generators unchanged. Optimizers that draw random numbers are refused too:
+    ranks that hold the same slice would draw different ones.
     """
     groups = list(options)
     if not groups:
@@ -104,7 +102,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def _probe(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a matrix and its gradients of some steps, all in ``dtype``.
 
-    The two parts differ in scale, and one gradient in five is large, so that it shows if something is scaled
+    The two parts differ in scale, and one gradient in five is large, to reveal whether something is scaled
     or clipped by a norm.
     """
     at = torch.arange(1, SHAPE[0] * SHAPE[1] + 1, dtype=torch.float64).view(SHAPE)

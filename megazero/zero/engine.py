@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.comm.hops import Traffic
 from megazero.comm.lane import Lane
-from megazero.comm.traffic import Traffic
-from megazero.comm.waits import Waits
+from megazero.comm.timing import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
 from megazero.zero.access import note, take_written
@@ -108,8 +108,7 @@ class Engine:
     ) -> None:
         """Open a step of ``micro_batches`` backwards per rank; gradients are divided by ``divisor`` once.
 
-        divisor: includes the loss scale, where losses are scaled; the norm and error feedback see divided
-            gradients.
+        divisor: includes the loss scale, where losses are scaled; the norm and error feedback see divided gradients.
         program: the (kind, part) pairs that the step will run, in order; the kinds F, B, I, W are in program.py.
             Gathers run ahead by it. By default each micro-batch has a forward and a backward of the whole module,
             all parts.
@@ -139,22 +138,23 @@ class Engine:
     def weight_gradients(
         self, part: int, micro_batch: int, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]
     ) -> None:
-        """Do a W of the program: take what I put off, as pairs (parameter, its whole gradient in the same shape)."""
+        """Run a W of the program: take the gradients that I deferred, as pairs (parameter, its whole gradient in the
+        same shape)."""
         self.hooks.weight_gradients(part, micro_batch, pairs)
 
     def poll(self) -> bool:
-        """Let what is in flight move on while the caller waits for something else. True if more is to come."""
+        """Advance the chains in flight while the caller waits for something else. True if some remain."""
         self.hooks.poll()
         return self.gathers.busy or self.reductions.busy
 
     def step(self, scalars: torch.Tensor | None = None) -> StepInfo:
         """Finish the reductions, take the global norm, clip, and update the master weights.
 
-        scalars: numbers of this rank, 1-D on the mesh's device, as many on every rank (a loss, say). They travel with
-            the norm, and all ranks' are in StepInfo.scalars: on CUDA the host waits once a step, for all of it.
+        scalars: numbers of this rank, 1-D on the mesh's device, equally many on every rank (a loss, say). They travel
+            with the norm, and StepInfo.scalars has those of all ranks. On CUDA the host waits once per step for both.
 
-        A norm that is not finite skips the update on every rank. Raises RuntimeError if the number of backwards is
-        not what begin_step was told.
+        A non-finite norm skips the update on every rank. Raises RuntimeError if the number of backwards differs from
+        begin_step's.
         """
         self.hooks.check_done()
         if self.mesh.ends is not None:
@@ -178,7 +178,7 @@ class Engine:
         return StepInfo(norm, skipped, sampled, errors, tuple(self._fall_back(sampled, errors)), told)
 
     def abort_step(self) -> None:
-        """Give up the open step on every rank alike (after an exception). Gradients are forgotten, not used."""
+        """Abort the open step on every rank (after an exception). Its gradients are discarded."""
         self.reducer.abort()
         self.gatherer.drop_all()
         self.hooks.abort()
@@ -188,7 +188,7 @@ class Engine:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Run forwards without gradient between steps. Training then goes on bit for bit as without them."""
+        """Run forwards without gradient between steps. Training continues bit for bit as without them."""
         self._between_steps("evaluation()")
         program = self.gatherer.program
         program.open(())
@@ -206,12 +206,12 @@ class Engine:
         to write.
 
         This is collective, and each rank must write the same values: its slices of them become the master weights.
-        What was written is kept, through ``.data``, too, and if the block then raises, too. Where the weights are
-        rounded, the rest of a parameter that was written in part becomes master weights. Each end of the block takes
-        one pass over the values, and no memory of their size. Clone what is to outlive the block: a numpy view of a
-        parameter would pin its storage, which is then freed.
-        Raises RuntimeError when the block ends, for a write without ``write`` (``begin_step`` is then refused until a
-        block with it has ended), for ranks that wrote different values, and for a parameter that got other data.
+        Writes are kept, also through ``.data``, and also if the block then raises. If a parameter with rounded
+        weights is written in part, the rest of its rounded values becomes master weights too. Each end of the block
+        takes one pass over the values and no memory of their size. Clone values that must outlive the block: a numpy
+        view of a parameter would pin its storage, which is then freed. Raises RuntimeError when the block ends, for a
+        write without ``write`` (``begin_step`` is then refused until a block with it has ended), for ranks that wrote
+        different values, and for a parameter that got other data.
         """
         self._between_steps("gathered()")
         wanted = {id(p) for p in (module or self.module).parameters()}
@@ -239,7 +239,7 @@ class Engine:
     def invalidate(self) -> None:
         """Make every copy stale: the master weights were changed from outside (a checkpoint was loaded).
 
-        Under the delta refresh R was loaded with them (``records.load_records``) and goes on from there.
+        Under the delta refresh R was loaded with them (``records.load_records``) and continues from there.
         """
         for unit in self.units:
             unit.master_version += 1
@@ -249,7 +249,7 @@ class Engine:
     def refresh(self) -> None:
         """Bring every P copy up to date now, not at the next use. This is collective, between steps.
 
-        Under the delta refresh this comes before a save: R is what a checkpoint holds as the weights.
+        Under the delta refresh call this before a save: checkpoints hold R as the weights.
         """
         self._between_steps("refresh()")
         for unit in self.units:
@@ -258,11 +258,12 @@ class Engine:
                 self.gatherer.drop_all()  # one unit's full parameters at a time
 
     def state(self) -> dict[str, Any]:
-        """Return what else a checkpoint keeps, in JSON types: counters for noise, and the units that fell back."""
+        """Return the rest of a checkpoint's state, in JSON types: counters for noise, and the units that fell
+        back."""
         return {"updates": self.rounding.updates, "fallen_back": self.fallen}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, after the weights were loaded. Names of units that are not here are ignored."""
+        """Restore ``state`` after the weights were loaded. Names of units that are not here are ignored."""
         self.rounding.updates = int(state["updates"])
         for name, kinds in state["fallen_back"].items():
             for kind in kinds:
@@ -278,7 +279,7 @@ class Engine:
         return once * micro_batches
 
     def _between_steps(self, call: str) -> None:
-        """Raise RuntimeError inside a step. Gathers come after what was done to weights since the last step."""
+        """Raise RuntimeError inside a step. Gathers wait for changes of the weights since the last step."""
         if self.hooks.micro_batches:
             raise RuntimeError(f"{call} inside a step: call step() first")
         self.gathers.follow()
@@ -296,7 +297,7 @@ class Engine:
                 )
 
     def _check_written(self, units: Sequence[Unit], write: bool) -> None:
-        """Raise RuntimeError for what a ``gathered`` block that has ended did to these units and should not have."""
+        """Raise RuntimeError if a ``gathered`` block that has ended changed these units illegally."""
         for unit in units:
             for binding in unit.bindings:
                 binding.check_place()
@@ -336,7 +337,7 @@ class Engine:
                 unit.send_exactly(kind)
 
     def _fall_back(self, name: str, errors: Mapping[str, float]) -> Iterator[str]:
-        """Switch units above their bound to exact messages. All ranks have the same errors, so all decide alike."""
+        """Switch units above their bound to exact messages. All ranks have the same errors and decide alike."""
         bounds = {WEIGHTS: self.policy.weight_error_bound, GRADIENTS: self.policy.gradient_error_bound}
         for kind, error in errors.items():
             bound = bounds[kind]

@@ -1,24 +1,22 @@
-"""The way of weights: when units are gathered and dropped, and what a gather sends, hop by hop.
+"""Weights: when units are gathered and dropped, and what a gather sends, hop by hop.
 
-``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what
-moves for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has
-finished. It takes the sub-axes outermost first, one collective and one message per sub-axis: first, once per
-update, the refresh of the P copy over the axes between P and OS (qwZ, ZeRO++ section 4.1), then the gather
-over P.
+``Gatherer`` decides when: at use, ahead of use by the recorded order, never behind. ``gather_chain`` is what moves
+for one unit, a chain for comm.lane: it yields each collective's Work and goes on when that has finished. It takes the
+sub-axes outermost first, one collective and one message per sub-axis: first, once per update, the refresh of the P
+copy over the axes between P and OS (qwZ, ZeRO++ section 4.1), then the gather over P.
 
-What a gather must come after on CUDA. Its chain runs on a stream of the lane, behind what the compute stream
-had been given at the lane's last ``follow`` and not behind what it was given since: a gather may run beside
-all compute that was enqueued before it. ``follow`` is called at every drop, and when gathers begin outside of
-a step (``begin_step``, evaluation, ``gathered``, ``refresh``, a forward between steps). That is enough:
+What a gather waits for on CUDA. Its chain runs on a stream of the lane. It waits for the compute enqueued before the
+lane's last ``follow``, not for compute enqueued since, so a gather may overlap compute that was enqueued before it.
+``follow`` is called at every drop, and when gathers begin outside of a step (``begin_step``, evaluation,
+``gathered``, ``refresh``, a forward between steps). That is enough:
 
-- Memory. Buffers that come and go (full, copy) are allocated inside chains, so the allocator takes
-  them from blocks that were allocated on the same stream before. Such a block came free in a chain of that
-  stream (then the order of the stream is enough) or by a drop. Before a drop the compute stream has waited
-  for every chain that wrote or read the buffer, and all that reads it has been enqueued: what follows the
-  drop follows those. Passing messages are taken and closed inside one chain (kernels/arena.py).
-- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step
-and the
-  next time that gathers begin, with nothing in flight (``drop_all``). Chains of one unit follow each other.
+- Memory. Transient buffers (full, copy) are allocated inside chains, so the allocator reuses blocks of the same
+stream.
+  Such a block was freed in a chain of that stream (then stream order suffices) or by a drop. Before a drop the
+  compute stream has waited for every chain that wrote or read the buffer, and every reader has been enqueued; work
+  after the drop comes after those. Messages are taken and closed inside one chain (kernels/arena.py).
+- Data. Master weights, R, residuals and codecs change on the compute stream, between the last drop of a step and the
+  next gathers, with nothing in flight (``drop_all``). Chains of one unit follow each other.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from megazero.zero.unit import Unit
 
 
 class Gatherer:
-    """Keeps the units gathered that are in use, and starts the gathers of what comes next."""
+    """Keeps the units in use gathered, and starts the gathers of the next ones."""
 
     def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
         self.units, self.context, self.lane = units, context, lane
@@ -59,7 +57,7 @@ class Gatherer:
         return self.program.current == Segment(EVALUATION)
 
     def use(self, units: Sequence[Unit]) -> None:
-        """Note that a module needs these units now, start what comes next, and return when they are gathered."""
+        """Note that a module needs these units now, start the next gathers, and return when these are gathered."""
         self.program.use(tuple(self.index[u] for u in units))
         self.ahead.difference_update(units)
         for unit in units:
@@ -81,12 +79,10 @@ class Gatherer:
         show(unit)
 
     def prefetch(self) -> None:
-        """Start gathers of what comes next: all that the next module needs, and more within the policy's
-        bytes.
+        """Start gathers of what comes next: all that the next module needs, and more within the policy's bytes.
 
-        The next module is the first one that needs what is not here, or what was started ahead of it. What is in use
-        now and comes again within the bytes is noted, and then stays: to drop it would mean to gather it again at
-        once.
+        The next module is the first that needs a unit that is not here or was started ahead of it. Units in use that
+        are needed again within the bytes are noted and stay: after a drop they would be gathered again at once.
         """
         # Bounded in uses, too: a long evaluation is one segment of many forwards.
         modules = islice(self.program.upcoming(), 2 * len(self.units))
@@ -106,7 +102,7 @@ class Gatherer:
                 self._start([unit])
 
     def release(self, unit: Unit) -> None:
-        """Drop the gathered parameters unless someone uses them now or soon."""
+        """Drop the gathered parameters unless they are used now or soon."""
         if not unit.levels.p or unit.active or unit.in_backward or unit.pinned or unit.ticket is not None:
             return
         if self._kept(unit):
@@ -120,7 +116,7 @@ class Gatherer:
             unit.drop_full()
 
     def drop_all(self) -> None:
-        """Finish what is on its way and drop every gathered buffer (not the P copies)."""
+        """Finish the chains in flight and drop every gathered buffer (not the P copies)."""
         self.lane.drain()
         self.lane.follow()
         self.ahead.clear()
@@ -148,7 +144,7 @@ class Gatherer:
         return 0 if in_use and (not unit.levels.p or self._kept(unit)) else unit.gather_bytes
 
     def _start(self, units: Sequence[Unit]) -> None:
-        """Gather what is not here yet, ahead of use, and note that all of these are to stay."""
+        """Gather the missing units ahead of use, and note that all of these stay."""
         self.coming.update(units)
         for unit in units:
             if self._awaited(unit) and unit not in self.ahead:
@@ -168,11 +164,10 @@ class Gatherer:
 
 
 def gather_chain(unit: Unit, context: Context) -> Chain:
-    """Make the full parameters present: refresh the P copy if it is stale, then all-gather it over the P
-    axes.
+    """Make the full parameters present: refresh the P copy if it is stale, then all-gather it over the P axes.
 
-    Every rank, the owner too, decodes what was received into ``full`` ([n], parameter dtype), so all forwards
-    read the same bits.
+    Every rank, the owner too, decodes the message into ``full`` ([n], parameter dtype), so all forwards read the same
+    bits.
     """
     if unit.stale:
         yield from _refresh(unit, context)
@@ -236,7 +231,7 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
 
 
 def used_weights(unit: Unit, take: Take | None = None) -> torch.Tensor:
-    """Return what forwards see of this rank's OS slice, once the P copy is current: compact [n/OS],
+    """Return this rank's OS slice as forwards see it, once the P copy is current: compact [n/OS],
     master's dtype. It lies in a buffer from ``take``; without one it is a new tensor.
     """
     take = take or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=unit.device))

@@ -1,4 +1,4 @@
-"""What ranks tell each other before an update: partial sums over tp, and one row of scalars."""
+"""What ranks exchange before an update: partial sums over tp, and one row of scalars."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megazero.comm.traffic import Traffic
-from megazero.comm.waits import Waits
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import Waits
 from megazero.kernels.arena import Frame
-from megazero.mesh.collectives import all_gather_flat
 from megazero.mesh.grid import INTER, INTRA
-from megazero.mesh.mesh import Axis, Mesh
+from megazero.mesh.mesh import Axis, Mesh, all_gather_flat
 from megazero.zero.optimizer import Run
 from megazero.zero.rounding import KINDS, relative_errors
 
@@ -23,8 +22,8 @@ Rows = tuple[tuple[float, ...], ...]
 def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
     """Sum the gradients that are partial on tp ranks, over the ranks that hold them, in rank order.
 
-    These are the gradients of norms under sequence parallel, and of key/value heads that several ranks hold.
-    frame: of the buffers that pass.
+    These are the gradients of norms under sequence parallelism, and of key/value heads that several ranks hold.
+    frame: of the transient buffers.
     """
     partial = [r for r in runs if r.traits.partial]
     for span in sorted({r.traits.span for r in partial} if tp.size > 1 else ()):
@@ -34,8 +33,7 @@ def sum_partial(runs: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, w
 def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: Traffic, waits: Waits) -> None:
     """Sum the partial runs, which have the same holders.
 
-    All ranks' runs are gathered. The bytes stay inside a node, once per step, and to send fewer would need
-    process groups of their own.
+    All ranks' runs are gathered once per step, inside a node. Sending fewer bytes would need extra process groups.
     """
     sizes = [r.stop - r.start for r in partial]
     every = frame.take(tp.size * sum(sizes), partial[0].grad.dtype).view(tp.size, -1)
@@ -56,12 +54,13 @@ def _sum_over_holders(partial: Sequence[Run], tp: Axis, frame: Frame, traffic: T
 class StepScalars:
     """The one exchange of scalars in a step, and the one place where the host waits for the device in it.
 
-    Every rank gives a row: the sum of squares of its gradient slices, the hash of what it issued, what rounding lost,
-    and the caller's own. Its tensors are used in every step: ``row`` [k] is written, then ``exchange`` sends it.
+    Every rank contributes a row: the sum of squares of its gradient slices, the hash of its issued collectives,
+    rounding errors, and the caller's scalars. Its tensors are used in every step: ``row`` [k] is written, then
+    ``exchange`` sends it.
     """
 
     def __init__(self, mesh: Mesh, waits: Waits, differ: Callable[[], None]) -> None:
-        """differ: raises RuntimeError with what ranks did that issued other collectives."""
+        """differ: raises RuntimeError that names the collectives in which ranks differ."""
         self.mesh, self.waits, self.differ = mesh, waits, differ
         self.link = INTER if mesh.grid.ranks_per_node < mesh.world_size else INTRA
         self.hop = (
@@ -70,14 +69,14 @@ class StepScalars:
         self._make(0)
 
     def _make(self, extra: int) -> None:
-        """Make the tensors, all fp64, for rows with so many of the caller's scalars."""
+        """Make the tensors, all fp64, for rows with this many caller's scalars."""
         world, k = self.mesh.world_size, OWN + extra
         self.told = torch.zeros(world * k + OWN, dtype=torch.float64, device=self.mesh.device)
         self.rows, self.sums = self.told[: world * k].view(world, k), self.told[world * k :]
         self.row = torch.zeros(k, dtype=torch.float64, device=self.mesh.device)
 
     def open(self, extra: torch.Tensor | None) -> torch.Tensor:
-        """Return the row with the caller's scalars, 1-D, in it; the engine's own are to be written."""
+        """Return the row with the caller's scalars, 1-D, filled in; the engine writes the rest."""
         count = 0 if extra is None else extra.numel()
         if self.row.numel() != OWN + count:
             self._make(count)
@@ -86,7 +85,7 @@ class StepScalars:
         return self.row
 
     def exchange(self, traffic: Traffic) -> None:
-        """Send the row, and sum up what the ranks sent. On CUDA this is only enqueued."""
+        """Exchange the rows and sum them. On CUDA this is only enqueued."""
         with self.waits(self.hop):
             self.mesh.gather_rows(self.row, self.rows)
         traffic.add("scalar", self.link, (self.mesh.world_size - 1) * self.row.nbytes)

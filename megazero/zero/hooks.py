@@ -1,4 +1,4 @@
-"""Hooks on the module: they say "this unit is needed now" and "this gradient is there", and nothing else.
+"""Hooks on the module. They only say "this unit is needed now" and "this gradient is there".
 
 There is one Hooks per engine. A pass is one segment of the step's program (program.py). A pipeline enters and
 leaves its segments itself. In a loop of plain forwards and backwards the hooks begin the segment of the part that
@@ -30,7 +30,7 @@ from megazero.zero.unit import Unit
 
 
 class Hooks:
-    """Counts a step's backwards and tells gatherer and reducer what the module's hooks see.
+    """Counts a step's backwards and reports to gatherer and reducer what the module's hooks see.
 
     micro_batches: how many the open step has; 0 if none is open. backwards: how many of them are done, by part.
     """
@@ -79,7 +79,7 @@ class Hooks:
             )
 
     def abort(self) -> None:
-        """Forget a forward or backward that was broken off."""
+        """Forget an interrupted forward or backward."""
         self._forwards, self._declared = 0, False
         self._held.clear()
         self.program.open(())
@@ -88,7 +88,7 @@ class Hooks:
             unit.active = 0
 
     def _forget_backward(self) -> None:
-        """Forget a graph task that raised, or whose gradients' graph was never used: it did not say that it ended."""
+        """Forget a graph task that raised, or whose gradients' graph was never used: neither reports its end."""
         self._running = False
         self._counted.clear()
         self._done.clear()
@@ -110,7 +110,7 @@ class Hooks:
     def weight_gradients(
         self, part: int, micro_batch: int, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]
     ) -> None:
-        """Take the gradients that a backward of the input alone put off, together with those it did not put off."""
+        """Take the gradients that a backward of the input alone deferred, together with the others."""
         self._enter(WEIGHT, part, micro_batch)
         self._check_announced(part)
         self.reducer.open(self._reduction_order(part))
@@ -128,11 +128,9 @@ class Hooks:
         self.program.leave()
 
     def read(self, unit: Unit, refusal: str, operation: Callable[[], Any]) -> Any:
-        """Run an operation that reads a released unit as if it were a module that needs the unit; in a backward,
-        too.
+        """Run an operation that reads a released unit as if it were a module that needs the unit; in a backward, too.
 
-        Raises RuntimeError with ``refusal`` outside of forward and backward: there ranks need not be doing the
-        same.
+        Raises RuntimeError with ``refusal`` outside of forward and backward, where ranks may run different code.
         """
         if torch._C._current_graph_task_id() != -1:
             self._pre_backward([unit])
@@ -202,7 +200,7 @@ class Hooks:
             self._enter(FORWARD, part)
 
     def _watch_input(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
-        """Watch a backward of the input alone: there no weight's gradient says that the unit has done its part."""
+        """Watch a backward of the input alone, in which no weight's gradient marks the end of the unit's use."""
 
         def input_done(_: torch.Tensor) -> None:
             if self.program.current is not None and self.program.current.kind == INPUT:
@@ -215,7 +213,7 @@ class Hooks:
                 tensor.register_hook(input_done)
 
     def post_forward(self, needs: list[Unit], output: Any) -> Any:
-        """Return what the module returns: its output, of which nothing lies in a buffer that is freed now."""
+        """Return the module's output, copied where it lies in a buffer that is freed now."""
         if torch._C._current_graph_task_id() != -1:
             return output
         output = outliving(needs, output)
@@ -224,9 +222,7 @@ class Hooks:
             unit.active -= 1
             self.gatherer.release(unit)
         if output is None and sys.exc_info()[0] is not None:
-            return (
-                None  # the forward raised: torch would warn, at length, of each module whose hook raises, too
-            )
+            return None  # the forward raised; torch would warn at length about each module whose hook raises, too
         for unit in needs:
             if not unit.pinned:  # else gathered() looks when its block ends
                 cure = "write between steps, inside `with engine.gathered(write=True)`"
@@ -239,7 +235,7 @@ class Hooks:
     def _watch_backward(self, needs: list[Unit], output: Any) -> None:
         """Ask for the units again when a gradient reaches the module's output.
 
-        A leaf (a parameter, an input that is passed on) has no backward here, and a hook on it would stay for ever.
+        A leaf (a parameter, or an input passed through) has no backward here, and a hook on it would stay forever.
         """
         tensors = list(tensors_in(output))
         for tensor in tensors:
@@ -346,7 +342,7 @@ class Hooks:
             self.gatherer.release(unit)
 
     def poll(self) -> None:
-        """Move on what is in flight (on gloo chains advance only when someone looks)."""
+        """Advance the chains in flight (on gloo they advance only when polled)."""
         self.gatherer.lane.poll()
         self.reducer.lane.poll()
 
@@ -391,9 +387,8 @@ def _gradient_arrived(
 def brings_gradients(params: Container[int]) -> bool:
     """Whether autograd runs a backward, judged from the graph behind the hook.
 
-    params: the ids of Parameters. ``torch.autograd.grad`` passes by all of them that are in the graph; a
-        graph without
-    any is taken for a backward's.
+    params: the ids of Parameters. ``torch.autograd.grad`` passes over all of them that are in the graph. A graph
+        without any counts as a backward's.
     """
     passed = False
     for leaf in _leaves(torch._C._current_autograd_node()):

@@ -1,17 +1,17 @@
-"""Where everything of a unit lies. This is pure arithmetic over one flat buffer.
+"""Where the parts of a unit lie in its flat buffer. Pure arithmetic.
 
 Glossary
 --------
 unit buffer
-    It has n elements, and every parameter starts on a block boundary. It has two regions, coded and exact
-    (small sensitive parameters). Each is padded to a multiple of d x block and cut by the same rule.
+    n elements in two regions, coded and exact (small sensitive parameters). Every parameter starts on a block
+    boundary. Each region is padded to a multiple of d x block and cut by the same rule.
 sub-axis j
     The j-th cut of the data-parallel ranks, innermost first. Its size is a_j; this rank's index on it is i_j.
 level m
-    The slice that is left after sub-axes 1..m. In a region of n elements it starts at
-    sum over j <= m of i_j * n / (a_1 ... a_j) and has n / (a_1 ... a_m) elements. Level 0 is the whole
-    buffer. The innermost sub-axis is the most significant, so slices of deeper levels are nested, and every
-    step between neighbouring levels is one collective on one axis.
+    The slice left after sub-axes 1..m. In a region of n elements it starts at
+    sum over j <= m of i_j * n / (a_1 ... a_j) and has n / (a_1 ... a_m) elements. Level 0 is the whole buffer. The
+    innermost sub-axis is the most significant, so slices of deeper levels are nested, and every step between
+    neighbouring levels is one collective on one axis.
 compact
     A level's slice stored by itself: its coded piece, then its exact piece.
 """
@@ -102,8 +102,7 @@ class UnitLayout:
         return tuple(Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
 
     def gather_hops(self, deepest: int, outer: int, base: int) -> tuple[GatherHop, ...]:
-        """Return the all-gathers from this rank's slice of the ``deepest`` level to that of ``outer``, in
-        order.
+        """Return the all-gathers from this rank's slice of the ``deepest`` level to that of ``outer``, in order.
 
         They lie inside a compact buffer of level ``base``. The layout must have one region.
         """

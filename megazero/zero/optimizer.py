@@ -40,9 +40,8 @@ class Traits:
     span: int = 0
 
     def holders(self, rank: int, size: int) -> range:
-        """Return the tensor-parallel ranks of ``size`` that hold what ``rank`` holds; the first counts and
-        saves it.
-        """
+        """Return the tensor-parallel ranks of ``size`` that hold what ``rank`` holds; the first counts and saves
+        it."""
         span = (self.span or size) if self.replicated else 1
         first = rank // span * span
         return range(first, first + span)

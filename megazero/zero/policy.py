@@ -1,4 +1,4 @@
-"""What the engine may choose. The shard factors themselves are the mesh's cuts."""
+"""The engine's options. The shard factors themselves are the mesh's cuts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ LIFETIMES = ("use", "step", "resident")
 
 @dataclass(frozen=True)
 class Codecs:
-    """Wire formats. None is exact: identity, in the parameters' dtype or, for sums of gradients, in at least
-    fp32.
+    """Wire formats. None is exact: identity, in the parameters' dtype or, for sums of gradients, in at least fp32.
 
     Blocks must divide the policy's block.
     weights: the format of the refresh; the gathers inside P send what was received.
     gradients_intra, gradients_inter: the formats of reductions inside a node and across nodes.
     delta: the refresh sends master - R instead of the master. R is the P copy that every receiver holds (see
         unit.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
-    feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the
-        sender (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per
-        step.
+    feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the sender
+        (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per step.
     """
 
     weights: Codec | None = None
@@ -57,17 +55,16 @@ class Policy:
         reduced to the G slice with every micro-batch. It takes effect where G > 1.
     prefetch_bytes: how many bytes may be gathered ahead of use, or kept for the next one, beyond what the next
         module needs.
-    pending_reductions: how many units' gradients may be on their way before a backward waits for the oldest.
+    pending_reductions: how many units' reductions may be in flight before a backward waits for the oldest.
     chunk_numel: a unit with more elements is cut, at parameters, into several units. They are gathered for
-        the same module but move one by one: one's hop inside a node runs beside another's across nodes, and
+        the same module but move one by one: the hop of one inside a node overlaps another's across nodes, and
         messages take less memory.
     block: a number of elements. Parameters start on block boundaries, and slices are whole blocks.
     exact_numel: parameters with at most this many elements go to the unit's exact region. If anything is
         quantised, every parameter that tensor-parallel ranks replicate goes there, too.
     dtype: the parameters' dtype in forward and backward. None keeps the module's.
-    loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and
-        lowers it when a step is skipped. Parameters in fp16 are trained only so: else their gradients would
-        become zero.
+    loss_scaled: the caller multiplies the losses by a scale, includes it in ``begin_step``'s divisor, and lowers it
+        when a step is skipped. Parameters in fp16 are trained only so: else their gradients would become zero.
     codecs: the wire formats of the hops. seed: the seed of stochastic rounding.
     weight_error_bound, gradient_error_bound: the largest relative rounding error, ||sent - exact|| /
         ||exact|| of a unit's messages in one step, that is allowed. A unit above it falls back to exact
@@ -141,7 +138,7 @@ class Policy:
 @dataclass(frozen=True)
 class Levels:
     """How many data-parallel sub-axes, innermost first, cut the parameters, the accumulated gradients and the
-    optimizer states. Gradients that are whole for the step are cut by none.
+    optimizer states. No axis cuts gradients that are whole for the step.
     """
 
     p: int

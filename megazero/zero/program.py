@@ -1,5 +1,4 @@
-"""The order of use. It is recorded once per kind of segment, checked ever after, and hashed for ranks to
-compare.
+"""The order of use: recorded once per kind of segment, then checked, and hashed so that ranks can compare it.
 
 A step is a program: a sequence of segments. Each is the forward (F), the backward (B, or I for the input's
 gradient alone) or the weights' gradients (W) of one part of the module for one micro-batch. The program says
@@ -35,13 +34,13 @@ class UseOrder:
         self.position = 0
 
     def begin(self) -> None:
-        """Start anew. The last time may have been shorter than the record: then its tail is forgotten."""
+        """Start over. If the last pass was shorter than the record, its tail is forgotten."""
         if self.position:
             del self.sequence[self.position :]
             self.position = 0
 
     def use(self, needs: Use) -> None:
-        """Note a use; where it differs from the record, the record is cut and made anew from here."""
+        """Note a use. Where it differs from the record, recording restarts from here."""
         at = self.position
         if at < len(self.sequence) and self.sequence[at] != needs:
             del self.sequence[at:]
@@ -100,7 +99,7 @@ class Program:
 class IssueHash:
     """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange.
 
-    history: what it was, for ranks that differ (agreement.py); it is kept until the next step issues something.
+    history: the issued collectives, for ranks that differ (agreement.py), kept until the next step issues something.
     """
 
     def __init__(self) -> None:

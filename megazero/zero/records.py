@@ -9,10 +9,9 @@ import torch
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.comm.codec import Identity
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.kernels.arena import Arena
-from megazero.mesh.collectives import all_gather_flat
-from megazero.mesh.mesh import Axis
+from megazero.mesh.mesh import Axis, all_gather_flat
 from megazero.zero.context import Context
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Slice, Slot
@@ -29,10 +28,9 @@ NOT_OPTIMIZER = (WEIGHTS, MASTER, RESIDUAL)
 def save_records(engine: Engine, placements: Mapping[str, Placement] | None = None) -> list[SliceRecord]:
     """Return what this rank saves: its OS slice of every parameter. This is collective under error feedback.
 
-    The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``);
-    'master' (at least fp32) where that is another dtype; the optimizer's elementwise state, by torch's names;
-    and under error feedback 'residual', summed over senders. By default a parameter's placement is its own
-    name and shape.
+    The kinds are: 'weights' in the parameters' dtype (under the delta refresh R, after ``engine.refresh``); 'master'
+    (at least fp32) where that is another dtype; the optimizer's elementwise state, by torch's names; and under error
+    feedback 'residual', summed over senders. By default a parameter's placement is its own name and shape.
     """
     engine.optimizer.ensure_state()
     records = []
@@ -77,7 +75,7 @@ def _owed(engine: Engine, unit: Unit) -> torch.Tensor | None:
 
 
 def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
-    """Return all that rounding still owes this slice: the residual summed over senders, and what is carried.
+    """Return this slice's error-feedback residual: summed over senders, plus ``carry``.
 
     The result is compact, [n/OS], in at least fp32. This is collective.
     """
@@ -85,7 +83,7 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
     owed = torch.zeros(unit.layout.level_numel(levels.os), dtype=unit.sum_dtype, device=device)
     if unit.residual is not None:
         assert unit.crossing is not None
-        # Where replicas share a node the OS slice is the larger one: what is owed of the rest is the other replicas'.
+        # If replicas share a node the OS slice is the larger one: the rest's residual belongs to the other replicas.
         base = min(levels.os, unit.crossing)
         sums = Slice(unit.layout, unit.residual.new_zeros(unit.layout.level_numel(base)), base)
         held = Slice(unit.layout, unit.residual, unit.crossing).rows(unit.crossing, 1)
@@ -108,9 +106,7 @@ def residual_sum(unit: Unit, axes: Sequence[Axis], rank: int) -> torch.Tensor:
 
 
 def is_second_end(engine: Engine, unit: Unit) -> bool:
-    """Whether the first pipeline stage holds the same parameter, so that it saves it and is owed the
-    rounding loss.
-    """
+    """Whether the first pipeline stage holds the same parameter, so that it saves it and takes its residual."""
     return unit.tied and engine.mesh.ends is not None and engine.mesh.ends.index > 0
 
 
@@ -122,9 +118,9 @@ def load_records(
 ) -> list[SliceRecord]:
     """Return where a load writes.
 
-    Kind 'master' is for the weights, 'weights' for R; the optimizer's state is there if asked for. With
-    ``residual`` there is also what rounding still owed, which the next step's gradient takes up. Call
-    ``engine.invalidate()`` after the load. What the engine itself owed and measured goes with its old weights.
+    Kind 'master' is for the weights, 'weights' for R; the optimizer's state is there if asked for. With ``residual``
+    there is also the error-feedback residual, which the next step's gradient takes up. Call ``engine.invalidate()``
+    after the load. The engine's own residuals and measurements are discarded with its old weights.
     """
     engine.optimizer.ensure_state()
     engine.rounding.sums.clear()
@@ -163,7 +159,7 @@ def load_kinds(
 
 
 def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return what only the same layout can take over as it is.
+    """Return the state that only the same layout can load unchanged.
 
     That is this rank's own residuals and, under the delta refresh, the errors that were measured as R was
     brought up to date for the save.
@@ -177,7 +173,7 @@ def rank_tensors(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def load_rank_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let every sender go on with its own residual, after a load on the layout that saved. Nothing is carried."""
+    """Give every sender its own residual, after a load on the layout that saved. Nothing is carried."""
     for unit in engine.units:
         held = tensors.get(f"{RESIDUAL} {unit.name}")
         if held is not None and engine.policy.codecs.feedback:

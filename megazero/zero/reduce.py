@@ -1,4 +1,4 @@
-"""The way of gradients: when a unit's reduction begins, and what it sends, hop by hop.
+"""Gradients: when a unit's reduction begins, and what it sends, hop by hop.
 
 ``Reducer`` decides when: unit by unit as gradients complete, in one order on every rank, behind the backward.
 ``Reduction`` is what moves for one unit and micro-batch. It is a chain for comm.lane: it yields each collective's
@@ -29,7 +29,7 @@ from megazero.zero.unit import EXACT, Unit
 
 
 class Reducer:
-    """Submits reductions in the reverse of the forward's order of first use, however gradients come."""
+    """Submits reductions in the reverse of the forward's order of first use, whatever the order of gradients."""
 
     def __init__(self, units: Sequence[Unit], context: Context, lane: Lane) -> None:
         self.units, self.context, self.lane = units, context, lane
@@ -76,7 +76,7 @@ class Reducer:
         self.lane.drain()
 
     def abort(self) -> None:
-        """Finish what is on its way and forget the rest of the step."""
+        """Finish the chains in flight and forget the rest of the step."""
         self.wait()
         self.queue.clear()
         self.complete.clear()
@@ -184,7 +184,7 @@ class Reduction:
             current = following
 
     def share_back(self, hop: Hop, sums: Slice) -> Chain:
-        """Give replicas their sums back: this rank's share goes to the others of the axis, in place.
+        """Return the sums to replicas: this rank's share goes to the others of the axis, in place.
 
         The owner, too, takes the decoded values, so that replicas stay equal to the bit. For the same reason noise
         is drawn by element, not by sender: after the outer axes' way back several ranks hold the same share and
@@ -301,7 +301,8 @@ class Reduction:
                 act([r[first:last] for r in regions], slice(first, last), slice(to, to + last - first))
 
     def _measure(self, hop: Hop, rows: Sequence[torch.Tensor], messages: torch.Tensor) -> None:
-        """Note what messages [k, m] lost of rows [k, -1] per region, if the unit is the step's sample."""
+        """Measure the rounding error of messages [k, m] against rows [k, -1] per region, if the unit is the step's
+        sample."""
         rounding, dtype = self.context.rounding, self.unit.sum_dtype
 
         def sent(take: Take) -> torch.Tensor:
@@ -310,7 +311,7 @@ class Reduction:
         rounding.measure(self.unit, hop.codec, GRADIENTS, rows[0], sent)
 
     def _keep_error(self, hop: Hop, source: Slice, messages: torch.Tensor) -> None:
-        """Keep what the messages to other ranks lost; ``feedback.commit_residual`` takes it after a good step."""
+        """Keep the rounding error of the messages to other ranks; ``commit_residual`` takes it after a good step."""
         kept = lost_slice(self.unit).rows(hop.level - 1, hop.axis.size)
 
         def subtract(rows: list[torch.Tensor], at: slice, to: slice) -> None:
@@ -348,8 +349,8 @@ class Hop:
     """One collective of a reduction: it goes over ``axis``, from level - 1 to ``level``, in the codec's format.
 
     fused: the sum goes straight into the next hop's messages. feedback: the rounding is fed back.
-    whole: the own row is a message, too. So it is for fused hops and the one after, since no buffer has the sum,
-        and for exact rows that can be sent from where they lie. Else the own row is neither copied nor rounded.
+    whole: the own row is a message too. This holds for fused hops and the one after, since no buffer has the sum, and
+        for exact rows that can be sent from where they lie. Otherwise the own row is neither copied nor rounded.
     """
 
     axis: Axis

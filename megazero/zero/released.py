@@ -1,4 +1,4 @@
-"""Parameters while their values are not gathered. A read names or gathers one, and never reads freed memory.
+"""Parameters whose values are not gathered. A read gathers the unit or raises; it never sees freed memory.
 
 A hidden Parameter is the same object with another class, whose ``__torch_function__`` sees what torch is
 asked to do with it. Shape, dtype, gradient and hooks are there as ever. Other operations are handed to
@@ -14,16 +14,26 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-if TYPE_CHECKING:
-    from megazero.zero.unit import Unit
 
-Read = Callable[["Unit", str, Callable[[], Any]], Any]  # unit, what is done to which parameter, the operation
+class Holder(Protocol):
+    """What is asked of a unit here. shown: its Parameters' own classes while they are hidden, else empty."""
+
+    name: str
+    params: dict[str, nn.Parameter]
+    shown: list[type]
+    released: type[Released]
+    read: Read
+    full: torch.Tensor
+    levels: Any
+
+
+Read = Callable[[Any, str, Callable[[], Any]], Any]  # unit, what is done to which parameter, the operation
 
 
 def _names(text: str) -> frozenset[str]:
@@ -48,7 +58,7 @@ _WRITES = _names(
 class Released(nn.Parameter):
     """The class of a hidden Parameter. A subclass for each unit says which unit it is."""
 
-    unit: ClassVar[weakref.ref[Unit]]
+    unit: ClassVar[weakref.ref[Holder]]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Released parameter: {tuple(self.shape)}, {self.dtype}"
@@ -93,15 +103,15 @@ def _refusal(what: str, deed: str) -> str:
     )
 
 
-def refuse_read(unit: Unit, refusal: str, operation: Callable[[], Any]) -> Any:
+def refuse_read(unit: Holder, refusal: str, operation: Callable[[], Any]) -> Any:
     raise RuntimeError(refusal)
 
 
-def released_class(unit: Unit) -> type[Released]:
+def released_class(unit: Holder) -> type[Released]:
     return type("Released", (Released,), {"unit": weakref.ref(unit)})
 
 
-def hide(unit: Unit) -> None:
+def hide(unit: Holder) -> None:
     """Hide the unit's Parameters: from here on they have no values."""
     if not unit.shown:
         unit.shown = [type(p) for p in unit.params.values()]
@@ -109,14 +119,14 @@ def hide(unit: Unit) -> None:
             param.__class__ = unit.released
 
 
-def show(unit: Unit) -> None:
-    """Give the unit's Parameters their own class again: they are gathered."""
+def show(unit: Holder) -> None:
+    """Restore the class of the unit's Parameters: they are gathered."""
     for param, own in zip(unit.params.values(), unit.shown, strict=False):
         param.__class__ = own
     unit.shown = []
 
 
-def outliving(units: Sequence[Unit], output: Any) -> Any:
+def outliving(units: Sequence[Holder], output: Any) -> Any:
     """Return ``output`` with copies of those tensors that lie in the units' buffers, freed when the use ends."""
     buffers = {unit.full.untyped_storage()._cdata for unit in units if unit.levels.p}
 

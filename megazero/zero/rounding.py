@@ -1,4 +1,4 @@
-"""What rounding on the wire needs (noise, the divisor) and what it leaves (sampled errors, residuals).
+"""Rounding of messages: the noise and divisor it needs, the sampled errors and residuals it leaves.
 
 There is one Rounding per engine; the chains of gather.py and reduce.py are given it. Noise is a function of
 (seed, updates, unit, hop, sender, element). So it is the same after a resume, and replicas that round the
@@ -38,9 +38,8 @@ Observer = Callable[[Unit, Codec, str, torch.Tensor, torch.Tensor], None]
 class Rounding:
     """Gives noise to the codecs of one engine and sums up the errors they made.
 
-    names: the names of the units of all pipeline stages. updates: how many updates the master weights have
-        had.
-    divisor: the open step's divisor of gradients. sums: what was measured since the last step's end, by kind.
+    names: the names of the units of all pipeline stages. updates: how many updates the master weights have had.
+    divisor: the open step's divisor of gradients. sums: measurements since the last step's end, by kind.
     observer: it sees every unit's messages, not only the sample's. It keeps none of the tensors.
     """
 
@@ -67,13 +66,13 @@ class Rounding:
     def noise(self, unit: Unit, hop: str, start: int = 0) -> Noise:
         """Return the noise of a slice whose first element is ``start`` of the unit.
 
-        hop: a text that tells hops, and senders, apart.
+        hop: a text that differs between hops and between senders.
         """
         stream = int.from_bytes(blake2b(f"{unit.name}/{hop}".encode(), digest_size=8).digest(), "little")
         return Noise(self.seed, self.updates, stream, start)
 
     def measures(self, unit: Unit, codec: Codec) -> bool:
-        """Whether ``measure`` wants to know what these messages lost."""
+        """Whether ``measure`` needs the rounding error of these messages."""
         watched = self.observer is not None or unit.name == self.sampled
         return watched and not isinstance(codec, Identity)
 
@@ -88,9 +87,8 @@ class Rounding:
         """Add ||sent - exact||^2 and ||exact||^2 of one message to the step's sums, if the unit is the
         sample.
 
-        exact: what was encoded, any shape and float dtype. sent: returns what it decodes to, in the same
-            shape and at least exact's precision; it is called, with where buffers are taken, only if that is looked
-            at.
+        exact: what was encoded, any shape and float dtype. sent: returns what it decodes to, in the same shape and at
+            least exact's precision; it is called only if needed, with a source of buffers.
         """
         if not self.measures(unit, codec):
             return
@@ -108,7 +106,7 @@ class Rounding:
                 wide.view(values.shape).copy_(values)
                 torch.sum(wide.square_(), 0, out=square)
             if kind in self.sums:
-                # In place, as what lies in _places is: on CUDA a unit's chains take turns on streams.
+                # In place, as everything in _places: on CUDA a unit's chains alternate between streams.
                 self.sums[kind].add_(squares)
             else:
                 self.sums[kind] = self._places[kind].copy_(squares)
@@ -123,14 +121,12 @@ class Rounding:
         self.sums.clear()
 
     def abort(self) -> None:
-        """Forget what was measured of the open step's gradients. What was measured of the weights stays
-        and counts.
-        """
+        """Forget the measurements of the open step's gradients. Those of the weights stay and count."""
         self.sums.pop(GRADIENTS, None)
 
 
 def relative_errors(sums: Sequence[float]) -> dict[str, float]:
-    """MicroBatchIndex the sums of all ranks, 2 for each of KINDS, into ||sent - exact|| / ||exact|| per kind.
+    """Turn the sums of all ranks, 2 for each of KINDS, into ||sent - exact|| / ||exact|| per kind.
 
     Kinds without sums are left out.
     """
@@ -173,10 +169,10 @@ def lost_slice(unit: Unit) -> Slice:
 
 
 def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: bool) -> None:
-    """After an update, make what the step's messages lost, divided as the gradients were, the new residual.
+    """After an update, make the step's rounding errors, divided as the gradients were, the new residual.
 
-    exact: codecs were off in this step. Then, and after a fallback, what was owed has been paid: nothing is
-        kept, and raw gradients may go in their own dtype again.
+    exact: codecs were off in this step. Then, and after a fallback, the residual has been sent: nothing is kept, and
+        raw gradients may travel in their own dtype again.
     """
     unit.carry = None
     if exact or unit.codecs.gradients_inter is None:

@@ -2,41 +2,35 @@
 
 Glossary (n: elements of the unit; "compact" is explained in layout.py)
 --------
-full      [n], parameter dtype. It is the storage of the Parameters, which are views of it for life. With P >
-1
-          its storage is resized to 0 when it is released, and the gather makes it anew.
-message   What a codec makes of a slice: m elements of its wire dtype. Messages of nested slices concatenate
-in
-          layout order. ``wire`` is the layout of the messages that gathers send, ``refresh_wire`` of those
-          that refreshes send; each has one region. Refreshes send one message per OS slice. Gathers send what
-          was received or, with the delta refresh, R, whose message is a P slice.
-direct    Whether the codec's messages are the parameters themselves (identity in their dtype, one region).
-          Then gathers write in place and nothing is decoded.
-copy      This rank's P copy, as gathers send it: OS/P messages as received, or R. Where P = 1 it is ``full``.
-R         Compact [n/P], parameter dtype, for the delta refresh (P < OS). Every holder of the P copy has the
-same
-          R, bit for bit. A refresh encodes dtype(master) - R and adds what is decoded, at the owner too.
-          (With the raw difference, residuals below a rounding step of large weights would inflate the
-          scales.) What this refresh's rounding loses is in the next one's difference. R advances once per
-          master version, and a checkpoint saves it as the weights.
-master    Compact [n/OS], at least fp32. The optimizer updates it. It is a part of ``copy`` where both have
-one
-          dtype and the copy is never dropped (then the refresh's encoding is free).
-grad      Compact [n/G], at least fp32. It is the sum of this step's gradients. After the step's reduction its
-          OS part holds the sum over all data-parallel ranks.
-staging   [n], parameter dtype. It holds one micro-batch's raw gradients on their way to ``grad`` where G > 1.
-          The first gradient takes it from the arena. It comes free when its reduction has been waited for.
-crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels below g
-are
+full      [n], parameter dtype. The storage of the Parameters, which are views of it for life. With P > 1 a release
+          resizes the storage to 0, and a gather allocates it again.
+message   A codec's encoding of a slice: m elements of its wire dtype. Messages of nested slices concatenate in layout
+          order. ``wire`` is the layout of the messages that gathers send, ``refresh_wire`` of those that refreshes
+          send; each has one region. Refreshes send one message per OS slice. Gathers send the messages received or,
+          with the delta refresh, R, whose message is a P slice.
+direct    Whether the codec's messages are the parameters themselves (identity in their dtype, one region). Then
+          gathers write in place and decode nothing.
+copy      This rank's P copy, as gathers send it: OS/P messages as received, or R. If P = 1 it is ``full``. R
+Compact [n/P], parameter dtype, for the delta refresh (P < OS). Every holder of the P copy has the same R, bit
+          for bit. A refresh encodes dtype(master) - R and adds the decoded values, at the owner too. (With the raw
+          difference, residuals below a rounding step of large weights would inflate the scales.) The next difference
+          contains the rounding error of this one. R advances once per master version. Checkpoints save it as the
+          weights.
+master    Compact [n/OS], at least fp32. The optimizer updates it. It is a part of ``copy`` if both have one dtype and
+          the copy is never dropped (then the refresh's encoding is free).
+grad      Compact [n/G], at least fp32. The sum of this step's gradients. After the step's reduction its OS part holds
+          the sum over all data-parallel ranks.
+staging   [n], parameter dtype. One micro-batch's raw gradients on their way to ``grad`` if G > 1. The first gradient
+          takes it from the arena; waiting for its reduction frees it.
+crossing  The level whose slices are the first to cross nodes once per step, if there is one. (Levels below g are
           reduced with every micro-batch.)
-residual  Compact, at least fp32, of level ``crossing``, for error feedback, in units of the divided gradient.
-          Other ranks' rows hold what this rank's messages across nodes lost.
-lost      As ``residual``, but only with replicas. It holds this step's errors until the step is known to be
-          good. Without replicas other ranks' rows of ``grad`` hold them.
-carry     Compact [n/OS]. It holds the residuals of another layout, summed over senders, that a load handed
-over.
-          Replicas hold the same. It is added to the next step's sum.
-versions  master_version counts optimizer updates; copy_version says which of them ``copy`` holds.
+residual  Compact, at least fp32, of level ``crossing``, for error feedback, in units of the divided gradient. Other
+          ranks' rows hold the rounding error of this rank's messages across nodes.
+lost      As ``residual``, but only with replicas. This step's errors until the step is known to be good. Without
+          replicas other ranks' rows of ``grad`` hold them.
+carry     Compact [n/OS]. Residuals of another layout, summed over senders, from a load. Replicas hold the same. It is
+          added to the next step's sum.
+versions  master_version counts optimizer updates; copy_version is the one that ``copy`` holds.
 """
 
 from __future__ import annotations
@@ -139,9 +133,7 @@ class Unit:
         return UnitLayout((), ((0, message * prod(sizes)),), sizes, indices)
 
     def _make_master(self) -> torch.Tensor:
-        """Return a part of the P copy where the two have one dtype and the copy is never dropped; else a
-        new buffer.
-        """
+        """Return a part of the P copy if the two have one dtype and the copy is never dropped, else a new buffer."""
         levels = self.levels
         kept = levels.p == levels.os or self.lifetime == "resident"
         if self.direct and self.dtype == self.sum_dtype and kept and not self.delta:
@@ -163,7 +155,7 @@ class Unit:
         self.codecs = replace(self.codecs, weights=None)
         copy = self.copy
         self._plan_wire()
-        # Rounded, or of another format: stale also where the step that told so was skipped.
+        # Rounded, or in another format: stale even if the step that found out was skipped.
         self.copy_version = 0
         if self.delta:
             self.copy = copy  # R goes on
@@ -223,8 +215,8 @@ class Unit:
         self.copy_present, self.copy_version = False, 0
 
     def open_refresh(self, take: Take) -> torch.Tensor:
-        """Return the buffer that a refresh fills with messages: the P copy where that keeps them, else a
-        passing one, from ``take``.
+        """Return the buffer that a refresh fills with messages: the P copy if that keeps them, else a transient one
+        from ``take``.
         """
         if not self.copy_present and self.levels.p:
             self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
@@ -236,7 +228,7 @@ class Unit:
         return take(self.refresh_wire.level_numel(self.levels.p), self.refresh_codec.wire_dtype)
 
     def open_residual(self) -> torch.Tensor:
-        """Return the residual, which is made of zeros at first."""
+        """Return the residual, which starts as zeros."""
         assert self.crossing is not None
         if self.residual is None:
             numel = self.layout.level_numel(self.crossing)
@@ -247,7 +239,7 @@ class Unit:
     def gather_bytes(self) -> int:
         """How many bytes a gather ahead of use adds to the memory held.
 
-        They are the full parameters; with P = 1 they are passing messages.
+        They are the full parameters; with P = 1 they are transient messages.
         """
         if self.levels.p:
             return self.full.nbytes
@@ -262,7 +254,8 @@ class Unit:
 
     @property
     def ready(self) -> bool:
-        """Whether full parameters of the current version are there. What a ``gathered`` block holds is current."""
+        """Whether full parameters of the current version are present. A ``gathered`` block's parameters are
+        current."""
         return self.full_present and (self.pinned > 0 or not self.stale) and self.ticket is None
 
     # -- gradients -------------------------------------------------------------------------------
@@ -302,9 +295,8 @@ class Unit:
         return self.staged.take(self.layout.numel, self.dtype)
 
     def _fill_missing(self) -> None:
-        """Let parameters without a gradient contribute zeros: to staging in every micro-batch, to grad in
-        the last.
-        """
+        """Let parameters without a gradient contribute zeros: to staging in every micro-batch, to grad in the
+        last."""
         if self.levels.g:
             if self.staging is None:
                 self.staging = self._new_staging().zero_()
@@ -321,12 +313,11 @@ class Unit:
             buffer[slot.start : slot.start + slot.numel].zero_()
 
     def close_micro_batch(self, last: bool) -> tuple[torch.Tensor, Frame] | None:
-        """Hand over the staging [n] of a micro-batch whose gradients have all arrived, and its frame.
+        """Return the staging [n] of a micro-batch whose gradients have all arrived, and its frame.
 
         Where G = 1 there is none.
 
-        last: this is the step's last micro-batch. Afterwards the unit waits for the next micro-batch's
-            gradients.
+        last: this is the step's last micro-batch. Afterwards the unit waits for the next micro-batch's gradients.
         """
         if self.levels.g or last:
             self._fill_missing()

@@ -19,6 +19,7 @@ import torch
 from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import (
     DTYPES,
     MicroBatch,
@@ -27,7 +28,6 @@ from megazero.train.parallelize import (
     make_policy,
     shard_decoder,
 )
-from megazero.train.ranks import make_mesh
 from megazero.verify.full_tensors import Assembler
 from tests.dist.capture import capture_gradients, local_slices
 from tests.dist.parity_cases import Case, Model

@@ -27,7 +27,7 @@ DEEPSPEED_FP16 = {
 
 @dataclass(frozen=True)
 class Published:
-    """A script's flags, the sizes that take the place of its own, its ranks, and its DeepSpeed file without sizes."""
+    """A script's flags, sizes that replace its own over tests.sizes.PUBLISHED, ranks, and its DeepSpeed file."""
 
     flags: str
     sizes: str
@@ -52,11 +52,9 @@ PUBLISHED: dict[str, Published] = {
             "--valid-data-path {DATA} --dataloader-type single --num-workers 1 --recompute-activations"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --ffn-hidden-size 192 "
-            "--num-query-groups 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-            "--num-layers-per-virtual-pipeline-stage 1 --train-samples {SAMPLES} --lr-decay-samples {SAMPLES} "
-            "--lr-warmup-samples 16"
+            "--ffn-hidden-size 192 --num-query-groups 2 --tensor-model-parallel-size 2 "
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --train-samples "
+            "{SAMPLES} --lr-decay-samples {SAMPLES} --lr-warmup-samples 16"
         ),
         ranks=4,
     ),
@@ -68,10 +66,8 @@ PUBLISHED: dict[str, Published] = {
             "--loss-scale 8192"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --tensor-model-parallel-size 1 "
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --train-iters {ITERS} "
-            "--lr-decay-iters {ITERS}"
+            "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
+            "--num-layers-per-virtual-pipeline-stage 1 --train-iters {ITERS} --lr-decay-iters {ITERS}"
         ),
         ranks=4,
     ),
@@ -84,10 +80,8 @@ PUBLISHED: dict[str, Published] = {
             "--tensorboard-dir {DIR}/tensorboard-dir"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --tensor-model-parallel-size 2 "
-            "--pipeline-model-parallel-size 1 --rampup-batch-size 4 4 16 --train-iters {ITERS} --lr-decay-iters "
-            "{ITERS}"
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --rampup-batch-size 4 4 16 "
+            "--train-iters {ITERS} --lr-decay-iters {ITERS}"
         ),
         ranks=4,
     ),
@@ -104,11 +98,7 @@ PUBLISHED: dict[str, Published] = {
             "--lr-decay-style cosine --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 "
             "--checkpoint-activations --log-interval 100 --save-interval 10000 --eval-interval 1000 --fp16"
         ),
-        sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --train-iters {ITERS} "
-            "--lr-decay-iters {ITERS}"
-        ),
+        sizes=("--train-iters {ITERS} --lr-decay-iters {ITERS}"),
         ranks=4,
     ),
     "BigScience Megatron-DeepSpeed, bf16": Published(
@@ -122,9 +112,8 @@ PUBLISHED: dict[str, Published] = {
             "--deepspeed_config={DEEPSPEED} --zero-stage=0 --deepspeed-activation-checkpointing"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --tensor-model-parallel-size 2 "
-            "--pipeline-model-parallel-size 2 --train-iters {ITERS} --lr-decay-iters {ITERS} --lr-warmup-iters 2"
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --train-iters {ITERS} "
+            "--lr-decay-iters {ITERS} --lr-warmup-iters 2"
         ),
         ranks=4,
         deepspeed={
@@ -158,10 +147,9 @@ PUBLISHED: dict[str, Published] = {
             "--deepspeed_config {DEEPSPEED} --zero-stage 0 --deepspeed-activation-checkpointing"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --tensor-model-parallel-size 2 "
-            "--pipeline-model-parallel-size 2 --rampup-batch-size 4 4 16 --train-samples {SAMPLES} "
-            "--lr-decay-samples {SAMPLES} --lr-warmup-samples 16 --pad-vocab-size-to 1024"
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rampup-batch-size 4 4 16 "
+            "--train-samples {SAMPLES} --lr-decay-samples {SAMPLES} --lr-warmup-samples 16 "
+            "--pad-vocab-size-to 1024"
         ),
         ranks=4,
         deepspeed={
@@ -185,10 +173,9 @@ PUBLISHED: dict[str, Published] = {
             "--deepspeed-activation-checkpointing"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --ffn-hidden-size 256 "
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rampup-batch-size 4 4 16 "
-            "--train-samples {SAMPLES} --lr-decay-samples {SAMPLES} --lr-warmup-samples 16"
+            "--ffn-hidden-size 256 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+            "--rampup-batch-size 4 4 16 --train-samples {SAMPLES} --lr-decay-samples {SAMPLES} "
+            "--lr-warmup-samples 16"
         ),
         ranks=4,
         deepspeed={
@@ -220,10 +207,9 @@ PUBLISHED: dict[str, Published] = {
             "--deepspeed-activation-checkpointing"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --tensor-model-parallel-size 2 "
-            "--pipeline-model-parallel-size 1 --rampup-batch-size 4 4 16 --train-tokens {TOKENS} --train-samples "
-            "439453125 --lr-decay-tokens {TOKENS} --lr-warmup-tokens 1024"
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --rampup-batch-size 4 4 16 "
+            "--train-tokens {TOKENS} --train-samples 439453125 --lr-decay-tokens {TOKENS} "
+            "--lr-warmup-tokens 1024"
         ),
         ranks=4,
         deepspeed={
@@ -253,10 +239,8 @@ PUBLISHED: dict[str, Published] = {
             "--deepspeed"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --ffn-hidden-size 192 "
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --train-iters {ITERS} "
-            "--lr-warmup-iters 2"
+            "--ffn-hidden-size 192 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+            "--train-iters {ITERS} --lr-warmup-iters 2"
         ),
         ranks=4,
         deepspeed={},
@@ -274,10 +258,8 @@ PUBLISHED: dict[str, Published] = {
             "{DEEPSPEED} --zero-stage 0 --enable-zbh1-pipeline --enable-zbh1-exact-semantics"
         ),
         sizes=(
-            "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
-            "--global-batch-size 8 --eval-iters 1 --max-position-embeddings 64 --tensor-model-parallel-size 1 "
-            "--pipeline-model-parallel-size 2 --train-tokens {TOKENS} --train-samples 292968750 --lr-decay-tokens "
-            "{TOKENS} --lr-warmup-tokens 1024"
+            "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --train-tokens {TOKENS} "
+            "--train-samples 292968750 --lr-decay-tokens {TOKENS} --lr-warmup-tokens 1024"
         ),
         ranks=4,
         deepspeed={

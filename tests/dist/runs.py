@@ -24,34 +24,12 @@ from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config, parse
 from megazero.data import IndexedWriter
 from megazero.mesh.launch import Launch, read_launch
-from megazero.train import program, setup
+from megazero.train import entry_point, setup
 from megazero.train.data import feeding
 from tests.dist.pool import RankError, run_ranks
+from tests.sizes import TINY
 
 Values = Mapping[str, Any]
-
-TINY = {
-    "model_family": "llama",
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "ffn_hidden_size": 48,
-    "seq_length": 12,
-    "vocab_size": 51,  # odd: padded to 52 on up to 2 tensor-parallel ranks, to 56 on 4
-    "make_vocab_size_divisible_by": 2,
-    "micro_batch_size": 1,
-    "global_batch_size": 8,
-    "lr": 1e-2,
-    "lr_decay_style": "cosine",
-    "lr_warmup_iters": 2,
-    "train_iters": 6,
-    "mock_data": True,
-    "eval_iters": 0,
-    "device": "cpu",
-}
 
 
 @dataclass(frozen=True)
@@ -238,7 +216,7 @@ def _process(rank: int, world: int, port: int, values: Values, log: str, prepare
     os.environ.update({name: str(value) for name, value in launcher.items()})
     if prepare is not None:
         prepare(rank)
-    status = program.run(make_config({**TINY, **values}, World(world, world)), read_launch())
+    status = entry_point.run(make_config({**TINY, **values}, World(world, world)), read_launch())
     sys.stdout.flush()
     os._exit(status)
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.config import RunConfig
-from megazero.mesh.collectives import all_gather_flat
-from megazero.mesh.mesh import Mesh
+from megazero.mesh.mesh import Mesh, all_gather_flat
 from megazero.pp.executor import Pipeline
 from megazero.zero import Engine, reduce
 from megazero.zero import engine as engine_module

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megazero.checkpoint import image, storage, store
 from megazero.checkpoint.directory import TRIAL
 from megazero.log.exit_status import ExitStatus, status_of
-from megazero.ops.guards import NonFiniteLoss
+from megazero.ops.failures import NonFiniteLoss
 from tests.dist.pool import run_ranks
 from tests.dist.runs import Processes, checkpoint_of, differences, digest, train, train_all
 
@@ -182,13 +182,13 @@ def test_stop_signals_to_all_processes_do_not_end_what_writes(tmp_path: Path) ->
     assert (tmp_path / "file").read_bytes() == bytes([7]) * 100_000
 
 
-def die_in_the_third_write(rank: int) -> None:
-    """In rank 1, SIGKILL where its third file is being written."""
+def die_in_the_third_save(rank: int) -> None:
+    """In rank 1, SIGKILL where its third file is being written, behind the one that a start tries."""
     count = [0]
 
     def counted(*arguments: Any) -> Any:
         count[0] += 1
-        if count[0] == 3:
+        if count[0] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         return WRITE(*arguments)
 
@@ -199,7 +199,7 @@ def die_in_the_third_write(rank: int) -> None:
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "save_interval": 2, "train_iters": 8}
     values |= {"load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}
-    ranks = Processes.start(2, values, tmp_path, prepare=die_in_the_third_write)
+    ranks = Processes.start(2, values, tmp_path, prepare=die_in_the_third_save)
     assert ranks.statuses() == [ExitStatus.RANK_LOST, -signal.SIGKILL], ranks.texts()
     latest = store.latest(tmp_path / "run")
     assert latest is not None and latest.name == "iter_0000004"
@@ -231,7 +231,7 @@ def cannot_write(values: dict[str, Any]) -> Any:
 def test_a_run_that_cannot_save_says_so_before_the_first_step(tmp_path: Path, behind: bool) -> None:
     """And one that can leaves nothing of the checkpoint that it tried."""
     values = {**BASE, "save": str(tmp_path / "run"), "async_save": behind, "log_dir": str(tmp_path / "logs")}
-    values |= {"save_interval": 2, "train_iters": 2}
+    values |= {"save_interval": 2, "train_iters": 2, "lr_warmup_iters": 0}
     if behind:
         answers = run_ranks(2, with_writes, values, full_from_the_start, timeout=300)
     else:

@@ -15,6 +15,7 @@ import pytest
 from megazero.data.tokenizer import NullTokenizer, write_meta
 from tests.dist.pool import run_ranks
 from tests.dist.runs import digest, refusals, train_all, write_data
+from tests.sizes import LEAST
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "pretrain" / "pretrain_gpt.py")
@@ -34,10 +35,7 @@ def program(folder: Path, flags: str, rank: int = 0, world: int = 4) -> subproce
     )
 
 
-GOOD = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-3 "
-    "--train-iters 4 --mock-data --vocab-size 50 "
-)
+GOOD = f"{LEAST} --micro-batch-size 2 --train-iters 4 "
 FLAGS = {
     "all at once": (
         "--hidden-sise 64 --num-attention-heads 3 --num-query-groups 2 --ffn-hidden-size 50 --seq-length 9 "
@@ -412,5 +410,5 @@ def test_a_broken_newest_checkpoint_is_told_when_an_older_one_stands_in(tmp_path
     run_ranks(1, train_all, [{**base, "save_interval": 1}], timeout=300)
     shorten(tmp_path / "run", "*.distcp")
     (seen,) = run_ranks(1, train_all, [{**base, "load": str(tmp_path / "run")}], timeout=300)[0]
-    assert seen.start == 1 and len(seen.notes) == 2 and "iter_0000002.superseded" in seen.notes[0]
-    assert re.search("iter_0000002 was left out: .*is incomplete.*bytes long", seen.notes[1]), seen.notes
+    assert seen.start == 1 and len(seen.notes) == 2 and "iter_0000002.superseded" in seen.notes[1]
+    assert re.search("iter_0000002 was left out: .*is incomplete.*bytes long", seen.notes[0]), seen.notes

@@ -14,10 +14,11 @@ from megazero.checkpoint import store
 from megazero.config import World, make_config
 from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
-from megazero.ops.stopping import NotStarted
+from megazero.ops.exit_conditions import NotStarted
 from megazero.train import setup
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, Seen, train, train_each
+from tests.dist.runs import Seen, train, train_each
+from tests.sizes import TINY
 
 APART = {"model_family": "gpt", "num_query_groups": None, "decoupled_lr": 3e-2, "decoupled_min_lr": 1e-3}
 

@@ -15,7 +15,8 @@ from megazero.config import World, make_config
 from megazero.log.metrics import read_metrics
 from megazero.train import forecast, setup
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, Values, refusal, samples, train_each
+from tests.dist.runs import Values, refusal, samples, train_each
+from tests.sizes import TINY
 
 NODES = {"ranks_per_node": 2}
 FEEDBACK = {"zero_gradient_rounding": "feedback", "zero_gradient_bits": 8, "zero_exact_numel": 40}

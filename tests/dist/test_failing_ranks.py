@@ -22,7 +22,8 @@ from megazero.log.exit_status import ExitStatus, read_status
 from megazero.train import ranks as start
 from megazero.train import setup
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, Processes, digest, free_port, train_all, write_data
+from tests.dist.runs import Processes, digest, free_port, train_all, write_data
+from tests.sizes import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "pretrain" / "pretrain_gpt.py")

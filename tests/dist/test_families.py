@@ -24,7 +24,7 @@ from megazero.config.model.architecture import from_hf_config
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
 from megazero.train import parallelize
-from megazero.train.ranks import make_mesh
+from megazero.train.distributed import make_mesh
 from tests.dist import parity
 from tests.dist.parity_cases import SIZES, Case, Model
 from tests.dist.pool import run_ranks
@@ -87,9 +87,9 @@ LAYOUTS = {
 }
 CORE = {
     "tp2-dp2-sp": ("qwen3-biases-tied", "olmo2", "gpt_neox", "falcon-40b", "falcon-rw"),
-    "tp2-dp2-full": ("qwen3", "olmo2-biases", "falcon-7b", "llama-attention-bias"),
+    "tp2-dp2-full": ("phi3-partial-window", "qwen3", "olmo2-biases", "falcon-7b", "llama-attention-bias"),
     "pp2-dp2": ("qwen3-biases-tied", "falcon-11b", "mistral-window"),
-    "tp2-pp2-zb": ("qwen2", "olmo2", "gpt_neox"),
+    "tp2-pp2-zb": ("phi3", "qwen2", "olmo2", "gpt_neox"),
 }
 
 

@@ -17,7 +17,8 @@ from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.train import setup
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, checkpoint_of, differences, train_all
+from tests.dist.runs import checkpoint_of, differences, train_all
+from tests.sizes import TINY
 
 RANKS = 4
 FP16 = {

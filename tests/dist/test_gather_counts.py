@@ -9,17 +9,17 @@ import torch
 
 from megazero.config import World, make_config
 from megazero.plan.gathers import Copies, gathers
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 from tests.dist.pool import by_case
+from tests.sizes import SMALL
 
 MODEL = {
-    **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 40},
     **{
-        "model_family": "llama",
-        "mock_data": True,
-        "lr": 1e-3,
-        "train_iters": 1,
+        **SMALL,
+        "hidden_size": 32,
+        "seq_length": 8,
+        "vocab_size": 40,
         "micro_batch_size": 1,
         "ranks_per_node": 2,
     },

@@ -3,7 +3,7 @@
     pytest -m slow -s tests/dist/test_hangs.py     # prints how long after the limit each was named, and all had ended
 
 Always run are one of these, and one that is stopped, one in a loop and a stage that stalls: test_failing_ranks.py,
-test_watch.py, test_pipeline_failures.py. A link that is cut is in tests/netlab/test_hangs.py.
+test_watchdog.py, test_pipeline_failures.py. A link that is cut is in tests/netlab/test_hangs.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from megazero.ops import health_links, health_probes
 from megazero.ops.health import HealthCheck, Storage, Unhealthy
 from megazero.plan.memory import checkpoint_bytes
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, checkpoint_of, train, train_all
+from tests.dist.runs import checkpoint_of, train, train_all
+from tests.sizes import TINY
 
 SHORT = {"train_iters": 1, "lr_warmup_iters": 0}
 RANKS, BAD = 4, 2  # each rank is a node of its own here

@@ -19,7 +19,8 @@ import torch
 from megazero.models.decoder import Decoder
 from megazero.train.trainer import Trainer
 from tests.dist.pool import RankError, run_ranks
-from tests.dist.runs import TINY, train
+from tests.dist.runs import train
+from tests.sizes import TINY
 
 READING = ("item", "cpu", "tolist", "__bool__", "__float__", "__int__", "__index__")
 ALLOWED = ("zero/grad_norm.py", "read", "tolist")

@@ -19,9 +19,10 @@ from megazero.mesh.launch import Launch
 from megazero.train import setup
 from megazero.zero.records import held_bytes
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, refusals
+from tests.dist.runs import refusals
 from tests.family_models import save
 from tests.hugging_face import save_model, weights_digest
+from tests.sizes import TINY
 
 # What a folder decides is not said; the order of samples and the length of the run are the run's own.
 RUN = {
@@ -148,7 +149,7 @@ def test_save_hf_writes_the_last_checkpoint(folders, tmp_path):
 
 def model_of(folders):
     """The model's flags, for a run that continues the checkpoint."""
-    from megazero.convert.run_flags import run_options
+    from megazero.convert.card import run_options
 
     options = run_options(folders["llama"])
     return {name: value for name, value in options.items() if value is not None and name != "seq_length"}

@@ -17,14 +17,12 @@ import yaml
 from megazero.config.run import stored_values
 from megazero.log.exit_status import ExitStatus, read_status
 from tests.dist.runs import free_port
+from tests.sizes import LEAST
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "pretrain" / "pretrain_gpt.py")
-FLAGS = (
-    "--model-family llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    "--micro-batch-size 2 --lr 1e-3 --train-iters 2 --mock-data --vocab-size 50 "
-    "--log-interval 1 --eval-iters 0 --device cpu"
-)
+FLAGS = f"--model-family llama {LEAST} --micro-batch-size 2 --train-iters 2 "
+FLAGS += "--log-interval 1 --eval-iters 0 --device cpu"
 TORCH = ["--nproc-per-node", "2", "--master-port", "{port}"]
 EACH = 'for r in 0 1; do RANK=$r "$@" & done; wait'
 # launcher -> (what stands before the program, what it says of the node)
@@ -124,9 +122,13 @@ def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus
     assert run.returncode == status and read_status(str(tmp_path)) == status, text
     assert "Traceback" not in text and "RankFailure" not in text, text
     last = text.splitlines()[-1]
-    assert "why: received SIGINT" in last if handler else "interrupted: what was not saved is lost" in last, (
-        text
+    # The signal reaches ranks one by one: the first rank may learn of it from another.
+    why = (
+        "why: (received SIGINT|another rank received a signal)"
+        if handler
+        else "interrupted: what was not saved"
     )
+    assert re.search(why, last), text
     assert any((tmp_path / "save").glob("iter_*")) == handler
 
 

@@ -13,8 +13,8 @@ import torch
 
 from megazero.config import RunConfig, World, make_config
 from megazero.models import Decoder
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 from tests.dist.pool import run_ranks
 from tools.layouts_page import LAYOUTS, MODEL_OPTIONS, STATE, Column, markdown, refusals, values_of
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.sleeping import Case, sleeping_pipeline
 from megazero import zero
 from megazero.comm.lane import CommunicationError
 from megazero.config import World, make_config
@@ -16,14 +17,14 @@ from megazero.mesh.mesh import create_mesh
 from megazero.pp.schedules import make_evaluation, make_schedule, sends
 from megazero.pp.timeline import Times
 from megazero.train import parallelize
-from megazero.train.ranks import make_mesh
+from megazero.train.distributed import make_mesh
 from megazero.zero.engine import Engine
 from megazero.zero.grad_norm import StepScalars
-from tests.benchmarks.sleeping import Case, sleeping_pipeline
 from tests.dist.pool import run_ranks
 from tests.dist.quantised import Q8
-from tests.dist.runs import TINY, train
+from tests.dist.runs import train
 from tests.pipeline_walk import depends
+from tests.sizes import TINY
 
 SHORT = Times(1e-3, 1e-3, 1e-3)
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from PIL import Image
 
+from benchmarks.sleeping import Case, take_turns
 from megazero.pp.schedules import SCHEDULES, done_by, make_schedule, needs, peak_activations
 from megazero.pp.timeline import Timeline, Times
-from tests.benchmarks.sleeping import Case, take_turns
 from tests.dist.pool import run_ranks
 from tests.pipeline_walk import check_schedule
 from tools.timelines import chrome_trace, draw

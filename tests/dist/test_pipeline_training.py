@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from megazero.config import World, make_config
 from megazero.log.metrics import read_metrics
 from megazero.log.time_bill import ITEMS
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, Seen, checkpoint_of, differences, samples, train_all, train_each
+from tests.dist.runs import Seen, checkpoint_of, differences, samples, train_all, train_each
+from tests.sizes import TINY
 
 NODES = {"ranks_per_node": 2}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -106,6 +108,19 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(folder) if "lm_loss" in line]
 
 
+def train_beside_one_rank(
+    runs: Mapping[str, tuple[int, dict[str, Any]]], common: dict[str, Any], folder: Path
+) -> dict[Any, Any]:
+    """Train every run (ranks, values) by name, and alone by (name, "alone"). Logs: folder/0, folder/0-alone, ..."""
+    jobs: dict[Any, tuple[int, dict[str, Any]]] = {}
+    for number, (name, (ranks, values)) in enumerate(runs.items()):
+        whole = {**common, **values}
+        jobs[name] = (ranks, {**whole, "log_dir": str(folder / f"{number}")})
+        one, single = alone(whole)
+        jobs[name, "alone"] = (one, {**single, "log_dir": str(folder / f"{number}-alone")})
+    return train_each(jobs)
+
+
 # Of RUNS, run always; every one with -m slow.
 FEW = (
     *("zb-h1, ramp-up from one micro-batch, clipped", "interleaved, ramp-up", "1f1b, tied, clipped, masked"),
@@ -125,13 +140,7 @@ def test_losses_norms_and_samples_equal_one_ranks(
     common = {**EVALUATED, "params_dtype": dtype}
     common |= {"train_iters": 4} | ({"optimizer": "sgd"} if dtype == "fp32" else {})
     picked = {n: RUNS[n] for i, n in enumerate(names) if dtype == "fp64" or i % 3 == 0}
-    jobs: dict[Any, tuple[int, dict[str, Any]]] = {}
-    for number, (name, (ranks, values)) in enumerate(picked.items()):
-        whole = {**common, **values}
-        jobs[name] = (ranks, {**whole, "log_dir": str(tmp_path / f"{number}")})
-        one, single = alone(whole)
-        jobs[name, "alone"] = (one, {**single, "log_dir": str(tmp_path / f"{number}-alone")})
-    seen = train_each(jobs)
+    seen = train_beside_one_rank(picked, common, tmp_path)
     for number, name in enumerate(picked):
         ours, wanted = seen[name], seen[name, "alone"][0]
         assert len({(each.losses, each.evaluations) for each in ours}) == 1, name
@@ -240,14 +249,8 @@ def messages_sent(ranks: int, values: dict[str, Any]) -> list[dict[str, int]]:
 )
 def test_bytes_times_and_rates(tmp_path: Path, names: tuple[str, ...]) -> None:
     common = {"train_iters": 3}
-    jobs: dict[Any, tuple[int, dict[str, Any]]] = {}
     counted = {name: COUNTED[name] for name in names}
-    for number, (name, (ranks, values)) in enumerate(counted.items()):
-        whole = {**common, **values}
-        jobs[name] = (ranks, {**whole, "log_dir": str(tmp_path / f"{number}")})
-        one, single = alone(whole)
-        jobs[name, "alone"] = (one, {**single, "log_dir": str(tmp_path / f"{number}-alone")})
-    seen = train_each(jobs)
+    seen = train_beside_one_rank(counted, common, tmp_path)
     for number, (name, (ranks, values)) in enumerate(counted.items()):
         _bytes_are_those_of_the_formula(name, seen[name], messages_sent(ranks, {**common, **values}))
         first = messages_sent(ranks, {**common, **values})[0]

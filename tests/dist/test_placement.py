@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.config import World, make_config
+from megazero.train.distributed import make_mesh
 from megazero.train.parallelize import MicroBatch, build_decoder, build_pipeline, shard_decoder
-from megazero.train.ranks import make_mesh
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 WORLD = World(4, 2)
 

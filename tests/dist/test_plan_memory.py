@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.plan_memory import state_bytes
 from megazero.config import World, make_config
 from megazero.config.options.cluster import Cores
 from megazero.mesh.launch import Launch
@@ -20,9 +21,8 @@ from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.train import setup
-from tests.benchmarks.plan_memory import state_bytes
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 from tests.unit.test_plan import cluster
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import torch
 from megazero.config import ConfigError, World, make_config
 from megazero.config.options.cluster import load_cluster
 from megazero.mesh.launch import Launch
-from megazero.plan.base_layout import Frame
+from megazero.plan.base_layout import BaseLayout
 from megazero.plan.layout import Layout
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
@@ -98,5 +98,5 @@ def test_profile_is_measured_once_and_planned_with(tmp_path: Path) -> None:
     world = World(4, 2)
     values = {"micro_batch_size": 2, "global_batch_size": 16, "zero_preset": "zero3", "ranks_per_node": 2}
     config = make_config({**read_request(MODEL).values, **values}, world)
-    timing_ = simulate(Layout(Frame(config, world, cluster, Collectives(cluster)), config.zero))
+    timing_ = simulate(Layout(BaseLayout(config, world, cluster, Collectives(cluster)), config.zero))
     assert sum(timing_.bill.values()) == pytest.approx(timing_.seconds)

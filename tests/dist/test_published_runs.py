@@ -16,12 +16,13 @@ from statistics import mean
 import pytest
 
 from megazero.config import World, parse
-from megazero.data.corpus import stdlib_sources
 from megazero.data.preprocess import Job, preprocess
+from megazero.data.text import stdlib_sources
 from megazero.data.tokenizer_training import train_tokenizer
 from tests.dist.pool import run_ranks
 from tests.dist.published_runs import PUBLISHED
 from tests.dist.runs import train_flags
+from tests.sizes import PUBLISHED as SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 700
@@ -84,7 +85,7 @@ def command_line(name: str, files: dict[str, str], folder: Path, iterations: int
         "ITERS": str(iterations),
     }
     fill |= {"SAMPLES": str(8 * iterations), "TOKENS": str(8 * 64 * iterations)}
-    words = shlex.split(f"{run.flags} {run.sizes} --device cpu --log-dir {{DIR}}/logs")
+    words = shlex.split(f"{run.flags} {SMALL} {run.sizes} --device cpu --log-dir {{DIR}}/logs")
     for key, value in fill.items():
         words = [word.replace(f"{{{key}}}", value) for word in words]
     return words
@@ -113,10 +114,6 @@ def test_published_runs_train(name: str, files: dict[str, str], tmp_path: Path) 
 
 # -- the scripts of pretrain/slurm --------------------------------------------------------------------
 
-SMALL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --global-batch-size 8 --eval-iters 1"
-)
 SAMPLES = "--train-samples {0} --lr-decay-samples {0} --lr-warmup-samples 8"
 SLOW_RATE = 24  # iterations of BLOOM, whose learning rate is 6e-5
 TOKENS = f"--train-tokens {512 * FEW} --lr-decay-tokens {512 * FEW} --lr-warmup-tokens 512"

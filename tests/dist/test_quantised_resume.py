@@ -42,7 +42,8 @@ from tests.dist.quantised import (
     step_with,
     take_step,
 )
-from tests.dist.runs import TINY, checkpoint_of, differences, train_each
+from tests.dist.runs import checkpoint_of, differences, train_each
+from tests.sizes import TINY
 
 BF16 = torch.bfloat16
 

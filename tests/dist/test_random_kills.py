@@ -1,4 +1,4 @@
-"""One trial of tests/benchmarks/random_kills.py, at moments that are named, and what it says of a wrong run."""
+"""One trial of benchmarks/random_kills.py, at moments that are named, and what it says of a wrong run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from random import Random
 
+from benchmarks import random_kills as kills
 from megazero.log.metrics import METRICS_FILE
-from tests.benchmarks import random_kills as kills
 
 
 def test_a_run_that_is_killed_in_saves_goes_on_bit_for_bit(tmp_path: Path) -> None:

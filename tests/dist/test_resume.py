@@ -15,7 +15,8 @@ from megazero.data import build_datasets
 from megazero.log.metrics import read_metrics
 from megazero.train.generate import Sampling, load_text_model, sample_tokens
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, checkpoint_of, differences, train_all, train_each
+from tests.dist.runs import checkpoint_of, differences, train_all, train_each
+from tests.sizes import TINY
 
 NODES = {"ranks_per_node": 2}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

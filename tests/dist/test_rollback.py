@@ -14,7 +14,7 @@ import pytest
 
 from megazero.checkpoint import store
 from megazero.log.metrics import SUPERSEDED_FILE, read_metrics
-from megazero.ops.guards import NonFiniteLoss
+from megazero.ops.failures import NonFiniteLoss
 from megazero.train import trainer
 from megazero.train.data import feeding
 from megazero.train.state.rollback import LossSpike

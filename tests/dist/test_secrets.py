@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
     "--model-family llama --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--micro-batch-size 1 --lr 1e-3 --train-iters 4 --mock-data --vocab-size 50 --log-interval 1 --eval-iters 1 "
-    "--device cpu --save-interval 1 --log-each-rank"
+    "--device cpu --save-interval 1"
 )
 ENVIRONMENT = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
@@ -58,9 +58,7 @@ def told():
             self.outputs.console.note(f"a note of {words[1]}")
             warnings.warn(f"a warning of {words[0]}")
             logging.getLogger("a.library").warning("a line of %s", words[2])
-            self.outputs.tell("note", text=" ".join(words))
-            for number in (1, 2):
-                os.write(number, f"a library in C at {words[0]} and plantedBucket8\n".encode())
+            self.outputs.event("note", text=" ".join(words))
             raise RuntimeError(f"cannot log in as {words} with {sys.argv}")
         step(self, batches)
     trainer.Trainer._iterate = iterate
@@ -121,8 +119,6 @@ def test_a_run_that_trains_saves_and_crashes(tmp_path: Path, logger: str) -> Non
     assert (tmp_path / "run" / "iter_0000002" / "manifest.json").exists()
     assert "s3://***@bucket.example/stop" in (tmp_path / "logs" / "config.yaml").read_text()
     assert "cannot log in" in (tmp_path / "logs" / "events.jsonl").read_text()
-    kept = (tmp_path / "logs" / "ranks" / "rank_0.log").read_text()
-    assert "cannot log in" in kept and kept.count("a library in C at *** and ***") == 2
     assert found(tmp_path, done.stdout, done.stderr) == []
 
 

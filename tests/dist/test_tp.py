@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.data.gpt import document_fields
 from megazero.mesh.grid import INTRA
 from megazero.models import Decoder, ModelConfig, make_model
@@ -23,31 +23,19 @@ from megazero.tp import (
     vocab_parallel_cross_entropy,
 )
 from tests.dist.pool import RankError, run_ranks
+from tests.sizes import DECODER
 
-SIZES = {
-    "model_family": "llama",
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "vocab_size": 101,
-    "max_position_embeddings": 16,
-    "make_vocab_size_divisible_by": 1,
-}
-GPT, BLOOM = ({**SIZES, "num_query_groups": 8, "model_family": family} for family in ("gpt", "bloom"))
+GPT, BLOOM = ({**DECODER, "num_query_groups": 8, "model_family": family} for family in ("gpt", "bloom"))
 CASES: dict[str, ModelConfig] = {
-    "llama": make_model(**SIZES),
-    "llama-tied-selective": make_model(**SIZES, untie_embeddings_and_output_weights=False),
-    "llama-full-recompute": make_model(**{**SIZES, "make_vocab_size_divisible_by": 128}),
-    "llama-biases": make_model(**SIZES, add_bias_linear=True, normalization="LayerNorm"),
+    "llama": make_model(**DECODER),
+    "llama-tied-selective": make_model(**DECODER, untie_embeddings_and_output_weights=False),
+    "llama-full-recompute": make_model(**{**DECODER, "make_vocab_size_divisible_by": 128}),
+    "llama-biases": make_model(**DECODER, add_bias_linear=True, normalization="LayerNorm"),
     "llama-squared-relu-partial-rotary": make_model(
-        **SIZES, squared_relu=True, rotary_percent=0.5, pad_vocab_size_to=120
+        **DECODER, squared_relu=True, rotary_percent=0.5, pad_vocab_size_to=120
     ),
-    "llama-one-key-head": make_model(**{**SIZES, "num_query_groups": 1}, add_qkv_bias=True),
-    "llama-two-key-heads-selective": make_model(**{**SIZES, "num_query_groups": 2}),
+    "llama-one-key-head": make_model(**{**DECODER, "num_query_groups": 1}, add_qkv_bias=True),
+    "llama-two-key-heads-selective": make_model(**{**DECODER, "num_query_groups": 2}),
     "gpt": make_model(**GPT),
     "gpt-untied": make_model(**{**GPT, "vocab_size": 96}, untie_embeddings_and_output_weights=True),
     "bloom": make_model(**BLOOM),
@@ -332,7 +320,7 @@ def dropout_masks(sequence_parallel: bool):
     """Loss under dropout twice, with and without recompute; the gradients of the replicated parameters."""
     out = []
     for recompute in ("none", "full", "selective"):
-        config = make_model(**{**SIZES, "hidden_dropout": 0.3, "attention_dropout": 0.2})
+        config = make_model(**{**DECODER, "hidden_dropout": 0.3, "attention_dropout": 0.2})
         decoder = Decoder(config, context(sequence_parallel), recompute=recompute, dtype=torch.float64)
         decoder.initialize(3)
         loss = decoder(*batch(config), dropout_key=5)

@@ -22,7 +22,8 @@ from megazero.mesh.launch import Launch
 from megazero.models import Decoder
 from megazero.train import setup
 from tests.dist.pool import run_ranks
-from tests.dist.runs import TINY, checkpoint_of, differences, refusals, train_all
+from tests.dist.runs import checkpoint_of, differences, refusals, train_all
+from tests.sizes import TINY
 
 RANKS, PER_NODE = 4, 2
 NODES = {"ranks_per_node": PER_NODE}

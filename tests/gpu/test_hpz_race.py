@@ -50,7 +50,7 @@ class Landing:
     def is_completed(self) -> bool:
         return self.done
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         if self.wire.cluster.waits and self.wire.stream is not None:
             torch.cuda.current_stream().wait_event(self.event)
         elif self.wire.cluster.waits:

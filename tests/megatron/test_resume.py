@@ -59,11 +59,13 @@ def save(job: Job, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    made = "get_write_results_queue"  # with an underscore up to megatron-core 0.16
+    made = made if hasattr(filesystem_async, made) else f"_{made}"
     job.sync()
     folder.mkdir(parents=True, exist_ok=True)
     with (
         mock.patch.dict(multiprocessing.current_process()._config, daemon=False),
-        mock.patch.object(filesystem_async, "_get_write_results_queue", queue.Queue),
+        mock.patch.object(filesystem_async, made, queue.Queue),
         mock.patch.object(filesystem_async, "_process_memory", lambda: 0),  # for a log line, by psutil
     ):
         dist_checkpointing.save(state(job, is_loading=False), str(folder))

@@ -1,7 +1,7 @@
 """The patch on every megatron-core that it knows: exact messages change no bit, quantised ones leave replicas equal.
 
 Each version runs in processes of its own, from a folder that has it unpacked as FOLDER/VERSION/megatron; the version
-that is installed needs none. Four versions, four minutes on 2 cores:
+that is installed needs none. Five versions, five minutes on 2 cores:
 
     pip download --no-deps megatron-core==0.13.1     # and unzip the wheel into FOLDER/0.13.1, and so on
     MEGATRON_CORE_VERSIONS=FOLDER python -m pytest tests/megatron/test_versions.py -m slow
@@ -22,7 +22,7 @@ pytest.importorskip("megatron_core_patch")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = "MEGATRON_CORE_VERSIONS"
-VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.16.1")
+VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.19.2")
 TESTS = (  # the first two, of two data-parallel ranks, compare bits with those of a run without the patch
     "test_exact.py::test_exact_messages_change_nothing[tp2 sp]",
     "test_exact.py::test_exact_messages_change_nothing[pp2 tied]",

@@ -12,13 +12,13 @@ import pytest
 
 from megazero.log.exit_status import ExitStatus
 from tests.dist.test_failing_ranks import errors, iterations
+from tests.sizes import LEAST
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 6.0
 FLAGS = (
-    "--model-family llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 50 "
-    "--micro-batch-size 1 --global-batch-size 3 --lr 1e-3 --lr-warmup-iters 0 --train-iters 20000 --mock-data "
-    "--eval-iters 0 --device cpu --log-interval 1000 --zero-preset zero3"
+    f"--model-family llama {LEAST} --micro-batch-size 1 --global-batch-size 3 --lr-warmup-iters 0 "
+    "--train-iters 20000 --eval-iters 0 --device cpu --log-interval 1000 --zero-preset zero3"
 )
 NODES = (
     "RANK={node} WORLD_SIZE={nodes} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR={address} MASTER_PORT={port}"

@@ -8,9 +8,8 @@ from functools import cache
 
 import pytest
 
+from benchmarks.pipeline_bytes import CASES, HIDDEN, SEQUENCE, measure
 from megazero.config import ConfigError
-from tests.benchmarks.pipeline_bytes import measure
-from tests.benchmarks.pipeline_bytes_rank import CASES, HIDDEN, SEQUENCE
 
 COUNTS = [2, 4, 8]
 SLOW = {name for name, case in CASES.items() if case.ranks_per_node == 4} | {"across"}

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.dist.runs import TINY
+from tests import sizes
 from tests.slurm.cluster import Cluster, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "pretrain" / "slurm"
 ITERATIONS = 150
 FLAGS: Mapping[str, Any] = {
-    **{name: value for name, value in TINY.items() if name != "mock_data"},
-    "model_family": "llama",
+    **sizes.TINY,
     "train_iters": ITERATIONS,
     "lr_decay_iters": ITERATIONS,
     "save_interval": 40,
@@ -27,11 +26,7 @@ FLAGS: Mapping[str, Any] = {
 
 def words(**changed: object) -> list[str]:
     """The command line of the tiny model, with some flags changed."""
-    flags = {**FLAGS, **changed}
-    return [
-        "--mock-data",
-        *(word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))),
-    ]
+    return sizes.words({**FLAGS, **changed})
 
 
 def submit(
@@ -44,10 +39,10 @@ def submit(
 ) -> int:
     """Submit one of the scripts for a run in ``folder``, on 2 nodes with 2 tasks each. Returns the job's number."""
     variables = {"RUN": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    sizes = ("--nodes=2", "--ntasks-per-node=2", f"--output={folder}-%j.out", "--job-name=tiny")
+    shape = ("--nodes=2", "--ntasks-per-node=2", f"--output={folder}-%j.out", "--job-name=tiny")
     arguments = flags or words()
     return slurm.submit(
-        SCRIPTS / script, arguments, options=(*sizes, *options), environ={**variables, **(environ or {})}
+        SCRIPTS / script, arguments, options=(*shape, *options), environ={**variables, **(environ or {})}
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megazero.checkpoint import directory
 from megazero.mesh.launch import read_launch
-from megazero.ops.stopping import StopSignals
+from megazero.ops.exit_conditions import StopSignals
 from megazero.train import setup
 from megazero.train.trainer import Trainer
 

@@ -5,21 +5,19 @@ import json
 import pytest
 
 from megazero.config import ConfigError, World, parse
+from tests.sizes import SMALL, words
 
-BASE = [
-    "--model-family=llama",
-    "--num-layers=4",
-    "--hidden-size=64",
-    "--num-attention-heads=4",
-    "--seq-length=32",
-    "--micro-batch-size=2",
-]
-BASE += ["--lr=1e-3", "--train-iters=10", "--mock-data", "--vocab-size=100"]
+VALUES = {**SMALL, "train_iters": 10, "vocab_size": 100}
+BASE = words(VALUES)
 WORLD = World(8, 4)
 
 
 def run(text="", world=WORLD):
     return parse([*BASE, *text.split()], world)
+
+
+def base_without(name):
+    return words({key: value for key, value in VALUES.items() if key != name})
 
 
 def errors(text="", world=WORLD):

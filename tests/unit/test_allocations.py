@@ -7,7 +7,7 @@ import torch
 from megazero.kernels import arena as arena_module
 from megazero.kernels.arena import SCRATCH, Arena, Frame
 
-from tests.benchmarks.gpu_report import allocations
+from benchmarks.gpu_report import allocations
 
 CPU = torch.device("cpu")
 OURS = ("comm", "zero", "codecs")

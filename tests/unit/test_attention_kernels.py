@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.models import Decoder
-from megazero.models.attention_kernels import math_note
+from megazero.models.layer import math_note
 from megazero.tp import TensorParallel
 from tests.unit.test_models_decoder import batch, make
 

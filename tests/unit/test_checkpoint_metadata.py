@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,54 @@ def test_fields_that_older_releases_lack_have_defaults(tmp_path: Path, metadata:
     del metadata.version, metadata.storage_meta.modules
     found = read(tmp_path, pickle.dumps(metadata))
     assert found.version is None and found.storage_meta.modules == []
+
+
+def described_by(fields: int, monkeypatch: pytest.MonkeyPatch, extra: Any = None) -> None:
+    """Have torch write a tensor's properties as a release with so many fields does, ``extra`` in new ones."""
+    state = of_torch.TensorProperties.__getstate__
+    monkeypatch.setattr(
+        of_torch.TensorProperties, "__getstate__", lambda own: (*state(own), extra, extra)[:fields]
+    )
+
+
+def test_a_tensors_properties_are_in_the_order_of_their_names() -> None:
+    properties = of_torch.TensorProperties(torch.half, torch.sparse_coo, True, pin_memory=True)
+    assert properties.__getstate__()[4] is True
+    names = [field.name for field in dataclasses.fields(properties)]
+    assert names[:5] == ["dtype", "layout", "requires_grad", "memory_format", "pin_memory"]
+    assert len(names) == len(properties.__getstate__())
+
+
+@pytest.mark.parametrize("fields", [5, 6, 7])
+def test_every_release_reads_the_properties_that_another_wrote(
+    fields: int, tmp_path: Path, metadata: of_torch.Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first(metadata).properties = of_torch.TensorProperties(
+        torch.half, requires_grad=True, memory_format=torch.channels_last, pin_memory=True
+    )
+    described_by(fields, monkeypatch)
+    found = first(read(tmp_path, pickle.dumps(metadata))).properties
+    assert found == first(metadata).properties and found.memory_format is torch.channels_last
+
+
+def test_what_a_release_lacks_is_left_out_with_a_warning(
+    tmp_path: Path,
+    metadata: of_torch.Metadata,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = pickle.dumps(metadata)
+    expected = read(tmp_path, data)
+    assert not caplog.records
+    fields = len(dataclasses.fields(of_torch.TensorProperties)) + 1
+    described_by(fields, monkeypatch, extra=(2, 1))
+    vars(metadata).update(__eq__="x", later={"a": 1.5})
+    found = read(tmp_path, pickle.dumps(metadata))
+    assert found.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+    assert found.storage_data == expected.storage_data and not hasattr(found, "later")
+    said = [record.getMessage() for record in caplog.records]
+    assert f"TensorProperties has a field 'number {fields}'" in "\n".join(said)
+    assert len(said) == 3, "once for each field, however many tensors have it"
 
 
 # Pieces of pickle programs.
@@ -155,10 +204,9 @@ def first(metadata: of_torch.Metadata) -> Any:
 
 
 UNEXPECTED = {
-    "description": lambda m: vars(m).update(poison=1),
-    "storage": lambda m: vars(m.storage_meta).update(poison=1),
-    "tensor": lambda m: vars(first(m)).update(poison=1),
-    "method": lambda m: vars(first(m)).update(__eq__="x"),
+    "description": lambda m: vars(m).update(poison=m.storage_meta),
+    "storage": lambda m: vars(m.storage_meta).update(poison=[[1]]),
+    "tensor": lambda m: vars(first(m)).update(poison={"a": m.storage_meta}),
     "chunk": lambda m: vars(first(m).chunks[0]).update(poison=1),
     "index": lambda m: object.__setattr__(next(iter(m.storage_data)), "poison", 1),
     "place": lambda m: vars(next(iter(m.storage_data.values()))).update(poison=1),
@@ -182,6 +230,6 @@ def test_unexpected_fields_are_refused(what: str, tmp_path: Path, metadata: of_t
 
 
 def test_a_state_changed_through_the_memo_is_checked_as_it_is_in_the_end(tmp_path: Path) -> None:
-    late = METADATA + b")\x81" + b"}q\x00b" + b"h\x00" + text("poison") + ONE + b"s0."
-    with pytest.raises(CheckpointError, match="Metadata has no field 'poison'"):
+    late = METADATA + b")\x81" + b"}q\x00b" + b"h\x00" + text("poison") + META + b"s0."
+    with pytest.raises(CheckpointError, match="Metadata.poison: a type where a int belongs"):
         read(tmp_path, b"\x80\x04" + late)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import commit_trees, compare_commits
+from benchmarks.compare_commits import CASES, ITERATIONS, Row, compare, sha256, table
+from benchmarks.step_time_against import CONTESTANTS, Round, Turn, flags_of, report
 from megazero.config import World, parse
-from tests.benchmarks import commit_trees, compare_commits
-from tests.benchmarks.compare_commits import Row, compare, sha256, table
-from tests.benchmarks.compare_commits_cases import CASES, ITERATIONS
-from tests.benchmarks.step_time_against import Round, Turn, report
 
 NEXT = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
 
@@ -75,33 +74,60 @@ def test_every_case_is_a_command_line(case: compare_commits.Case) -> None:
     assert config.training.train_iters == ITERATIONS and config.checkpoint.save == "folder"
 
 
-def test_modules_of_another_tree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(commit_trees.IMPORTS, "/a")
-    own = {"megazero": SimpleNamespace(__file__="/a/megazero/__init__.py"), "sys": SimpleNamespace()}
-    commit_trees.refuse_other_code(own)
-    kernels = {"megazero.kernels": SimpleNamespace(__file__="/ab/kernels/__init__.py")}
-    for modules in (own | kernels, {}):
-        with pytest.raises(RuntimeError, match="not of the tree /a/"):
-            commit_trees.refuse_other_code(modules)
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_every_contestant_is_a_command_line(name: str) -> None:
+    options = Namespace(ranks=4, micro_batches=1, dtype="fp32")
+    assert parse(flags_of(name, options), World(4, 4)).batch.global_batch_size == 8
 
 
-def test_a_trees_folder_is_laid_out_as_setup_cfg_says(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    for made in ("megazero/zero", "kernels", "tests/benchmarks", "tests/unit"):
-        (tree / made).mkdir(parents=True)
-    (tree / "setup.cfg").write_text("[options]\npackage_dir =\n    megazero.kernels = kernels\n")
-    for name in ("contestants.py", commit_trees.STARTED[0]):
-        (tree / "tests/benchmarks" / name).touch()
-    folder = commit_trees.link_imports(tree, tmp_path / "imports")
-    started = [f"tests/benchmarks/{name}" for name in commit_trees.STARTED]
-    for module, where in (
-        ("megazero/kernels", tree / "kernels"),
-        ("megazero/zero", tree / "megazero/zero"),
-        ("tests/unit", tree / "tests/unit"),
-        ("tests/benchmarks/contestants.py", tree / "tests/benchmarks/contestants.py"),
-        *((name, commit_trees.ROOT / name) for name in started),
-    ):
-        assert (folder / module).resolve() == where
+SCRIPT = """
+import os, sys, types
+import megazero
+import torch
+if "--fail" in sys.argv and os.environ["RANK"] == "1":
+    raise ValueError("no such flag")
+if "--mixed" in sys.argv:
+    sys.modules["megazero.kernels"] = types.ModuleType("megazero.kernels")
+    sys.modules["megazero.kernels"].__file__ = "/elsewhere/kernels/__init__.py"
+weight, probe = torch.nn.Parameter(torch.zeros(200, 200)), torch.nn.Parameter(torch.zeros(2))
+optimizers = [torch.optim.SGD([each], lr=0.1) for each in (probe, weight)]
+for step in range(int(sys.argv[-1])):
+    with open(sys.argv[1], "a") as file:
+        file.write(".")
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> commit_trees.Tree:
+    """A checkout whose script takes steps."""
+    for file, text in (("megazero/__init__.py", ""), ("pretrain/pretrain_gpt.py", SCRIPT)):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(text)
+    return commit_trees.Tree("a tree", tmp_path)
+
+
+def test_a_trees_own_script_runs_and_says_what_went_wrong(tree: commit_trees.Tree) -> None:
+    file = tree.path / "steps"
+    with commit_trees.TreeRanks(tree) as ranks:
+
+        def ask(*flags: str) -> str:
+            return ranks.ask({"ranks": 2, "flags": [str(file), *flags, "1"], "log": f"{tree.path}/said"})
+
+        assert ask() == "" and file.read_text() == ".."
+        assert ask("--fail").startswith("rank 1: Traceback") and ask("--fail").endswith("no such flag")
+        assert "megazero.kernels from /elsewhere" in ask("--mixed"), "modules of another tree are refused"
+
+
+def test_a_run_pauses_after_the_steps_of_a_turn(tree: commit_trees.Tree) -> None:
+    file = tree.path / "steps"
+    with commit_trees.TreeRanks(tree) as ranks:
+        job = {"ranks": 1, "flags": [str(file), "100"], "log": f"{tree.path}/said", "steps": 3}
+        assert ranks.ask(job) == ""
+        for turn in (1, 2):
+            wall, cpu = ranks.ask("turn")
+            assert wall > 0 and cpu > 0 and len(file.read_text()) == 1 + 3 * turn
 
 
 def test_step_times_are_compared_within_rounds() -> None:

@@ -2,12 +2,12 @@
 
 import pytest
 
+from benchmarks import volume
+from benchmarks.comparison import merge
+from benchmarks.comparison_report import CLAIMS, byte_rows, counter_line, page, speed_rows, table
+from benchmarks.peers import CONTESTANTS
 from megazero.comm.codec import Blockwise
 from megazero.zero import Codecs
-from tests.benchmarks import volume
-from tests.benchmarks.comparison import merge
-from tests.benchmarks.comparison_report import CLAIMS, byte_rows, counter_line, page, speed_rows, table
-from tests.benchmarks.peers import CONTESTANTS
 
 N = 8_000_000
 QUANTISED = Codecs(weights=Blockwise(8), gradients_inter=Blockwise(4))

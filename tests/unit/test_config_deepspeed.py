@@ -3,7 +3,7 @@
 import pytest
 
 from megazero.config import ConfigError, parse
-from tests.unit.command_lines import BASE, WORLD, deepspeed, errors, run
+from tests.unit.command_lines import WORLD, base_without, deepspeed, errors, run
 
 
 def test_deepspeed_keys_map(tmp_path):
@@ -206,7 +206,7 @@ def test_deepspeed_loco_is_error_feedback(tmp_path):
 
 
 def test_deepspeed_accumulation_is_checked_and_flags_replace_it(tmp_path):
-    flags = [w for w in BASE if not w.startswith("--micro")]
+    flags = base_without("micro_batch_size")
     sizes = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     path = deepspeed(tmp_path, sizes).split()
     with pytest.raises(ConfigError, match="= 32; nearest: gradient_accumulation_steps 3"):

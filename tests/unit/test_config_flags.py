@@ -215,6 +215,21 @@ def test_round_trip_and_reuse_as_yaml(tmp_path):
         section_of(ModelConfig, stored_values(stored))
 
 
+def test_a_removed_option_is_refused_with_its_cure_and_old_files_load(tmp_path: Path) -> None:
+    for words in (
+        "--log-each-rank",
+        f"--config {write(tmp_path, 'on.yaml', 'logging: {log_each_rank: true}')}",
+    ):
+        with pytest.raises(ConfigError, match="log-each-rank was removed: .* srun --output=") as caught:
+            run(words)
+        assert len(caught.value.errors) == 1
+    off = write(tmp_path, "off.yaml", "logging: {log_each_rank: false}")
+    assert run(f"--no-log-each-rank --config {off}") == run("")
+    stored = run("").to_dict()
+    stored["logging"]["log_each_rank"] = True
+    assert RunConfig.of(stored_values(stored)) == run("")
+
+
 def test_stage_0_in_bf16_shards_states_as_deepspeed_does():
     sharded = run("--zero-stage 0 --bf16")
     assert sharded.zero.zero_preset == "zero1" and any("--zero-stage 0" in note for note in sharded.notes)

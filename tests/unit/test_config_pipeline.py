@@ -7,19 +7,9 @@ import pytest
 from megazero.config import ConfigError, World, make_config, parse
 from megazero.config.layout.pipeline import stage_costs
 from megazero.config.model.flops import training_flops
+from tests.sizes import SMALL
 
-BASE = {
-    "model_family": "llama",
-    "num_layers": 8,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "lr": 1e-3,
-    "train_iters": 100,
-    "mock_data": True,
-    "vocab_size": 128,
-}
+BASE = {**SMALL, "num_layers": 8, "vocab_size": 128}
 WORLD = World(8, 4)
 PP = {"pipeline_model_parallel_size": 2}
 

@@ -15,19 +15,9 @@ from megazero.config.run import all_options, section_types, stored_values
 from megazero.config.validate import find_errors
 from megazero.families import FAMILIES
 from megazero.pp.schedules import make_schedule
+from tests.sizes import SMALL
 
-BASE = {
-    "model_family": "llama",
-    "num_layers": 4,
-    "hidden_size": 96,
-    "num_attention_heads": 12,
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "lr": 1e-3,
-    "train_iters": 100,
-    "mock_data": True,
-    "vocab_size": 101,
-}
+BASE = {**SMALL, "hidden_size": 96, "num_attention_heads": 12}
 
 
 WORLD = World(8, 4)

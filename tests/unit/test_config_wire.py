@@ -6,19 +6,8 @@ from megazero.kernels import format as kernel_format
 from megazero.config import ConfigError, World, make_config
 from megazero.config.layout.wire import DEFAULT_BLOCK, Coding
 from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
+from tests.sizes import SMALL
 
-BASE = {
-    "model_family": "llama",
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "lr": 1e-3,
-    "train_iters": 100,
-    "mock_data": True,
-    "vocab_size": 101,
-}
 TWO_NODES, ONE_NODE = World(8, 4), World(4, 4)
 ZEROPP = {"zero_preset": "zeropp"}
 INT8 = {**ZEROPP, "zero_quantized_weights_delta": False}
@@ -27,7 +16,7 @@ DELTA = {"zero_quantized_weights_delta": True}
 
 
 def config(world=TWO_NODES, **changes):
-    return make_config({**BASE, **changes}, world)
+    return make_config({**SMALL, **changes}, world)
 
 
 def wire(world=TWO_NODES, **changes):
@@ -225,7 +214,7 @@ def test_error_feedback_needs_one_crossing_a_step(changes, nearest):
     feedback = {"zero_quantized_gradients": True, "zero_gradient_rounding": "feedback"}
     (fault,) = errors(**changes, **feedback)
     assert "with G = 8 they cross with every micro-batch" in fault and nearest in fault
-    assert make_config({**BASE, **changes, **feedback}).zero.zero_gradient_rounding == "feedback"
+    assert make_config({**SMALL, **changes, **feedback}).zero.zero_gradient_rounding == "feedback"
     if "zero_preset" in changes:
         assert not wire(ONE_NODE, **changes, **feedback).feedback
     for legal in ("zero1", "mics", "ddp", "zeropp"):
@@ -246,8 +235,8 @@ def test_faults_come_together():
 
 def test_numeric_choices_are_numbers_in_files_too():
     with pytest.raises(ConfigError, match="takes a whole number"):
-        make_config({**BASE, **ZEROPP, "zero_weight_bits": "eight"})
-    assert make_config({**BASE, **ZEROPP, "zero_weight_bits": "4"}).zero.zero_weight_bits == 4
+        make_config({**SMALL, **ZEROPP, "zero_weight_bits": "eight"})
+    assert make_config({**SMALL, **ZEROPP, "zero_weight_bits": "4"}).zero.zero_weight_bits == 4
 
 
 # -- the paper's schedule ----------------------------------------------------------------------------

@@ -248,18 +248,6 @@ def test_a_full_disk_harms_nothing_and_the_same_command_goes_on(checkpoint, tmp_
     assert convert("to-hf", checkpoint, tmp_path / "out", "--shard-size", "6KB") == 0
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """A file system with 32 kB, which is less than the model. Needs the right to mount."""
-    root = tmp_path / "disk"
-    root.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(root)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no right to mount a file system")
-    yield root
-    subprocess.run(["umount", "--lazy", str(root)], check=True)
-
-
 def grow(disk):
     subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
 

@@ -24,6 +24,7 @@ from megazero.data.tokenizer_files import read_tokenizer_files
 from megazero.models import Decoder
 from megazero.train.generate import Sampling, generate, load_text_model
 from tests.hugging_face import save_model, train_sentencepiece
+from tests.sizes import SMALL
 from tests.unit.test_gpt2_tokenizer import TRICKY, train
 
 torch.set_num_threads(1)
@@ -86,16 +87,7 @@ def save_run(root, kind=KIND, **files):
     tokenizer = load_tokenizer(kind, **files)
     config = make_config(
         {
-            "model_family": "llama",
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "seq_length": 32,
-            "vocab_size": tokenizer.info.vocab_size,
-            "micro_batch_size": 1,
-            "lr": 1e-3,
-            "train_iters": 1,
-            "mock_data": True,
+            **{**SMALL, "num_layers": 2, "hidden_size": 32, "vocab_size": tokenizer.info.vocab_size},
             "tokenizer_type": kind,
             **{option: str(file) for option, file in files.items()},
         }

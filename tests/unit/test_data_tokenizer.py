@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.corpus import stdlib_sources
+from megazero.data.text import stdlib_sources
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_training import sample_lines, train_tokenizer
 

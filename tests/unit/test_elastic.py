@@ -14,7 +14,7 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 FOUR_LAYERS = {**TINY, "num_layers": 4, "elastic": True}
 
@@ -130,12 +130,12 @@ def test_where_a_ramp_up_goes_on_is_read_from_one_state_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
-    assert directory.latest(tmp_path, directory.described) is None
+    assert directory.latest(tmp_path, look=directory.described) is None
     monkeypatch.undo()
     saved(tmp_path, consumed=0, batch=16, step=120)
     saved(tmp_path, consumed=32, batch=16, step=90)  # since: the run was taken back
     monkeypatch.setattr(directory, "check_sizes", lambda *_: pytest.fail("it looked at every file"))
-    newest = directory.latest(tmp_path, directory.described)
+    newest = directory.latest(tmp_path, look=directory.described)
     assert newest is not None and directory.stated(newest) == {"consumed_samples": 32}
     (tmp_path / "iter_0000090" / "state.json").write_text("{")
     ramp = {"rampup_batch_size": (8, 4, 32), "global_batch_size": 16, "load": str(tmp_path)}

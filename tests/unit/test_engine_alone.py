@@ -11,10 +11,9 @@ import torch
 
 from megazero import zero
 from megazero.comm.codec import Blockwise
-from megazero.comm.lane import Chain, Lane, Leg, Ticket
+from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
 from megazero.mesh.grid import INTER, AxisSpec
-from megazero.mesh.mesh import Mesh
-from megazero.zero import records, tied
+from megazero.zero import records, reduce
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.records import MASTER, RESIDUAL, load_records, rank_tensors, residual_sum, save_records
 from megazero.zero.rounding import Rounding
@@ -155,17 +154,17 @@ def test_a_chain_uses_the_axes_that_it_states(
         make(wire, cluster, spec, ms)
         wire.name = spec.name  # type: ignore[attr-defined]
 
-    def followed(plan: tuple[Leg, ...], chain: Chain) -> Chain:
+    def followed(plan: tuple[HopSpec, ...], chain: Chain) -> Chain:
         used = []
         for work in chain:
             used.append(work.wire.name)  # type: ignore[attr-defined]
             yield work
-        assert used == [leg.axis for leg in plan]
+        assert used == [hop_spec.axis for hop_spec in plan]
         stated.append(tuple(used))
 
     monkeypatch.setattr(Wire, "__init__", named)
 
-    def submitted(lane: Lane, unit: str, plan: tuple[Leg, ...], chain: Chain, **more: Any) -> Ticket:
+    def submitted(lane: Lane, unit: str, plan: tuple[HopSpec, ...], chain: Chain, **more: Any) -> Ticket:
         return submit(lane, unit, plan, followed(plan, chain), **more)
 
     monkeypatch.setattr(Lane, "submit", submitted)
@@ -276,7 +275,7 @@ def test_the_ends_sum_comes_after_each_ends_own(monkeypatch: pytest.MonkeyPatch)
     lane: Any = SimpleNamespace(
         wait=lambda ticket: calls.append(("wait", ticket.label)),
         follow=lambda: calls.append(("follow",)),
-        submit=lambda name, legs, chain: calls.append(("submit", name)),
+        submit=lambda name, hop_specs, chain: calls.append(("submit", name)),
     )
     monkeypatch.setattr(reducer, "lane", lane)
     reducer.join_ends(SimpleNamespace(name="ends", link=INTER, index=0))  # type: ignore[arg-type]
@@ -295,9 +294,9 @@ def test_replicas_of_an_end_send_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         unit.grad.copy_(torch.linspace(-1, 1, unit.grad.numel()))
         for end in range(2):
             keep = partial(lambda key, ends, out, own, *_: sent.__setitem__(key, own.clone()), (rank, end))
-            monkeypatch.setattr(tied, "start_gather", keep)
+            monkeypatch.setattr(reduce, "start_gather", keep)
             ends: Any = SimpleNamespace(link=INTER, index=end)
-            next(tied.sum_ends(unit, ends, False, context))
+            next(reduce.sum_ends(unit, ends, False, context))
     assert torch.equal(sent[0, 0], sent[1, 0]) and torch.equal(sent[0, 1], sent[1, 1])
     assert not torch.equal(sent[0, 0], sent[0, 1])
 
@@ -356,9 +355,7 @@ def test_both_ends_residuals_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     unit = held.units[0]
     alone = residual_sum(unit, held.mesh.data_axes, held.mesh.rank)
     assert alone.numel() == unit.layout.numel and alone.any()
-    monkeypatch.setattr(Mesh, "ends", SimpleNamespace(reduce_group=None, index=0), raising=False)
-    if "ends" in vars(held.mesh):
-        vars(held.mesh)["ends"] = SimpleNamespace(reduce_group=None, index=0)
+    monkeypatch.setitem(vars(held.mesh), "ends", SimpleNamespace(reduce_group=None, index=0))
 
     def gather(both: torch.Tensor, own: torch.Tensor, group: object) -> None:
         both.view(2, -1).copy_(torch.stack([own, 2 * own]))

@@ -19,6 +19,7 @@ from megazero.train.generate import (
     sample_tokens,
 )
 from megazero.train.parallelize import DTYPES
+from tests.sizes import SMALL
 
 VOCABULARY = 23  # the last id is the end of a document
 CONTEXT = 8
@@ -28,16 +29,8 @@ def make_run(folder, tokenizer=None, dtype="fp32"):
     """A checkpoint as a trainer writes it, of a decoder whose weights are returned."""
     config = make_config(
         {
-            "model_family": "llama",
-            "num_layers": 2,
-            "hidden_size": 16,
-            "num_attention_heads": 2,
-            "seq_length": CONTEXT,
-            "vocab_size": VOCABULARY,
-            "micro_batch_size": 1,
-            "lr": 1e-3,
-            "train_iters": 1,
-            "mock_data": True,
+            **{**SMALL, "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2},
+            **{"seq_length": CONTEXT, "vocab_size": VOCABULARY, "micro_batch_size": 1},
             "init_method_std": 0.5,
             "params_dtype": dtype,
         }

@@ -14,9 +14,8 @@ import pytest
 from megazero.checkpoint.store import CheckpointError
 from megazero.config import ConfigError, make_config
 from megazero.data import IndexedDataset
-from megazero.data.corpus import stdlib_sources
 from megazero.data.preprocess import Job, preprocess
-from megazero.data.text import find_inputs
+from megazero.data.text import find_inputs, stdlib_sources
 from megazero.data.tokenizer import GPT2BPETokenizer, load_tokenizer
 from megazero.log.metrics import read_metrics
 from megazero.train.generate import generate, load_text_model
@@ -95,7 +94,7 @@ def test_ids_are_transformers(files: tuple[Path, Path]) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = GPT2BPETokenizer(*files)
     for theirs in (
-        transformers.GPT2Tokenizer(vocab=str(files[0]), merges=str(files[1])),
+        transformers.GPT2Tokenizer(str(files[0]), str(files[1])),
         transformers.GPT2Tokenizer.from_pretrained(str(files[0].parent)),
     ):
         assert tokenizer.info.eod == theirs.eos_token_id

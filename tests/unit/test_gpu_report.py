@@ -13,9 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from megazero.config import resolve_shards
-from megazero.config.model.flops import training_flops
-from tests.benchmarks.gpu_report import (
+from benchmarks.gpu_report import (
     allocations,
     gpu_tests,
     kernels,
@@ -28,10 +26,12 @@ from tests.benchmarks.gpu_report import (
     setting,
     training,
 )
-from tests.benchmarks.gpu_report.lone_rank import lone_rank
-from tests.benchmarks.gpu_report.pieces import BY_NAME, PIECES
-from tests.benchmarks.gpu_report.record import REASON, Record, Skip
-from tests.benchmarks.gpu_report.setting import ROOT, Setting
+from benchmarks.gpu_report.lone_rank import lone_rank
+from benchmarks.gpu_report.pieces import BY_NAME, PIECES
+from benchmarks.gpu_report.record import REASON, Record, Skip
+from benchmarks.gpu_report.setting import ROOT, Setting
+from megazero.config import resolve_shards
+from megazero.config.model.flops import training_flops
 
 CPU = torch.device("cpu")
 
@@ -225,7 +225,7 @@ def test_peaks_are_of_the_longest_name() -> None:
 
 def test_every_piece_is_importable_and_described() -> None:
     for piece in PIECES:
-        module = importlib.import_module(f"tests.benchmarks.gpu_report.{piece.module}")
+        module = importlib.import_module(f"benchmarks.gpu_report.{piece.module}")
         assert module.__doc__ and callable(getattr(module, piece.run.partition(".")[2]))
 
 
@@ -265,13 +265,13 @@ def test_the_program_keeps_results_and_does_what_is_missing(
     assert now == docs, "a rehearsal leaves docs/gpu.md alone"
 
 
-def test_a_piece_that_dies_has_its_last_words(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_piece_that_dies_has_its_last_words(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     facts = {"device": "d", "torch": "t", "commit": "c"}
-    tool.ROOT = tmp_path  # where there are no pieces
-    try:
-        found = tool.run(BY_NAME["race"], tmp_path, True, 60.0, facts)
-    finally:
-        tool.ROOT = ROOT
+    monkeypatch.setattr(tool, "ROOT", tmp_path)  # where there are no pieces
+    found = tool.run(BY_NAME["race"], tmp_path, True, 60.0, facts)
     assert "ended with status 1" in found[REASON] and "No module named" in found[REASON], found
 
 

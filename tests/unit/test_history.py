@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from megazero.config import World, make_config
 from megazero.log.exit_status import ExitStatus, read_status, record_status
 from megazero.log.history import RUN_FILE, Start, identify, read_events
 from megazero.log.metrics import read_metrics
-from megazero.log.words import duration
+from megazero.log.units import duration
 from megazero.mesh.launch import Launch, is_first, read_launch
-from megazero.train import program
-from megazero.train.ending import Ending
+from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Trainer
 from tests.unit.test_train_seams import SMALL, run
 
@@ -109,14 +107,14 @@ def test_the_head_of_a_log_names_job_restarts_and_hosts() -> None:
 
 
 def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: Any) -> None:
-    ending: list[Ending] = []
+    supervisor: list[Supervisor] = []
 
     def watch(trainer: Trainer) -> None:
-        ending.append(Ending(trainer.config, Launch()))
-        ending[0].trainer = trainer
+        supervisor.append(Supervisor(trainer.config, Launch()))
+        supervisor[0].trainer = trainer
 
     run(chain(tmp_path, exit_interval=3), watch)
-    ending[0].tell(ExitStatus.STOPPED, "received SIGUSR1\nin the step")
+    supervisor[0].report_end(ExitStatus.STOPPED, "received SIGUSR1\nin the step")
     (event,) = [event for event in read_events(tmp_path / "logs") if event["event"] == "end"]
     assert (event["status"], event["why"], event["iteration"], event["iterations"]) == (
         75,
@@ -127,17 +125,17 @@ def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: An
     assert event["consumed_tokens"] == 3 * SMALL["global_batch_size"] * SMALL["seq_length"]
     assert event["checkpoint"].endswith("iter_0000003")
     assert read_status(str(tmp_path / "logs")) == ExitStatus.STOPPED
-    ending[0].tell(ExitStatus.RANK_LOST, "what others see of it", first=True)  # counts no more
+    supervisor[0].report_end(ExitStatus.RANK_LOST, "what others see of it", first=True)  # counts no more
     assert [event["event"] for event in read_events(tmp_path / "logs")] == ["start", "save", "end"]
 
 
-def test_a_rank_that_is_not_the_first_tells_an_end_only_where_none_was_told(tmp_path: Path) -> None:
+def test_a_rank_that_is_not_the_first_reports_an_end_only_where_none_is_recorded(tmp_path: Path) -> None:
     config = run(chain(tmp_path))
     record_status(str(tmp_path / "logs"), None)
-    other = Ending(config, Launch(1, 2))
-    other.tell(ExitStatus.UNEXPECTED, "of its own")
+    other = Supervisor(config, Launch(1, 2))
+    other.report_end(ExitStatus.UNEXPECTED, "of its own")
     assert read_status(str(tmp_path / "logs")) is None
-    other.tell(ExitStatus.RANK_LOST, "missing: rank 0", first=True)
+    other.report_end(ExitStatus.RANK_LOST, "missing: rank 0", first=True)
     assert read_events(tmp_path / "logs")[-1]["why"] == "missing: rank 0"
 
 
@@ -183,43 +181,3 @@ def test_a_mistake_of_the_launcher_is_said_by_the_first_process_alone() -> None:
         assert done.returncode == ExitStatus.MISTAKE
         assert done.stderr.count("different numbers of tasks") == said, done.stderr
     assert is_first({}) and is_first({"RANK": "0", "SLURM_PROCID": "1"}) and not is_first({"PMI_RANK": "2"})
-
-
-def test_a_log_of_a_rank_that_cannot_be_written_is_a_mistake_with_its_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "logs").touch()
-    config = make_config({**SMALL, "log_each_rank": True, "log_dir": str(tmp_path / "logs")}, World(1, 1))
-    assert program.run(config, Launch()) == ExitStatus.MISTAKE
-    assert f"--log-each-rank cannot write {tmp_path}/logs/ranks/rank_0.log" in capsys.readouterr().err
-
-
-def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, str(folder)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def test_what_each_rank_prints_is_kept_at_the_file_descriptors(tmp_path: Path) -> None:
-    code = (
-        "import os, sys\nfrom megazero.log.streams import log_each_rank\nlog_each_rank(sys.argv[1], 3)\n"
-        "print('from Python')\nos.write(1, b'from C\\n')\nos.write(2, b'an error\\n')\nsys.stdout.flush()\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    done = run_python(code, tmp_path)
-    assert sorted(done.stdout.split("\n")) == ["", "from C", "from Python"] and done.stderr == "an error\n"
-    kept = (tmp_path / "ranks" / "rank_3.log").read_text().splitlines()
-    assert kept[0].startswith("--- rank 3, process ")
-    assert sorted(kept[1:]) == ["an error", "from C", "from Python"]
-
-
-def test_a_rank_goes_on_when_what_copies_its_output_dies(tmp_path: Path) -> None:
-    """Its output is then where it was before, from the next word on, and that is said."""
-    code = (
-        "import sys\nfrom megazero.log import streams\nstreams.guard_output()\n"
-        "streams.log_each_rank(sys.argv[1], 3)\nstreams._copies[0].kill()\nstreams._copies[0].wait()\n"
-        "for word in ('one', 'two'):\n    print(word, flush=True)\nprint('done', file=sys.stderr, flush=True)\n"
-    )
-    done = run_python(code, tmp_path)
-    assert done.returncode == 0 and done.stdout == "one\ntwo\n", done.stderr
-    said, last = done.stderr.splitlines()
-    assert "has died" in said and last == "done"

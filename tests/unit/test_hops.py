@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm import hops
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 
 AXIS: Any = SimpleNamespace(
     size=4, index=1, link="inter_node", gather_group="gathers", reduce_group="reductions"

@@ -130,6 +130,31 @@ def test_the_walk_accepts_downward_imports() -> None:
     assert not upward(ROOT / "megazero/config/run.py", "from megazero.pp.partition import partition")
 
 
+def test_no_module_imports_itself_through_others() -> None:
+    names = {module_name(path): path for path in sources()}
+    found = {
+        module: {
+            name if name in names else name.rpartition(".")[0]
+            for name, _ in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
+        }
+        & names.keys() - {module}
+        for module, path in names.items()
+    }
+    while free := [module for module, needs in found.items() if not needs & found.keys()]:
+        for module in free:
+            del found[module]
+    assert not found, f"circles among or behind {sorted(found)}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, set[str]] = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, set()).add(path.relative_to(ROOT).as_posix())
+    assert len(places) > 200 and not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
     """Nodes that run when the module is imported: not functions' bodies, not what type checkers alone read."""
     for node in ast.iter_child_nodes(tree):

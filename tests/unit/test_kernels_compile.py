@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.gpu_report.kernels import BITS, operations
+from benchmarks.gpu_report.kernels import BITS, operations
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = (
@@ -49,17 +50,17 @@ def test_compiles_to_wide_accesses_and_exact_arithmetic(kernel: str, compiled: d
 
 
 # The sums of decode-sum-encode, which are not stored, get a layout of one element a thread, in which every thread
-# reads the scales of 32 blocks: 255 registers and a stack of 8 to 112 bytes. With 8 warps a program it is 146 to 168
-# registers and no stack, and accesses of 8 bytes at 4 bits.
-SPILLS = pytest.param(
-    "sum_quantize",
-    marks=pytest.mark.xfail(reason="spills at 4 warps; whether 8 are faster needs a GPU", strict=True),
-)
+# reads the scales of 32 blocks: 255 registers, and in some releases a stack of 8 to 112 bytes. With 8 warps a program
+# it is 146 to 168 registers and no stack, and accesses of 8 bytes at 4 bits; whether that is faster needs a GPU.
+# By release of Triton; Triton 3.6 puts 8 bytes of quantize there instead.
+SPILLS = {"3.6": {"quantize"}, "3.8": set(), "3.9": {"sum_quantize"}}
 
 
-@pytest.mark.parametrize("kernel", [SPILLS if name == "sum_quantize" else name for name in KERNELS])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_blocks_stay_in_registers(kernel: str, compiled: dict[str, Any]) -> None:
-    assert compiled[kernel]["spilled"] == 0, compiled[kernel]
+    """A release that is not in the table is to keep all of them there."""
+    known = SPILLS.get(".".join(version("triton").split(".")[:2]), set())
+    assert (compiled[kernel]["spilled"] > 0) == (kernel in known), compiled[kernel]
 
 
 @pytest.mark.parametrize("size", ["", " of one block"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megazero.comm import lane as lane_module
-from megazero.comm.lane import Chain, HopSpec, Lane, Ticket, no_timing
+from megazero.comm.lane import Chain, HopSpec, Lane, Ticket
+from megazero.comm.timing import no_timing
 
 
 class Event:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megazero.config import World, parse
-from megazero.log.exit_status import ExitStatus, process_status, tell_torchrun
+from megazero.log.exit_status import ExitStatus, process_status, report_to_torchrun
 from megazero.mesh.launch import expand_hosts, read_launch, take_local_rank
+from tests.sizes import LEAST
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "7777"}
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", **MASTER}
@@ -147,9 +148,8 @@ def test_ranks_meet_where_rank_0_is_or_are_told_how_to_say_it() -> None:
 
 
 def test_a_node_size_that_nobody_says_is_noted_and_not_taken_for_one_node() -> None:
-    flags = "--model-family llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-    flags += "--micro-batch-size 1 --lr 1 --train-iters 1 --mock-data --vocab-size 50 "
-    flags += "--zero-preset zeropp --zero-quantized-gradients"
+    flags = f"--model-family llama {LEAST} --micro-batch-size 1 --train-iters 1 --zero-preset zeropp "
+    flags += "--zero-quantized-gradients"
     launch = read_launch(BARE)
     (note,) = launch.found_nodes(8)
     assert "RANK and WORLD_SIZE does not say how many ranks a node has: 8, by the host names" in note
@@ -182,7 +182,7 @@ def test_torchruns_report_ends_with_the_ranks_own_words(tmp_path, monkeypatch) -
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("WANDB_API_KEY", "do-not-show-this-one")
-    tell_torchrun("2 configuration errors:\n  - --lr -1 must be above 0; do-not-show-this-one")
+    report_to_torchrun("2 configuration errors:\n  - --lr -1 must be above 0; do-not-show-this-one")
     failure = errors.ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     *_, first, second, _ = f"{errors.ChildFailedError('pretrain_gpt.py', {0: failure})}".splitlines()
     assert "traceback : 2 configuration errors:" in first and second.endswith("--lr -1 must be above 0; ***")
@@ -190,7 +190,7 @@ def test_torchruns_report_ends_with_the_ranks_own_words(tmp_path, monkeypatch) -
 
 def test_others_are_told_nothing(monkeypatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    tell_torchrun("an error")  # there is no file to write to
+    report_to_torchrun("an error")  # there is no file to write to
 
 
 @pytest.mark.parametrize("status", ExitStatus)

@@ -23,11 +23,11 @@ from megazero.config.options.sections import PrecisionConfig
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
-from megazero.ops.guards import NonFiniteLoss
+from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 
 def fp16(**options: Any) -> LossScaling:

@@ -1,4 +1,4 @@
-"""tests/benchmarks/loss.py: its statistics against known values, which run comes next, the report."""
+"""benchmarks/loss.py: its statistics against known values, which run comes next, the report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from statistics import NormalDist
 
 import pytest
 
+from benchmarks.loss_plan import Plan, Record, Results, Runs
+from benchmarks.loss_report import Report
+from benchmarks.loss_run import Run, Settings, nudged
+from benchmarks.loss_statistics import Difference, difference, estimate, t_quantile
 from megazero.models import initializer
-from tests.benchmarks.loss_plan import Plan, Record, Results, Store
-from tests.benchmarks.loss_report import Report
-from tests.benchmarks.loss_run import Run, Settings, nudged
-from tests.benchmarks.loss_statistics import Difference, difference, estimate, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_same_bits_are_asked_of_the_same_seed_and_nudge() -> None:
 
 
 def test_runs_of_other_settings_are_kept_apart(tmp_path: Path) -> None:
-    store, settings = Store(tmp_path / "runs.jsonl"), Settings()
+    store, settings = Runs(tmp_path / "runs.jsonl"), Settings()
     assert not store.records()
-    store.append(settings, record(Run("zero3", 1), 3.0))
-    store.append(replace(settings, peak=1.0), record(Run("zero3", 2), 3.1))
-    store.append(settings, record(Run("hpz", 1), 3.2))
-    again = Store(store.file)
+    store.add(settings, record(Run("zero3", 1), 3.0))
+    store.add(replace(settings, peak=1.0), record(Run("zero3", 2), 3.1))
+    store.add(settings, record(Run("hpz", 1), 3.2))
+    again = Runs(store.file)
     assert list(again.results(settings).runs) == [Run("zero3", 1), Run("hpz", 1)]
     assert again.results(settings).losses("hpz") == {1: [3.2]}
     assert again.results(settings).losses("hpz", step=0) == {1: [7.0]}

@@ -14,7 +14,7 @@ from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
-from tests.unit.command_lines import BASE, errors, run, write
+from tests.unit.command_lines import BASE, base_without, errors, run, write
 from tools.megatron_page import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -191,8 +191,7 @@ def test_contradictions_and_values_that_are_not_built(line, part):
 
 
 def in_tokens(line):
-    base = [word for word in BASE if not word.startswith("--train-iters")]
-    return parse([*base, *line.split()])
+    return parse([*base_without("train_iters"), *line.split()])
 
 
 def test_of_a_flag_that_stands_twice_the_last_one_counts():

@@ -26,7 +26,7 @@ from megatron_core_patch.report import Teller, start_line
 from megatron_core_patch.tied import exchange_parts, is_tied
 from megatron_core_patch.two_hops import TwoHops, cut_groups, ranks_on_a_node
 from megazero.comm.codec import Blockwise
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
 from megazero.train.parallelize import make_codecs
@@ -128,7 +128,7 @@ def test_refused_optimizers_and_wrappers() -> None:
     assert list(module_problems(module))
 
 
-@pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.17.0", True)])
+@pytest.mark.parametrize("version, warned", [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])
 def test_versions(version: str, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     core = pytest.importorskip("megatron.core")
     monkeypatch.setattr(core, "__version__", version)

@@ -84,7 +84,7 @@ def test_cuda_finds_its_settings_when_it_starts(monkeypatch):
 
     from megazero.config import World, make_config
     from megazero.train import setup
-    from tests.dist.runs import TINY
+    from tests.sizes import TINY
 
     found = []
 

@@ -129,7 +129,7 @@ def test_recompute_keeps_fewer_activations():
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_dropout_rate_and_scale(probability):
-    from megazero.models.dropout import keyed_dropout
+    from megazero.models.layer import keyed_dropout
 
     dropped = keyed_dropout(torch.ones(200_000), probability, (1, 2))
     assert dropped.unique().tolist() == pytest.approx([0.0, 1 / (1 - probability)])

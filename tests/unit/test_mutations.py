@@ -27,9 +27,10 @@ def test_a_text_that_is_not_there_once_is_refused() -> None:
 
 
 def test_the_nearest_tests_come_first() -> None:
-    first = nearest_tests("megazero/comm/lane.py")[0]
-    assert first.name == "test_lane.py"
-    assert "test_boxes" not in {test.stem for test in nearest_tests("megazero/plan/gathers.py")}
+    tests = nearest_tests("megazero/comm/lane.py")
+    assert tests[0].name == "test_lane.py"
+    places = [test.parent.name for test in tests]
+    assert places == sorted(places, reverse=True) and set(places) == {"unit", "dist"}, "of one process first"
     assert "test_checkpoint_boxes.py" in {
         test.name for test in nearest_tests("megazero/checkpoint/placement.py")
     }
@@ -48,7 +49,10 @@ def test_what_hangs_is_killed_and_what_fails_is_named(tmp_path: Path) -> None:
         f"def test_hangs():\n    child = subprocess.Popen(['sleep', '600'])\n"
         f"    open({str(child)!r}, 'w').write(str(child.pid))\n    time.sleep(600)\n"
     )
-    outcome = run_tests(tmp_path, ["tests/test_hangs.py"], 15)
+    for limit_s in (4, 16, 64):  # a busy machine may not come to the test in less
+        outcome = run_tests(tmp_path, ["tests/test_hangs.py"], limit_s)
+        if child.exists():
+            break
     assert not outcome.failed and outcome.last == "tests/test_hangs.py::test_hangs"
     pid = int(child.read_text())
     for _ in range(100):

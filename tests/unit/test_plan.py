@@ -29,38 +29,11 @@ from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, simulate
 from megazero.plan.units import LAYER
 from megazero.verify.expected_bytes import ExpectedBytes
+from tests.sizes import PLANNED, words
 
-MODEL = {
-    "model_family": "llama",
-    "num_layers": 6,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "seq_length": 64,
-    "vocab_size": 1000,
-    "params_dtype": "bf16",
-    "global_batch_size": 32,
-    "micro_batch_size": 1,
-    "lr": 1e-3,
-    "train_iters": 5,
-    "mock_data": True,
-}
-WORDS = [
-    "--model-family",
-    "llama",
-    "--num-layers",
-    "6",
-    "--hidden-size",
-    "256",
-    "--num-attention-heads",
-    "8",
-    "--seq-length",
-    "64",
-    "--vocab-size",
-    "1000",
-    "--bf16",
-    "--global-batch-size",
-    "32",
-]
+MODEL = {**PLANNED, "params_dtype": "bf16"}
+TRAINED = ("micro_batch_size", "lr", "train_iters", "mock_data")  # what a plan does not take
+WORDS = [*words({name: value for name, value in PLANNED.items() if name not in TRAINED}), "--bf16"]
 
 
 ALONE = [

@@ -25,21 +25,9 @@ from megazero.plan.seconds import Collectives
 from megazero.plan.shared_processors import Machine, fair_level
 from megazero.plan.simulate import BILL, ENGINE, _Lane, _run, simulate
 from megazero.pp.schedules import make_schedule, sends
+from tests.sizes import PLANNED
 
-MODEL = {
-    "model_family": "llama",
-    "num_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "seq_length": 64,
-    "vocab_size": 1000,
-    "global_batch_size": 16,
-    "micro_batch_size": 1,
-    "lr": 1e-3,
-    "train_iters": 5,
-    "mock_data": True,
-    "ranks_per_node": 2,
-}
+MODEL = {**PLANNED, "num_layers": 4, "num_attention_heads": 4, "global_batch_size": 16, "ranks_per_node": 2}
 CODECS = tuple(MeasuredCodec(bits, 4.0, 2.0, 3.0) for bits in (32, 8, 4))
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.comm.lane import no_timing
-from megazero.comm.traffic import Traffic
+from megazero.comm.hops import Traffic
+from megazero.comm.timing import no_timing
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
 from megazero.pp.partition import partition

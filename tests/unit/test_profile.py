@@ -17,25 +17,13 @@ from megazero.plan.seconds import Collectives
 from megazero.profile.command import main
 from megazero.profile.options import read_request
 from megazero.profile.points import CollectivePoint, divisors, modules, sizes, wires
-from megazero.profile.record import Progress, cluster_text, links, series, write_cluster
+from megazero.profile.record import Measurements, cluster_text, links, series, write_cluster
+from tests.sizes import SMALL, words
 
-MODEL = {
-    "model_family": "llama",
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "vocab_size": 128,
-    "lr": 1e-3,
-    "train_iters": 1,
-    "mock_data": True,
-    "global_batch_size": 8,
-}
+SIZES = ("model_family", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+MODEL = {**SMALL, "num_layers": 2, "vocab_size": 128, "train_iters": 1, "global_batch_size": 8}
 CHECK_NODES = Path(__file__).resolve().parents[2] / "tools" / "check_nodes.py"
-WORDS = [
-    *("--model-family", "llama", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
-    *("--seq-length", "32", "--vocab-size", "128"),
-]
+WORDS = words({name: MODEL[name] for name in SIZES})
 DEVICE = {
     "name": "card",
     "memory_gib": 8,
@@ -96,17 +84,17 @@ def test_links_are_those_of_the_measured_collectives() -> None:
 
 def test_progress_goes_on_and_refuses_another_model(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml.measured.jsonl"
-    first = Progress(path, {"model": 1})
+    first = Measurements(path, {"model": 1})
     first.add("a", [{"x": 1}])
     first.add("b", [{"x": 2}])
     path.write_text(path.read_text() + '{"point": "c", "ro')  # broken off
-    again = Progress(path, {"model": 1})
+    again = Measurements(path, {"model": 1})
     assert again.done == {"a": [{"x": 1}], "b": [{"x": 2}]}
     again.add("c", [{"x": 3}])
     assert [json.loads(line).get("point") for line in path.read_text().splitlines()] == [None, "a", "b", "c"]
     with pytest.raises(ConfigError, match="another model: --profile-fresh forgets it"):
-        Progress(path, {"model": 2})
-    assert Progress(path, {"model": 2}, fresh=True).done == {}
+        Measurements(path, {"model": 2})
+    assert Measurements(path, {"model": 2}, fresh=True).done == {}
 
 
 def test_measured_modules_stretch_what_is_counted() -> None:
@@ -142,7 +130,7 @@ def test_what_one_rank_cannot_do_is_said_by_it(capsys, monkeypatch, tmp_path: Pa
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    monkeypatch.setattr("megazero.train.ranks.prepare_cuda", lambda: ())
+    monkeypatch.setattr("megazero.train.distributed.prepare_cuda", lambda: ())
     assert main([*WORDS, "--cluster-output", str(tmp_path / "c.yaml")]) == 2
     assert "rank 3: local rank 3 has no GPU: torch sees 3" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["check_nodes.py"])

@@ -24,12 +24,12 @@ def quickstart():
 
 
 def training_flags(quickstart, monkeypatch, out, ranks, gpus):
-    """The flags of every leg, as the commands are given them."""
+    """The flags of every phase, as the commands are given them."""
     seen = []
 
     def run_shown(command, log, environ):
         seen.append(command)
-        return 75 if "--exit-interval" in command else 0  # the leg's planned stop
+        return 75 if "--exit-interval" in command else 0  # the phase's planned stop
 
     monkeypatch.setattr(quickstart, "run_shown", run_shown)
     run = quickstart.Quickstart(out, quickstart.make_plan(ranks, None, gpus))
@@ -44,18 +44,18 @@ def training_flags(quickstart, monkeypatch, out, ranks, gpus):
 def test_every_layout_is_legal(quickstart, monkeypatch, tmp_path, ranks, gpus, expected):
     plan = quickstart.make_plan(ranks, None, gpus)
     assert (plan.ranks, plan.device) == (expected, "cuda" if gpus else "cpu")
-    legs = [parse(flags, World(expected, expected)) for flags in
+    phases = [parse(flags, World(expected, expected)) for flags in
             training_flags(quickstart, monkeypatch, tmp_path, ranks, gpus)]  # fmt: skip
-    assert len(legs) == len(plan.leg_ends) == (3 if expected > 1 else 2)
-    assert all(leg.optimizer == legs[0].optimizer for leg in legs)
-    assert {leg.training.train_iters for leg in legs} == {plan.iterations}
-    assert [leg.training.exit_interval or plan.iterations for leg in legs] == plan.leg_ends
-    # every leg evaluates at its end
-    assert not any(end % legs[0].training.eval_interval for end in plan.leg_ends)
-    assert {leg.checkpoint.load for leg in legs[1:]} == {legs[0].checkpoint.save}
+    assert len(phases) == len(plan.phase_ends) == (3 if expected > 1 else 2)
+    assert all(phase.optimizer == phases[0].optimizer for phase in phases)
+    assert {phase.training.train_iters for phase in phases} == {plan.iterations}
+    assert [phase.training.exit_interval or plan.iterations for phase in phases] == plan.phase_ends
+    # every phase evaluates at its end
+    assert not any(end % phases[0].training.eval_interval for end in plan.phase_ends)
+    assert {phase.checkpoint.load for phase in phases[1:]} == {phases[0].checkpoint.save}
     if expected > 1:
-        assert len({(leg.parallel, leg.zero.zero_preset) for leg in legs}) == 3
-        assert legs[2].parallel.pipeline_model_parallel_size == 2
+        assert len({(phase.parallel, phase.zero.zero_preset) for phase in phases}) == 3
+        assert phases[2].parallel.pipeline_model_parallel_size == 2
 
 
 def test_out_folder_belongs_to_one_plan(quickstart, tmp_path):

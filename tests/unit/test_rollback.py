@@ -24,8 +24,8 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig, World, make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.log.exit_status import ExitStatus
-from megazero.ops.guards import LocalStep, NonFiniteGuard
-from megazero.ops.stopping import ExitConditions
+from megazero.ops.exit_conditions import ExitConditions
+from megazero.ops.failures import LocalStep, NonFiniteGuard
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state.checkpointing import Checkpointing
@@ -34,7 +34,7 @@ from megazero.train.state.progress import Progress
 from megazero.train.state.rollback import LossSpike
 from megazero.train.state.saver import Saver
 from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 LAST = 48
 GOOD, SPIKE, SKIP, NAN = (3.0, 1.0), (9.0, 1.0), (3.0, math.inf), (math.nan, math.nan)  # loss and norm
@@ -93,7 +93,8 @@ class Run(Trainer):
         self.mesh: Any = SimpleNamespace(rank=0)
         self.weights, self.back = torch.zeros(LAST + 1), list[tuple[int, int]]()
         self.scaling, self.spikes = SimpleNamespace(), SpikeMonitor(config.skipping)  # type: ignore[assignment]
-        self.checkpointing = Kept(config, self.mesh, None, {}, "", spikes=self.spikes, weights=self.weights)  # type: ignore[arg-type]
+        engine: Any = SimpleNamespace(mesh=self.mesh)
+        self.checkpointing = Kept(config, engine, {}, spikes=self.spikes, weights=self.weights)
         origin = find_origin(config, self.mesh)
         self.checkpointing.load(origin)
         self.progress, self.ranges, self.guard = origin.progress, (), NonFiniteGuard()
@@ -107,7 +108,7 @@ class Run(Trainer):
         self.data: Any = SimpleNamespace(train=None, valid={}, test={})
         batches = SimpleNamespace(seek=int)
         self.feeding: Any = SimpleNamespace(batches=lambda *_, **__: nullcontext(batches))
-        self.told, self.forecast, self.phase = None, None, ""
+        self.exit_reason, self.forecast, self.phase = None, None, ""
 
     def _iterate(self, batches: Any) -> Any:
         at = self.progress.iteration + 1

@@ -18,7 +18,7 @@ from megazero.train.state.progress import (
     next_to_leave_out,
     without_effect,
 )
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 
 
 def test_ranges_are_sorted_and_joined() -> None:

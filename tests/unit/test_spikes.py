@@ -18,7 +18,7 @@ from megazero.train.schedule.spikes import SpikeMonitor
 from megazero.train.state import rollback
 from megazero.train.state.origin import Origin
 from megazero.train.state.progress import LeftOut, Progress
-from tests.dist.runs import TINY
+from tests.sizes import TINY
 from tests.unit.test_train_metrics import _line
 
 CONFIG = SkippingConfig(

@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm import waits
-from megazero.comm.waits import Waits
+from megazero.comm import timing
+from megazero.comm.timing import Waits
 from megazero.log.time_bill import ITEMS, TimeBill
 from megazero.ops import tcp
-from megazero.ops.stragglers import STEADY, WINDOW, Stragglers
+from megazero.ops.stragglers import STEADY, WINDOW, RankSeconds, Stragglers
 from megazero.ops.tcp import LinkMeter, Sent, busy_share, connections
 
 HOSTS = ["n0", "n0", "n1", "n1"]
 BILL = dict.fromkeys(ITEMS, 0.0) | {"compute": 1.0, "exposed_reduce_inter": 0.8, "data": 0.2}
-EVEN = (1.0, 0.2, 0.1)
+EVEN = RankSeconds(1.0, 0.2, 0.1)
 
 
 def judged(rows: list[Any], times: int, judge: Stragglers) -> tuple[list[dict[str, Any]], list[str]]:
     """Metrics and warnings of so many iterations of 2 s with the same rows."""
-    out = [judge.take(rows, BILL, 2.0) for _ in range(times)]
+    out = [judge.take([RankSeconds(*row) for row in rows], BILL, 2.0) for _ in range(times)]
     return [metrics for metrics, _ in out], [line for _, lines in out for line in lines]
 
 
 def stragglers(stages: list[list[int]]) -> Stragglers:
     judge = Stragglers(stages, HOSTS, judges=True)
-    assert judge.take([(0.0,) * 3] * 4, BILL, 2.0) == (
+    assert judge.take([RankSeconds()] * 4, BILL, 2.0) == (
         {},
         [],
     )  # nothing is known of an iteration before the first
@@ -84,8 +84,10 @@ def test_a_rank_alone_in_its_stage_is_judged_by_its_data_and_links_only() -> Non
 def test_own_time_is_without_waits_and_links_count_for_what_was_waited() -> None:
     judge = Stragglers([[0, 1, 2, 3]], HOSTS, judges=False, link=lambda: 0.9)
     assert judge.take([EVEN] * 4, BILL, 2.0) == ({}, [])
-    assert judge.own == pytest.approx((1.0, 0.2, 0.8))  # not 0.9 x 2 s: the rest was hidden behind compute
-    assert judge.take([EVEN, EVEN, EVEN, (9.0, 0, 0)], BILL, 2.0) == ({}, [])  # another rank speaks
+    assert judge.own == pytest.approx(
+        RankSeconds(1.0, 0.2, 0.8)
+    )  # not 0.9 x 2 s: the rest was hidden behind compute
+    assert judge.take([EVEN, EVEN, EVEN, RankSeconds(9.0)], BILL, 2.0) == ({}, [])  # another rank speaks
 
 
 # -- what is measured -------------------------------------------------------------------------------
@@ -139,20 +141,20 @@ def test_waits_are_spans_on_a_cpu_and_events_on_cuda(monkeypatch: pytest.MonkeyP
         with Waits(torch.device("cpu"), bill.span)("exposed_tp_intra"):
             FakeEvent.now += 3
     assert bill.close(5.0) == dict.fromkeys(ITEMS, 0.0) | {"compute": 2.0, "exposed_tp_intra": 3.0}
-    monkeypatch.setattr(waits.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(timing.torch.cuda, "Event", FakeEvent)
     timer = Waits(torch.device("cuda"), bill.span)
-    for _ in range(3 * waits.MOST):
+    for _ in range(3 * timing.MOST):
         with timer("exposed_tp_intra"):
             FakeEvent.now += 1  # in milliseconds here
-    assert len(timer.pairs) <= waits.MOST
-    assert timer.take_stalls() == pytest.approx({"exposed_tp_intra": 3e-3 * waits.MOST})
+    assert len(timer.pairs) <= timing.MOST
+    assert timer.take_stalls() == pytest.approx({"exposed_tp_intra": 3e-3 * timing.MOST})
     assert timer.take_stalls() == {}
     with Waits(torch.device("cuda"))("exposed_tp_intra"):  # nobody watches
         pass
 
 
 def test_a_wait_that_is_not_over_is_left_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(timing.torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
     timer = Waits(torch.device("cuda"), TimeBill().span)
     with timer("exposed_tp_intra"):

@@ -16,26 +16,14 @@ from megazero.tp import (
     TensorParallel,
     column_parallel,
 )
+from tests.sizes import DECODER
 
-SIZES = {
-    "model_family": "llama",
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "vocab_size": 101,
-    "max_position_embeddings": 16,
-    "make_vocab_size_divisible_by": 1,
-}
-MHA = {**SIZES, "num_query_groups": 8}
+MHA = {**DECODER, "num_query_groups": 8}
 CASES: dict[str, ModelConfig] = {
-    "llama": make_model(**SIZES),
-    "llama-tied-selective": make_model(**SIZES, untie_embeddings_and_output_weights=False),
-    "llama-tied-full": make_model(**SIZES, untie_embeddings_and_output_weights=False),
-    "llama-biases": make_model(**SIZES, add_bias_linear=True, normalization="LayerNorm"),
+    "llama": make_model(**DECODER),
+    "llama-tied-selective": make_model(**DECODER, untie_embeddings_and_output_weights=False),
+    "llama-tied-full": make_model(**DECODER, untie_embeddings_and_output_weights=False),
+    "llama-biases": make_model(**DECODER, add_bias_linear=True, normalization="LayerNorm"),
     "gpt": make_model(**{**MHA, "model_family": "gpt"}),
     "gpt-full": make_model(**{**MHA, "model_family": "gpt"}),
     "bloom": make_model(**{**MHA, "model_family": "bloom"}),

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from megazero.log.exit_status import ExitStatus
-from megazero.ops import stopping
-from megazero.ops.guards import (
+from megazero.ops import exit_conditions
+from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
+from megazero.ops.failures import (
     LocalStep,
     NonFiniteGuard,
     NonFiniteLoss,
@@ -21,13 +22,12 @@ from megazero.ops.guards import (
     collective_symptom,
     readable_failures,
 )
-from megazero.ops.stopping import ExitConditions, NotStarted, StopSignals
 
 
 def alone(conditions: ExitConditions, iteration: int, since: int | None = None) -> str | None:
     """The reason of the only rank."""
     own, since = conditions.own_reason(), iteration - 1 if since is None else since
-    return conditions.told(own, own is not None) or conditions.planned(since, iteration)
+    return conditions.agreed_reason(own, own is not None) or conditions.planned(since, iteration)
 
 
 def test_exit_interval() -> None:
@@ -67,10 +67,10 @@ def test_one_ranks_signal_stops_all_ranks() -> None:
     ranks = [ExitConditions(signals=signals, exit_interval=3) for signals in (quiet, signalled)]
     own = [conditions.own_reason() for conditions in ranks]
     assert own == [None, "received SIGTERM"]
-    stopped = [c.told(mine, any(own)) or "" for c, mine in zip(ranks, own, strict=True)]
+    stopped = [c.agreed_reason(mine, any(own)) or "" for c, mine in zip(ranks, own, strict=True)]
     assert "another rank" in stopped[0] and stopped[1] == "received SIGTERM"
     signalled.received = signal.SIGUSR1  # after the ranks told each other: not in this iteration
-    assert [c.told(None, False) for c in ranks] == [None, None]
+    assert [c.agreed_reason(None, False) for c in ranks] == [None, None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -85,7 +85,7 @@ def test_signals_are_noted_and_handlers_restored(
         os.kill(os.getpid(), number)
         assert alone(conditions, 2) == f"received {number.name}"
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C signals all ranks, and torchrun hands it on to them
-        monkeypatch.setattr(stopping, "SAME_S", 0.0)
+        monkeypatch.setattr(exit_conditions, "SAME_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert {n: signal.getsignal(n) for n in before} == before
@@ -142,15 +142,6 @@ def test_norms_skip_and_stop_after_a_row() -> None:
         guard.check_norm(6, math.inf, GOOD, _gathers(GOOD))
     with pytest.raises(ValueError, match="at least 1"):
         NonFiniteGuard(0)
-
-
-def test_a_row_of_skips_begins_after_the_last_good_step() -> None:
-    """A rollback goes back to before it: a beginning of an earlier row would undo good steps."""
-    guard, began = NonFiniteGuard(max_skips=9), []
-    for iteration, norm in enumerate([1.0, math.inf, math.nan, 1.0, 1.0, math.inf, math.inf, 1.0], 1):
-        guard.check_norm(iteration, norm, GOOD, _must_not_gather)
-        began.append(guard.began)
-    assert began == [0, 2, 2, 0, 0, 6, 6, 0]
 
 
 def test_overflows_that_a_lower_loss_scale_may_cure_do_not_count() -> None:

@@ -6,22 +6,18 @@ import errno
 import io
 import json
 import os
-import shutil
-import subprocess
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megazero.files import replacing
-from megazero.log import copying, lines
-from megazero.log.lines import LineFile
+from megazero.log import line_file
+from megazero.log.line_file import LineFile
 from megazero.log.metrics import SUPERSEDED_FILE, MetricsWriter, read_metrics
-from megazero.log.streams import SafeStream
+from megazero.log.safe_stream import SafeStream
 from megazero.train.trainer import Trainer
 from tests.unit.test_history import chain
 from tests.unit.test_train_metrics import _line
@@ -64,13 +60,13 @@ def test_lines_wait_whole_and_in_order_whatever_room_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     disk, clock = Disk(25, error), Clock()
-    monkeypatch.setattr(lines, "open", disk.open, raising=False)
+    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
     file = LineFile(tmp_path / "lines", clock=clock)
     wanted = [b"line %04d\n" % number for number in range(40)]
     with pytest.warns(UserWarning, match="training goes on, and lines are kept in memory") as caught:
         for number, line in enumerate(wanted):
             disk.room += 7 if number > 20 else 0  # parts of lines
-            clock.now += lines.RETRY_S
+            clock.now += line_file.RETRY_S
             file.append(line)
         disk.room = 10_000
         file.close()
@@ -83,7 +79,7 @@ def test_a_full_disk_is_asked_now_and_then_and_the_oldest_lines_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, clock = Disk(0), Clock()
-    monkeypatch.setattr(lines, "open", disk.open, raising=False)
+    monkeypatch.setattr(line_file, "open", disk.open, raising=False)
     file = LineFile(tmp_path / "lines", most_bytes=50, clock=clock)
     with pytest.warns(UserWarning) as caught:
         file.append(b"line 0000\n")
@@ -91,7 +87,7 @@ def test_a_full_disk_is_asked_now_and_then_and_the_oldest_lines_go_first(
         for number in range(1, 10):
             file.append(b"line %04d\n" % number)  # not asked again yet
         assert disk.room == 1000
-        clock.now += lines.RETRY_S
+        clock.now += line_file.RETRY_S
         file.append(b"line 0010\n")
     assert (tmp_path / "lines").read_bytes() == b"".join(b"line %04d\n" % n for n in (0, 6, 7, 8, 9, 10))
     assert file.lost == 5 and ["oldest lines are being lost" in f"{w.message}" for w in caught] == [
@@ -101,7 +97,7 @@ def test_a_full_disk_is_asked_now_and_then_and_the_oldest_lines_go_first(
 
 
 def test_what_is_left_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "open", Disk(4).open, raising=False)
+    monkeypatch.setattr(line_file, "open", Disk(4).open, raising=False)
     file = LineFile(tmp_path / "lines")
     with pytest.warns(UserWarning) as caught:
         file.append(b"line 1\n")
@@ -138,30 +134,6 @@ def test_a_library_that_replaces_write_sees_what_is_safe(monkeypatch: pytest.Mon
     assert "".join(seen) == stream.getvalue() == "it is ***\n"
 
 
-def test_copies_hide_secrets_also_where_no_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A secret that arrives in two pieces, one behind a bar without an end of line, a byte that is no text."""
-    monkeypatch.setenv("A_TOKEN", "planted1")
-    (source, sink), (other, at_other), kept = os.pipe(), os.pipe(), tmp_path / "kept"
-    with open(kept, "wb") as file, open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
-        thread = threading.Thread(
-            target=copying.copy, args=(file.fileno(), {source: out.fileno(), other: err.fileno()})
-        )
-        thread.start()
-        for piece in (b"it is plan", b"ted1\n", b"a bar: planted1"):
-            os.write(sink, piece)
-        for _ in range(1000):  # nothing ends its line
-            if b"a bar: ***" in kept.read_bytes():
-                break
-            time.sleep(0.01)
-        os.write(at_other, b"\xff planted1")
-        os.close(sink)
-        os.close(at_other)
-        thread.join()
-    assert (tmp_path / "out").read_bytes() == b"it is ***\na bar: ***"
-    assert (tmp_path / "err").read_bytes() == b"\xff ***"
-    assert len(kept.read_bytes()) == len(b"it is ***\na bar: ***\xff ***")
-
-
 def test_a_log_on_a_full_disk_does_not_raise() -> None:
     stream = SafeStream(Full())  # type: ignore[arg-type]
     print("a line", file=stream, flush=True)
@@ -169,18 +141,6 @@ def test_a_log_on_a_full_disk_does_not_raise() -> None:
         broken = Full()
         broken.write = lambda text: (_ for _ in ()).throw(OSError(errno.EBADF, "Bad file"))  # type: ignore[method-assign]
         print("a line", file=SafeStream(broken))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 32 kB. Needs the right to mount."""
-    root = tmp_path / "disk"
-    root.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(root)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no right to mount a file system")
-    yield root
-    subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
 def fill(disk: Path) -> Path:
@@ -224,7 +184,7 @@ def test_a_run_goes_on_while_its_log_disk_is_full_and_resumes_on_it(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fills up in the run; the resume begins on the full disk and gets room on the way."""
-    monkeypatch.setattr(lines, "RETRY_S", 0.0)
+    monkeypatch.setattr(line_file, "RETRY_S", 0.0)
     values = chain(tmp_path, train_iters=12, log_dir=str(disk / "logs"), log_interval=1)
     with pytest.warns(UserWarning, match=r"metrics.jsonl: No space left on device; training goes on"):
         traced = {"profile": True, "profile_step_start": 2, "profile_step_end": 3}
@@ -242,7 +202,7 @@ def test_a_run_goes_on_while_its_log_disk_is_full_and_resumes_on_it(
 def test_a_resume_that_supersedes_lines_waits_for_room_with_that_too(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "RETRY_S", 0.0)
+    monkeypatch.setattr(line_file, "RETRY_S", 0.0)
     writer = MetricsWriter(disk, iteration=0)
     for iteration in range(1, 9):
         writer.iteration(_line(iteration))

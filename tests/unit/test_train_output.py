@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megazero.log.console import TrainConsole, human_bytes, human_count, interval_line
-from megazero.log.history import new_run_id
+from megazero.log.console import TrainConsole, interval_line
+from megazero.log.history import Start, new_run_id
 from megazero.log.loggers import Loggers, TensorBoardLogger, WandbLogger, scalars
 from megazero.log.metrics import MetricsWriter, read_metrics
 from megazero.log.plot import plot_loss
+from megazero.log.units import human_bytes, human_count
 from megazero.train.outputs import Outputs
 from megazero.train.state.progress import LeftOut
 from tests.unit.test_train_metrics import _line
@@ -104,7 +105,7 @@ def test_numbers_for_people() -> None:
 def test_console_and_metrics_leave_torch_out() -> None:
     code = (
         "import sys, megazero.log.console, megazero.log.metrics, megazero.log.time_bill, "
-        "megazero.train.schedule.learning_rate, megazero.train.schedule.run_length, megazero.ops.guards, "
+        "megazero.train.schedule.learning_rate, megazero.train.schedule.run_length, megazero.ops.failures, "
         "megazero.log.loggers, megazero.log.plot\n"
         "assert not {'torch', 'numpy', 'matplotlib', 'wandb'} & sys.modules.keys()"
     )
@@ -185,7 +186,7 @@ def test_what_a_rollback_undid_leaves_tensorboard_as_it_leaves_the_metrics(tmp_p
 
     metrics, board = MetricsWriter(tmp_path, iteration=0), TensorBoardLogger(tmp_path / "board")
     console = TrainConsole(total=8, enabled=False, stream=io.StringIO())
-    outputs = Outputs(console, Loggers([board]), metrics)
+    outputs = Outputs(Start("1"), console, Loggers([board]), metrics)
     for iteration in (1, 2, 3, 4, 5, 8):
         metrics.iteration(_line(iteration))
         outputs.loggers.log(iteration, _line(iteration).as_dict())

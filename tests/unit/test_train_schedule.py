@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.train.schedule.learning_rate import LearningRate
+from tests.oracle import megatron_batch_sizes
 
 # Megatron's: a style that megazero alone has needs a test by hand.
 STYLES = ("constant", "linear", "cosine", "inverse-square-root")
@@ -58,12 +59,10 @@ RAMPS = [(8, 8, 100, 32, 2, 4), (192, 16, 9765, 2048, 2, 8), (4, 4, 37, 16, 1, 4
 
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_batch_size_equals_megatron(ramp: tuple[int, ...]) -> None:
-    module = pytest.importorskip("megatron.core.num_microbatches_calculator")
     ours = BatchSizeRampup(*ramp)
-    theirs = module.RampupBatchsizeNumMicroBatchesCalculator(
-        ours.target, ours.micro_batch, ours.data_parallel, False, 1,
-        ours.start, ours.increment, ours.ramp_samples,
-    )  # fmt: skip
+    theirs = megatron_batch_sizes(
+        ours.target, ours.micro_batch, ours.data_parallel, (ours.start, ours.increment, ours.ramp_samples)
+    )
     consumed = 0
     for iteration in range(400):
         theirs.update(consumed, consistency_check=True)

@@ -16,18 +16,21 @@ import torch
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
 from megazero.config.model.flops import training_flops
+from megazero.config.options.sections import CheckpointConfig
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
 from megazero.data.tokenizer import NullTokenizer
 from megazero.log.metrics import read_metrics
 from megazero.mesh.launch import Launch
 from megazero.models import Decoder
-from megazero.ops.guards import NonFiniteLoss
+from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
+from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
-from tests.dist.runs import TINY
+from tests.oracle import megatron_batch_sizes
+from tests.sizes import TINY
 from tests.unit.test_train_schedule import STYLES, WSD_STYLES
 
 SMALL = {**TINY, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
@@ -52,7 +55,6 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
     The second rate is that of the parameters with a peak and a minimum of their own.
     """
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     o, span, batch = config.optimizer, config.lr_lengths, config.batch
     apart = {"max_lr": o.decoupled_lr or o.lr, "min_lr": o.min_lr}
     apart |= {} if o.decoupled_min_lr is None else {"min_lr": o.decoupled_min_lr}
@@ -61,14 +63,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
         holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style, 0.1, 0.1, 0, "constant",
         wsd_decay_steps=span.wsd_decay, lr_wsd_decay_style=o.lr_wsd_decay_style,
     )  # fmt: skip
-    if batch.rampup_batch_size is None:
-        sizes = calculator.ConstantNumMicroBatchesCalculator(
-            batch.global_batch_size, batch.micro_batch_size, 1, False, 0
-        )
-    else:
-        sizes = calculator.RampupBatchsizeNumMicroBatchesCalculator(
-            batch.global_batch_size, batch.micro_batch_size, 1, False, 0, *batch.rampup_batch_size
-        )
+    sizes = megatron_batch_sizes(batch.global_batch_size, batch.micro_batch_size, 1, batch.rampup_batch_size)
     consumed = 0
     while True:
         sizes.update(consumed, consistency_check=True)
@@ -445,3 +440,41 @@ def test_gradients_are_exact_from_the_end_of_their_rounding_on() -> None:
         Trainer._set_rounding(trainer, trainer.progress + 1)
         exact.append(engine.exact_gradients)
     assert exact == [False] * 3 + [True] * 3 and said == ["gradients are sent exactly from iteration 4 on"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_way_back_loads_all_whatever_the_start_left_out(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--finetune is for the checkpoint that a run starts from; its own it takes with moments, counters and scale."""
+    did: list[str] = []
+    noted: Any = {
+        name: lambda *_, name=name: did.append(name) for name in ("load_scalars", "load_state", "invalidate")
+    }
+    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(**noted), **noted)
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        checkpointing, "load_records", lambda _, __, optimizer, residual: asked.append(optimizer)
+    )
+    monkeypatch.setattr(checkpointing, "load_kinds", lambda *_: {})
+    monkeypatch.setattr(checkpointing, "load_rank_tensors", lambda *_: did.append("load_rank_tensors"))
+    monkeypatch.setattr(checkpointing, "world_group", lambda: None)
+    monkeypatch.setattr(checkpointing.store, "load", lambda *_, **__: SimpleNamespace(rank_tensors=None))
+    options = CheckpointConfig(finetune=True, load_optim=False, load_rng=False)
+    fake: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=options),
+        engine=engine,
+        placements={},
+        scaling=SimpleNamespace(**noted),
+        spikes=SimpleNamespace(**noted),
+        _layout={},
+        _moments=lambda *_: ["exp_avg"],
+        _check_tokenizer=lambda *_: None,
+    )
+    state = {"optimizer": {}, "engine": {}, "loss_scaling": {}, "spikes": {}}
+    origin: Any = SimpleNamespace(
+        published=None, path="iter_0000001", manifest=SimpleNamespace(kinds={}), state=state, own=whole
+    )
+    checkpointing.Checkpointing.load(fake, origin)
+    everything = ["invalidate", "load_scalars", "load_rank_tensors", *["load_state"] * 3]
+    assert asked == [whole] and did == (everything if whole else ["invalidate"])

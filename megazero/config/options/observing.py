@@ -47,10 +47,6 @@ class LoggingConfig:
     log_dir: str = option(
         "logs", "folder of metrics.jsonl, of events.jsonl and of the resolved configuration"
     )
-    log_each_rank: bool = option(
-        False,
-        "copy what each rank prints, libraries in C included, to LOG_DIR/ranks/rank_N.log, under any launcher",
-    )
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events")
     wandb_project: str | None = option(None, "Weights & Biases project; none: not used")
     wandb_entity: str | None = option(None, "user or team of the project (default: wandb's own)")

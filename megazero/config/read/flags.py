@@ -8,6 +8,7 @@ them. It reports every fault at once, together with those of the values, and cos
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,11 @@ def options_help(options: Iterable[Option]) -> Iterator[str]:
         yield f"  {spelling(opt)}\n        {opt.help}{f' [{default}]' if default else ''}"
 
 
+def section_text(cls: type) -> str:
+    """Return what a section's docstring says, without its indentation, which Python keeps up to 3.12."""
+    return inspect.cleandoc(cls.__doc__ or "")
+
+
 def help_text(program: str) -> str:
     """Return the help of all flags, by section."""
     lines = [f"usage: {program} [flags]   (Megatron's names; docs/flags.md has the same list)"]
@@ -175,7 +181,7 @@ def help_text(program: str) -> str:
     lines += ["  --local-rank N, which some launchers add, is read with their variables", "", "files"]
     lines += [f"  --{key} FILE\n        {text}" for key, text in FILES.items()]
     for section, cls in section_types().items():
-        lines += ["", f"{section}: {(cls.__doc__ or '').strip()}"]
+        lines += ["", f"{section}: {section_text(cls)}"]
         lines += options_help(opt for opt in all_options().values() if opt.section == section)
     lines += [
         "",

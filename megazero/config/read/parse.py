@@ -20,7 +20,7 @@ from megazero.config.read.files import read_yaml
 from megazero.config.read.flags import Flags, help_text, read_flags
 from megazero.config.read.resolve import resolve
 from megazero.config.read.sources import Layer, merge
-from megazero.config.run import RunConfig, World, all_options
+from megazero.config.run import REMOVED, RunConfig, World, all_options
 from megazero.config.validate import find_errors, ignored
 
 
@@ -58,7 +58,11 @@ def settle(layer: Layer) -> None:
         key, said = word.key, word.said
         if said is False and f"no-{key}" in megatron.flags():
             key, said = f"no-{key}", []  # a switch that is on by default, off
-        if key not in megatron.flags():
+        removed = REMOVED.get(key.removeprefix("no-").replace("-", "_"))
+        if removed is not None:
+            if said is not False and not key.startswith("no-"):
+                layer.errors.append(f"{word.prefix}{key} was removed: {removed}")
+        elif key not in megatron.flags():
             from megazero.config.foreign.typos import suggestion  # 3 ms, only after an error
 
             layer.errors.append(

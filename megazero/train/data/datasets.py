@@ -1,4 +1,4 @@
-"""The run's data: tokenizer and vocabulary, what samples are drawn from, how many, and their order after a resume."""
+"""The run's data: tokenizer and vocabulary, sources of samples, their number, and their order after a resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Sources = dict[tuple[str, str], Blend | None]  # by part (train, valid, test) an
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains on, and what it evaluates on, by name: ``valid`` while it trains, ``test`` at its end."""
+    """The data sets of a run. It evaluates ``valid``, by name, while it trains, and ``test`` at its end."""
 
     train: Dataset
     valid: Mapping[str, Dataset]
@@ -30,7 +30,7 @@ class RunData:
 
 
 def tokenizer_info(config: RunConfig) -> TokenizerInfo:
-    """Describe the run's tokenizer. Where none is named, it is a null one of --vocab-size."""
+    """Describe the run's tokenizer: without --tokenizer-type a null one of --vocab-size."""
     data = config.data
     if data.tokenizer_type is None:
         return NullTokenizer(config.model.vocabulary - 1).info
@@ -52,9 +52,9 @@ def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
 
 
 def data_sources(data: DataConfig) -> Sources:
-    """Return what is drawn from where. A name is empty unless the data was given one.
+    """Return the blend of each part and name. A name is empty unless the data was given one.
 
-    The test share of --split is not drawn from: it is left to whoever evaluates the model.
+    The test share of --split is not used: it is for those who evaluate the model later.
     """
     if data.mock_data:
         return {("train", ""): None, ("valid", ""): None}
@@ -126,10 +126,7 @@ def _most(split: str, samples: int, config: RunConfig, length: RunLength, begin:
 
 def _keep_order(begin: Progress, made: Mapping[str, Dataset], wanted: Mapping[str, int]) -> Progress:
     """``begin`` with the numbers to save, and a note for each data set whose order could not be kept."""
-    numbers, notes = (
-        dict(begin.ordered_for),
-        list(begin.notes),
-    )  # of what is not used now they stay as they were
+    numbers, notes = dict(begin.ordered_for), list(begin.notes)  # data that is not used now keeps its number
     for name, data_set in made.items():
         before, numbers[name] = numbers.get(name, 0), data_set.ordered_for
         if before and data_set.ordered_for != before:

@@ -1,8 +1,8 @@
-"""A rank's batches on their way from a data set to the device."""
+"""A rank's batches on their way from a data set to the device, and the mean loss over those of an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,19 @@ import torch
 from megazero.data.build import Dataset
 from megazero.data.sampler import Batches
 from megazero.mesh.mesh import Mesh
+from megazero.pp.executor import Pipeline
+from megazero.train.parallelize import MicroBatch
+from megazero.zero import Engine
 
 Batch = Mapping[str, Any]  # of tensors
 
 
 @dataclass(frozen=True)
 class Feeding:
-    """loss_rank: the pipeline's stage that computes the loss. masked: whether some tokens do not count in it."""
+    """Makes a rank's batches.
+
+    loss_rank: the pipeline's stage that computes the loss. masked: whether some tokens do not count in it.
+    """
 
     mesh: Mesh
     micro_batch_size: int
@@ -49,3 +55,35 @@ class Feeding:
         own = torch.stack([batch["loss_mask"].sum(dtype=torch.float64) for batch in step]).sum()
         rows = self.mesh.gather_rows(own.reshape(1))
         return max(1.0, self.mesh.stage_rows(rows, self.loss_rank).sum().item())
+
+
+def mean_loss(
+    engine: Engine,
+    pipeline: Pipeline,
+    feeding: Feeding,
+    data_set: Dataset,
+    *,
+    steps: int,
+    micro_batches: int,
+    interrupted: Callable[[], bool],
+) -> float | None:
+    """Return the loss over the first ``steps`` global batches of so many micro-batches on each rank. Collective.
+
+    The batches are the same each time, so there is no sampling noise. interrupted: asked between two batches on every
+    rank, with the same answer on all. If it says yes, the loss is None.
+    """
+    mesh = feeding.mesh
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    left = 0
+    with feeding.batches(data_set) as batches, engine.evaluation():
+        for left in reversed(range(steps)):
+            step = [MicroBatch(**feeding.to_device(batch)) for batch in batches.next_step(micro_batches)]
+            losses = pipeline.evaluate(step)
+            if losses is not None:
+                sums[0] += losses.sum()
+            sums[1] += sum(batch.loss_mask.sum(dtype=torch.float64) for batch in step)
+            if left and interrupted():
+                break
+    rows = mesh.stage_rows(mesh.gather_rows(sums), pipeline.loss_rank).sum(0)
+    engine.traffic.take()  # of no iteration
+    return float(rows[0] / rows[1].clamp(min=1)) if left == 0 else None

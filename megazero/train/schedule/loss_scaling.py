@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 multiplies losses by a scale before the backward, and divides gradients by it after.
+"""Loss scaling for fp16: losses are multiplied by a scale before the backward, and gradients divided by it after.
 
 fp16 has no numbers below 6e-8: without a scale small gradients become zero. With a scale that is too large they
 overflow; then the norm is not finite, every rank skips the update, and the dynamic scale falls. The rule is that of
@@ -57,7 +57,7 @@ class LossScaling:
 
     @property
     def can_fall(self) -> bool:
-        """This is true if a lower scale may cure an overflow."""
+        """Whether a lower scale may cure an overflow."""
         return self.dynamic and self.scale is not None and self.scale > self.minimum
 
     def factors(self, tokens: float, ranks: int) -> tuple[float, float]:
@@ -101,7 +101,7 @@ class LossScaling:
         return self.skipped_samples if by_samples else self.skipped_iterations
 
     def metrics(self) -> dict[str, float]:
-        """Return for a line of the metrics the scale of the next step, where there is one."""
+        """Return the scale of the next step, if there is one, for a line of the metrics."""
         return {} if self.scale is None else {"loss_scale": self.scale}
 
     def state(self) -> dict[str, Any]:

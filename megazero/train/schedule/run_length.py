@@ -1,4 +1,4 @@
-"""How long a run is: its last iteration and samples, and where these ranks cannot share a ramp-up's next batch."""
+"""The length of a run: its last iteration and samples, and where these ranks cannot share a ramp-up's next batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunLength:
         return progress.consumed_samples if self.by_samples else progress.iteration
 
     def scheduled(self, progress: Progress) -> int:
-        """Return the position in the learning rate's schedule, which waits while iterations are left out."""
+        """Return the position in the learning rate's schedule, which does not count iterations that are left out."""
         left_out = sum(
             each.end - each.begin if self.by_samples else each.last - each.first + 1
             for each in progress.left_out
@@ -45,9 +45,9 @@ class RunLength:
 def run_length(config: RunConfig, data_parallel: int, begin: Progress) -> RunLength:
     """Return the length of a run on ``data_parallel`` ranks that begins at ``begin``.
 
-    --train-iters counts iterations whatever their batch; --train-samples ends where the next whole batch would exceed
-    it. Raises ValueError if these ranks cannot share the first batch, or if the samples do not fill it. A later one
-    that they cannot share ends the run there, so that it goes on with other ranks: only the batch in use must divide.
+    --train-iters counts iterations of any batch size. --train-samples ends before the batch that would exceed it.
+    Raises ValueError if these ranks cannot share the first batch, or if the samples do not fill it. The run stops
+    before a later batch that they cannot share, and can go on with other ranks: only the batch in use must divide.
     """
     training, sizes = config.training, BatchSizeRampup.of(config, data_parallel)
     wanted, done = training.train_samples, begin.iteration

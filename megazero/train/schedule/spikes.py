@@ -1,7 +1,7 @@
-"""What is a spike of the loss or of the gradient's norm (--rollback-on-spike). It needs no torch.
+"""Detects spikes of the loss or of the gradient's norm (--rollback-on-spike). This needs no torch.
 
-The figures of an iteration are compared with the medians of the last good iterations. One beyond a bound may be
-noise: so many in a row are a spike. The numbers are the same on all ranks, so all ranks decide alike.
+Loss and norm of an iteration are compared with the medians of the last good iterations. One iteration beyond a bound
+may be noise; several in a row are a spike. The numbers are the same on all ranks, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megazero.config.options.skipping import SkippingConfig
 
 
 class SpikeMonitor:
-    """The losses and norms of the last good iterations, ``spike_window`` of them, and how many since were not good.
+    """Keeps the losses and norms of the last ``spike_window`` good iterations, and counts the bad ones since.
 
-    Until there are so many, nothing is a spike: a run that begins is not yet steady.
+    Until the window is full nothing is a spike: a run that begins is not yet steady.
     """
 
     def __init__(self, config: SkippingConfig) -> None:
@@ -26,7 +26,7 @@ class SpikeMonitor:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count anew: the next iteration does not follow the last one."""
+        """Reset the count: the next iteration does not follow the last one."""
         self.beyond = 0  # iterations in a row, up to the last one, that were beyond a bound
         self.began = 0  # the first of them; between them others may have been left out or skipped
 
@@ -60,7 +60,7 @@ class SpikeMonitor:
         return faults
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in JSON types. It is empty where spikes are not looked for."""
+        """Return the state for a checkpoint, in JSON types. It is empty if spikes are not looked for."""
         if not self.config.rollback_on_spike:
             return {}
         return {
@@ -73,7 +73,7 @@ class SpikeMonitor:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``. It is empty in checkpoints of runs that did not look for spikes.
 
-        Where they are not looked for nothing is taken: what was beyond a bound would stay so, and stop the saves.
+        If this run does not look for them, ``state`` is ignored: a count above 0 would stay and stop the saves.
         """
         if not self.config.rollback_on_spike:
             return

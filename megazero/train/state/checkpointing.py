@@ -50,23 +50,31 @@ from megazero.zero.records import (
 
 
 @dataclass(frozen=True)
+class SavedTokenizer:
+    """The tokenizer of the run's data. fingerprint: its sha256. files: its files by name, on the first rank."""
+
+    fingerprint: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run. fingerprint: sha256 of the tokenizer that made the run's data. scaling: the run's own
-    loss scale. spikes: its own watch for them. files: small ones by name that every checkpoint holds, those of the
-    tokenizer; on the first rank."""
+    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and what is known of spikes."""
 
     config: RunConfig
-    mesh: Mesh
     engine: Engine
     placements: Mapping[str, Placement]
-    fingerprint: str
+    tokenizer: SavedTokenizer = SavedTokenizer()
     scaling: LossScaling = field(default_factory=LossScaling)
     spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
-    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.engine.mesh
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """All that a rank's own tensors depend on: they are loaded only by a run with an equal layout."""
+        """All that a rank's own tensors depend on: only a run with an equal layout loads them."""
         grid, policy = self.mesh.grid, self.engine.policy
         return {
             "world_size": grid.world_size,
@@ -87,13 +95,13 @@ class Checkpointing:
         return store.save(self.root, self._snapshot(progress), **self._manner)
 
     def saving(self, progress: Progress, staging: store.Staging) -> Generator[store.Part, None, Path]:
-        """Do as ``save`` does from a copy, but yield the parts that are this rank's own work. Collective."""
+        """Do what ``save`` does, from a copy, but yield the parts that are this rank's own work. Collective."""
         return store.saving(self.root, self._snapshot(progress), staging=staging, **self._manner)
 
     def try_saving(self) -> None:
-        """Write a small checkpoint from every rank, by the way that this run saves, and remove it. Collective.
+        """Write a small checkpoint from every rank, in the way this run saves, and remove it. Collective.
 
-        Raises CheckpointError on every rank if that cannot be.
+        Raises CheckpointError on every rank if that fails.
         """
         root, rank = Path(self.root) / TRIAL, self.mesh.rank
         count, dtype = 8, DTYPES[self.config.precision.params_dtype]
@@ -119,7 +127,7 @@ class Checkpointing:
                 shutil.rmtree(root, ignore_errors=True)
 
     def _snapshot(self, progress: Progress) -> store.Snapshot:
-        """Return what a checkpoint holds now: its tensors are the engine's own. Collective."""
+        """Return what a checkpoint would hold now. Its tensors are the engine's own. Collective."""
         if self.engine.policy.codecs.delta:
             self.engine.refresh()  # what receivers hold, and what is saved as the weights, belongs to this master
         state = {
@@ -127,12 +135,12 @@ class Checkpointing:
             "consumed_samples": progress.consumed_samples,
             "run_id": progress.run_id,
             "ordered_for": dict(progress.ordered_for),
-            "owes_evaluation": progress.owes_evaluation,
+            "owes_evaluation": progress.evaluation_pending,
             "optimizer": self.engine.optimizer.scalars(),
             "engine": self.engine.state(),
             "loss_scaling": self.scaling.state(),
             "spikes": self.spikes.state(),
-            "tokenizer": self.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
             "losses": dict(progress.losses),
             "left_out": [asdict(each) for each in progress.left_out],
             "rollbacks": progress.rollbacks,
@@ -144,7 +152,7 @@ class Checkpointing:
             rank_tensors={**_generator_states(self.mesh.device), **rank_tensors(self.engine)},
             layout=self._layout,
             configuration=redact(self.config.to_dict()),
-            files=self.files,
+            files=self.tokenizer.files,
         )
 
     @property
@@ -232,11 +240,11 @@ class Checkpointing:
         return theirs
 
     def _check_tokenizer(self, state: Mapping[str, Any], path: Path) -> None:
-        if state["tokenizer"] != self.fingerprint:
+        if state["tokenizer"] != self.tokenizer.fingerprint:
             raise store.CheckpointError(
                 f"'{path}' was trained with another tokenizer (sha256 {state['tokenizer'][:12]}, this run's is "
-                f"{self.fingerprint[:12]}): name that one with --tokenizer-model (or --vocab-file and --merge-file), "
-                "or use --finetune to start a new run from its weights"
+                f"{self.tokenizer.fingerprint[:12]}): name that one with --tokenizer-model (or --vocab-file and "
+                "--merge-file), or use --finetune to start a new run from its weights"
             )
 
 

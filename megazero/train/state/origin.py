@@ -1,4 +1,4 @@
-"""Where a run begins: from random weights or from a checkpoint. Its length, data and model depend on it."""
+"""The origin of a run: random weights or a checkpoint. The run's length, data and model depend on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAMPLE_ORDER = (
     ("data", "train_weighted_split_paths"),
     ("data", "mock_data"),
 )
-# What that number was computed from in checkpoints that do not say it.
+# What that number was computed from, for checkpoints that do not have it.
 RUN_LENGTH = (
     ("training", "train_iters"),
     ("training", "train_samples"),
@@ -50,8 +50,8 @@ class Origin:
     """What a run begins from.
 
     path: the checkpoint, or None for random weights. manifest, state: the checkpoint's description of itself.
-    published: a folder of Hugging Face, instead of a checkpoint. own: this command saved the checkpoint: all of it is
-    loaded, whatever the flags leave out where the run begins.
+    published: a folder of Hugging Face, instead of a checkpoint. own: this command saved the checkpoint itself, so
+    all of it is loaded, whatever its flags omit from the checkpoint it began with.
     """
 
     progress: Progress = Progress()
@@ -122,7 +122,7 @@ def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
 
 
 def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh) -> tuple[str, ...]:
-    """Rename the checkpoints in --save that are newer than where the run goes on from. Returns a note. Collective."""
+    """Rename checkpoints in --save that are newer than the one the run continues from. Returns a note. Collective."""
     save, path = config.checkpoint.save, origin.path
     if save is None or path is None or not origin.progress.checkpoint:
         return ()
@@ -136,7 +136,7 @@ def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh) -> tuple[str, ..
 
 
 def _gone_on(options: CheckpointConfig, chosen: Chosen) -> Iterator[str]:
-    """Say that a restart does not begin where --load says, which it did before."""
+    """Yield a note if a restart does not begin at --load, because it has saved since."""
     elsewhere = os.path.realpath(options.load or "") != os.path.realpath(options.save or "")
     if chosen.again and (elsewhere or options.ckpt_step is not None or options.finetune):
         step = "" if options.ckpt_step is None else f" --ckpt-step {options.ckpt_step}"
@@ -147,7 +147,7 @@ def _gone_on(options: CheckpointConfig, chosen: Chosen) -> Iterator[str]:
 
 
 def _opened(path: Path) -> Origin:
-    """The checkpoint with what it says of itself, to go on from. Collective."""
+    """Return the checkpoint to continue from, with its manifest and state. Collective."""
     manifest, state = agree_local(
         world_group(),
         f"checkpoint '{path}' not loaded",
@@ -170,9 +170,9 @@ def _opened(path: Path) -> Origin:
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh) -> Origin:
-    """Random weights, with a note: the first job of a chain, whose --load is its --save, or --allow-fresh-start.
+    """Return random weights, with a note: for the first job of a chain (--load is --save) or --allow-fresh-start.
 
-    CheckpointError elsewhere, and wherever the folder has something that may be the checkpoint that is wanted: then
+    Raises CheckpointError otherwise, and whenever the folder has something that may be the wanted checkpoint: then
     random weights are no cure.
     """
     found = _of_first_rank(
@@ -217,9 +217,9 @@ def _of_first_rank(mesh: Mesh, look: Callable[[], Answer]) -> Answer:
 
 
 def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: bool) -> Iterator[str]:
-    """Say which options have changed so that the same count of consumed samples now means other samples.
+    """Yield options that have changed so that the same count of consumed samples now means other samples.
 
-    knows_number: the checkpoint says how many samples its order was made for.
+    knows_number: the checkpoint has the number of samples that its order was made for.
     """
     now = redact(config.to_dict())  # as the checkpoint has it
     for section, name in (*SAMPLE_ORDER, *(() if knows_number else RUN_LENGTH)):
@@ -233,7 +233,7 @@ def _changed_order(config: RunConfig, before: Mapping[str, Any], knows_number: b
 
 
 def _incomplete(root: Path, after: int = -1) -> Iterator[str]:
-    """Say what is wrong with each incomplete checkpoint under ``root`` whose step is above ``after``."""
+    """Yield what is wrong with each incomplete checkpoint under ``root`` whose step is above ``after``."""
     for path in sorted(root.glob("iter_*")):
         step = path.name.removeprefix("iter_")
         if step.isdecimal() and int(step) > after:
@@ -244,7 +244,7 @@ def _incomplete(root: Path, after: int = -1) -> Iterator[str]:
 
 
 def _elsewhere(root: Path) -> Iterator[str]:
-    """Say where near ``root`` there are checkpoints that it does not mean itself."""
+    """Yield where near ``root`` other checkpoints lie."""
     for path in sorted([*root.glob("iter_*.superseded*"), *root.glob("*/iter_*")]):
         if complete(path) is not None:
             near = path if path.parent == root else path.parent
@@ -253,7 +253,7 @@ def _elsewhere(root: Path) -> Iterator[str]:
 
 
 def _foreign(root: Path) -> Iterator[str]:
-    """What other programs have saved under ``root``: a run that goes on from there would not want random weights."""
+    """Yield what other programs have saved under ``root``: whoever loads that does not want random weights."""
     for name, program in TRACKERS.items():
         if (root / name).is_file():
             yield f"'{name}' there is {program}'s, whose checkpoints are not read here"

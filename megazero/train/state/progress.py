@@ -34,12 +34,12 @@ class LeftOut:
 class Progress:
     """How far training has come.
 
-    run_id: the run's id at an outside logger; it stays the same over restarts. notes: what the user should know of
-    the start. ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order
-    was made for, or 0 if the order is the same for any number. It stays the same over restarts, so that a longer run
-    keeps the order. owes_evaluation: the run was told to stop before it could evaluate at this iteration. losses: the
-    last ones, "lm_loss" of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update.
-    checkpoint: the last one of this progress. rollbacks: how often the run has gone back from a spike.
+    run_id: the run's id at an outside logger, the same over restarts. notes: for the user, about the start.
+    ordered_for: for each data set ("train", "valid", "valid/NAME") the number of samples that its order was made for,
+    or 0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
+    evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
+    of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the last one
+    of this progress. rollbacks: how often the run has gone back from a spike.
     """
 
     iteration: int = 0
@@ -47,7 +47,7 @@ class Progress:
     run_id: str = ""
     notes: tuple[str, ...] = ()
     ordered_for: Mapping[str, int] = field(default_factory=dict)
-    owes_evaluation: bool = False
+    evaluation_pending: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
     checkpoint: str = ""
@@ -55,7 +55,7 @@ class Progress:
 
 
 def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:
-    """Return where the run is when the iterations up to ``last`` are left out."""
+    """Return the progress after the iterations up to ``last`` are left out."""
     begin, count = progress.consumed_samples, last - progress.iteration
     out = LeftOut(progress.iteration + 1, last, begin, sizes.consumed_after(count, begin), rollback)
     return replace(progress, iteration=last, consumed_samples=out.end, left_out=(*progress.left_out, out))
@@ -72,7 +72,7 @@ def next_to_leave_out(
 def without_effect(
     ranges: tuple[tuple[int, int], ...], progress: Progress, last_iteration: int
 ) -> Iterator[str]:
-    """Say which ranges have iterations that a run from ``progress`` on cannot leave out, and has not left out."""
+    """Yield the ranges with iterations that the run cannot leave out any more, and has not left out."""
     done = joined((each.first, each.last) for each in progress.left_out)
     for first, last in ranges:
         why, trained = [], min(last, progress.iteration)
@@ -88,7 +88,7 @@ def without_effect(
 
 
 def just_before(progress: Progress, iteration: int) -> dict[str, Any]:
-    """Return the metrics of ``iteration`` that say what was left out right before it, or nothing."""
+    """Return metrics of ``iteration`` about what was left out right before it, or none."""
     found = list(_just_before(progress, iteration))[::-1]
     names = {False: "left_out", True: "rolled_back"}
     of = {names[kind]: [out.as_metrics() for out in found if out.rollback == kind] for kind in names}

@@ -19,7 +19,7 @@ from megazero.train.state.progress import Progress
 
 
 class LossSpike(RuntimeError):
-    """A spike that going back does not cure, or not any more."""
+    """A spike that going back does not cure, or no longer."""
 
     exit_status = ExitStatus.NON_FINITE
 
@@ -27,10 +27,10 @@ class LossSpike(RuntimeError):
 def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: str) -> Progress:
     """Load the newest checkpoint from before iteration ``begin``, whose update is the first to undo. Collective.
 
-    Steps that were skipped need no undoing: a checkpoint from among them holds the weights of before them.
+    Skipped steps need no undoing: a checkpoint from among them holds the weights from before them.
 
-    Returns where the run was then. It still knows how often the run has gone back: the checkpoint may be from before
-    the last time. Raises LossSpike on every rank if there is none, or after --max-rollbacks.
+    Returns the progress of then, with the count of rollbacks of now: the checkpoint may be older than the last one.
+    Raises LossSpike on every rank if there is no such checkpoint, or after --max-rollbacks.
     """
     config = checkpointing.config
     done = progress.rollbacks

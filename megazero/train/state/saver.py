@@ -1,14 +1,13 @@
-"""When a run saves: at once, or (--async-save) behind the training, from a copy in host memory.
+"""The saver saves synchronously or (--async-save) in the background, from a copy in host memory.
 
-A save behind the training is the save at once (checkpoint/saving.py) with its parts done by a thread. The thread
-makes no collective. What it has to say, that this rank's part has ended, travels with the step's scalars, and when
-all ranks say so, the main threads do what is collective between the parts, at that step's end. So the training's
-process groups are used by one thread only, a save needs no groups of its own, and all ranks learn of an error at one
-step.
+A background save is the synchronous one (checkpoint/saving.py), but a thread does its parts. The thread issues no
+collectives. That this rank's part has ended travels with the step's scalars; when it has on all ranks, the main
+threads run the collectives between two parts, at the end of that step. So only one thread uses the training's process
+groups, a save needs no groups of its own, and all ranks learn of an error in the same step.
 
-There is one save at a time. A failed one is said where it is noticed, and the training goes on to the next one. That
-one is waited for: if it succeeds all is well again, and if it fails, too, it is an error. Where the training ends, or
-stops, the last one is waited for, and tried once more if it failed.
+There is one save at a time. After a failed one there is a warning, and the training goes on. The next save is
+synchronous: if it succeeds, all is well again; if it fails, too, that is an error. When the training ends or stops,
+the saver waits for the last save, and tries once more if it failed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from megazero.train.state.progress import Progress
 class Saver:
     """Saves one run.
 
-    saved: is called on every rank when a checkpoint is complete, with its iteration, its path, and the seconds since
-    the save began. limit_s: a save behind the training fails where the disk has stood still for these seconds.
+    saved: called on every rank when a checkpoint is complete, with its iteration, its path, and the seconds since the
+    save began. limit_s: a background save fails if the disk does not move for so many seconds.
     """
 
     def __init__(
@@ -38,13 +37,9 @@ class Saver:
         saved: Callable[[int, Path, float], None],
         limit_s: float,
     ) -> None:
-        self._checkpointing, self._console, self._saved, self._limit_s = (
-            checkpointing,
-            console,
-            saved,
-            limit_s,
-        )
-        self._behind = checkpointing.config.checkpoint.async_save
+        self._checkpointing, self._console = checkpointing, console
+        self._saved, self._limit_s = saved, limit_s
+        self._in_background = checkpointing.config.checkpoint.async_save
         self._staging = store.Staging()
         self._parts: Generator[store.Part, None, Path] | None = None
         self._part: store.Part | None = None
@@ -54,8 +49,8 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Save, or begin to. Collective.
 
-        Raises CheckpointError, the same on every rank, if that cannot be. If the save before this one failed, this
-        one is complete when this returns, or that is an error, too.
+        Raises CheckpointError, the same on every rank, if that fails. If the save before this one failed, this one is
+        complete on return.
         """
         self.wait()
         lost, self._failed = self._failed, None
@@ -69,14 +64,14 @@ class Saver:
             )
 
     def finish(self, progress: Progress) -> None:
-        """Return when all is saved: ``progress`` is, if the last save failed. Collective. Raises as ``save``."""
+        """Wait until all is saved; save ``progress`` if the last save failed. Collective. Raises as ``save`` does."""
         self.wait()
         if self._failed is not None:
             self.save(progress)
 
     def _begin(self, progress: Progress) -> None:
         self._began, self._iteration = time.perf_counter(), progress.iteration
-        if not self._behind:
+        if not self._in_background:
             self._complete(self._checkpointing.save(progress))
             return
         self._parts = self._checkpointing.saving(progress, self._staging)
@@ -89,16 +84,16 @@ class Saver:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save is not complete yet."""
+        """Whether a save is not yet complete."""
         return self._part is not None
 
     @property
     def part_ended(self) -> bool:
-        """Whether this rank waits for the others to end their parts, too. What it asks for takes no time."""
+        """Whether this rank's part has ended, so that it waits for the others. This does not block."""
         return self._part is not None and self._part.ended(self._limit_s)
 
     def go_on(self) -> None:
-        """Go on with the save under way, after every rank's part has ended, or say how it ended. Collective."""
+        """Continue the save under way after every rank's part has ended, or warn that it failed. Collective."""
         try:
             self._next_part()
         except store.CheckpointError as error:
@@ -108,7 +103,7 @@ class Saver:
             )
 
     def wait(self) -> None:
-        """Return when no save is under way. Collective. A failure is said, and kept for the next save."""
+        """Wait until no save is under way. Collective. A failure is a warning, and kept for the next save."""
         while self._part is not None:
             self._part.wait(self._limit_s)
             self.go_on()
@@ -129,7 +124,7 @@ class Saver:
             self._part = None
             self._complete(end.value)
             return
-        # A daemon: where a disk hangs for ever, the process can end.
+        # A daemon: the process can end even if a disk hangs for ever.
         threading.Thread(target=self._part.run, name="save", daemon=True).start()
 
     def _complete(self, path: Path) -> None:

@@ -1,0 +1,283 @@
+"""Does a change of the code keep the training? Ten short runs of this working tree and of another commit, bit by bit.
+
+    python benchmarks/compare_commits.py [--against HEAD~1] [--cases NAME ...] [--json FILE]
+
+Compared are, of the last checkpoint, every tensor (master weights, optimizer state, weights; under their checkpoint
+names) and the loss and gradient norm of every iteration. Some runs are also resumed: this tree continues the other
+commit's checkpoint of the middle and must end as its own uninterrupted run does. Exit status: 0 if all is equal, 1 if
+anything differs or a run fails, 2 if the command line is wrong. Takes about a minute on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.commit_trees import Tree, TreeRanks, two_trees
+from megazero.checkpoint import store
+from megazero.log.metrics import read_metrics
+
+CURVES = ("lm_loss", "grad_norm")
+RESUMED = "resumed: "  # before the name of a case
+Job = dict[str, Any]
+
+# -- the runs: few and tiny, together most of what changes the bits of a training --------------------
+
+ITERATIONS, MIDDLE = 8, 4
+COMMON = f"""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --seq-length 24
+    --vocab-size 203 --make-vocab-size-divisible-by 2 --micro-batch-size 1 --global-batch-size 8
+    --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --train-iters {ITERATIONS}
+    --mock-data --eval-iters 0 --device cpu
+"""
+LLAMA = "--model-family llama --num-query-groups 4"
+NODES = "--ranks-per-node 2"
+# The norms alone are as small, so that all other messages across nodes are quantised.
+QUANTISED = f"--bf16 --zero-preset zeropp --zero-exact-numel 100 {NODES} {LLAMA}"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """ranks: gloo processes. flags: over COMMON. resume: the other commit's checkpoint of the middle is resumed,
+    too. The flags must be known to both commits.
+    """
+
+    ranks: int
+    flags: str
+    resume: bool = False
+
+    def words(self, folder: str) -> list[str]:
+        """The command line of the whole run, its checkpoints and metrics in ``folder``."""
+        words = f"{COMMON} {self.flags}" + (f" --save-interval {MIDDLE}" if self.resume else "")
+        return [*words.split(), "--save", folder, "--log-dir", folder]
+
+
+CASES = {
+    "one rank, fp32": Case(1, f"--model-family gpt --clip-grad 0.5 {DROPOUT}"),
+    "zero3, bf16": Case(4, f"--bf16 --zero-preset zero3 --zero-chunk-numel 8192 {LLAMA}"),
+    "hpz, bf16": Case(4, f"--bf16 --zero-preset hpz {NODES} {LLAMA}"),
+    "zeropp": Case(4, QUANTISED, resume=True),
+    "zeropp, INT8 weights, stochastic": Case(
+        4, f"{QUANTISED} --no-zero-quantized-weights-delta --zero-gradient-rounding stochastic"
+    ),
+    "zeropp, feedback": Case(4, f"{QUANTISED} --zero-gradient-rounding feedback", resume=True),
+    "mics, bloom, ramp-up": Case(
+        4, f"--zero-preset mics --model-family bloom --rampup-batch-size 4 4 16 {NODES}"
+    ),
+    "zero1 x TP 2, sequence parallel": Case(
+        4, f"--bf16 --zero-preset zero1 --tensor-model-parallel-size 2 --sequence-parallel {LLAMA}"
+    ),
+    # Nodes of one rank: state, activations and the sums of the pipeline's ends cross nodes. zeropp is zero1 there.
+    "zeropp's formats x PP 2, 1f1b, tied": Case(
+        4,
+        "--bf16 --zero-preset zero1 --zero-quantized-weights-delta --zero-quantized-gradients "
+        f"--zero-exact-numel 100 --ranks-per-node 1 {LLAMA} --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule 1f1b --no-untie-embeddings-and-output-weights",
+    ),
+    "zero2 x TP 2 x PP 2, zb-h1, recompute": Case(
+        4,
+        "--bf16 --zero-preset zero2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        f"--pipeline-schedule zb-h1 --recompute-granularity full {DROPOUT} {LLAMA}",
+        resume=True,
+    ),
+}
+
+
+# -- results of two trees ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one tensor: how many elements are other bits, of how many, and the largest absolute difference.
+
+    elements = of where the tensor is in one result alone, or has another shape or dtype; most is then infinite.
+    """
+
+    name: str
+    elements: int
+    of: int
+    most: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A comparison. failed: what a run said that did not end well. sha256: of both results' tensors, by name."""
+
+    case: str
+    iterations: int
+    tensors: int = 0
+    differences: tuple[Difference, ...] = ()
+    sha256: tuple[Mapping[str, str], ...] = ()
+    failed: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return not self.failed and not self.differences
+
+
+# -- results ---------------------------------------------------------------------------------------------
+
+
+def read_result(folder: Path, after: int = 0) -> dict[str, Tensor]:
+    """Kind/name -> whole tensor of the newest checkpoint, and the curves of iterations past ``after`` in fp64."""
+    path = store.latest(folder)
+    assert path is not None, f"nothing complete in {folder}"
+    lines = [line for line in read_metrics(folder) if "lm_loss" in line and line["iteration"] > after]
+    out = {f"curve/{key}": torch.tensor([line[key] for line in lines], dtype=torch.float64) for key in CURVES}
+    for kind in store.read_manifest(path).kinds:
+        out |= {f"{kind}/{name}": tensor for name, tensor in store.load_full(path, kind).items()}
+    return out
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """uint8 [elements, bytes of one]."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1)
+
+
+def sha256(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(as_bytes(t).numpy().tobytes()).hexdigest() for name, t in tensors.items()}
+
+
+def compare(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> tuple[Difference, ...]:
+    """What is not the same bits, by name. Zeros of both signs differ; a NaN equals a NaN of its bits."""
+    found = []
+    for name in sorted(one.keys() | two.keys()):
+        a, b = one.get(name), two.get(name)
+        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+            size = max(t.numel() for t in (a, b) if t is not None)
+            found.append(Difference(name, size, size, math.inf))
+        elif count := int((as_bytes(a) != as_bytes(b)).any(1).sum()):
+            most = (a.double() - b.double()).abs().max().item()
+            found.append(Difference(name, count, a.numel(), most))
+    return tuple(found)
+
+
+def verdict(row: Row) -> str:
+    if row.failed:
+        return f"failed: {row.failed.splitlines()[-1]}"
+    if row.equal:
+        return "equal"
+    worst = max(row.differences, key=lambda d: math.inf if math.isnan(d.most) else d.most)
+    count, of = (sum(getattr(d, key) for d in row.differences) for key in ("elements", "of"))
+    return (
+        f"{count:,} of {of:,} elements differ ({len(row.differences)} tensors), by {worst.most:.2g} at most "
+        f"({worst.name})"
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    width = max(len("case"), *(len(row.case) for row in rows))
+    head = f"{'case':{width}}  iterations  tensors  result"
+    return "\n".join(
+        [head, *(f"{r.case:{width}}  {r.iterations:10}  {r.tensors:7}  {verdict(r)}" for r in rows)]
+    )
+
+
+# -- runs ------------------------------------------------------------------------------------------------
+
+
+def run(tree: Tree, jobs: Sequence[Job]) -> dict[str, str]:
+    """What went wrong with each job, by name; '' where nothing did. A run that fails does not end the others: another
+    commit may not know a flag."""
+    said = {}
+    print(f"{tree.name}:", file=sys.stderr)
+    with TreeRanks(tree) as ranks:
+        for job in jobs:
+            began = time.monotonic()
+            wrong = said[job["name"]] = ranks.ask(job)
+            how = "failed" if wrong else f"{time.monotonic() - began:.1f} s"
+            print(f"  {job['name']}: {how}", file=sys.stderr, flush=True)
+    return said
+
+
+def compare_trees(cases: Mapping[str, Case], there: Tree, here: Tree, folder: Path) -> list[Row]:
+    """Every case in both trees, and then the resumed ones. folder: empty, for the runs' files."""
+    places = {name: f"{number:02}" for number, name in enumerate(cases)}
+    failed = []
+    for tree, part in ((there, "there"), (here, "here")):
+        jobs = [whole(name, case, folder / part / places[name]) for name, case in cases.items()]
+        if tree is here:
+            for name, case in cases.items():
+                if case.resume and not failed[0][name]:
+                    jobs.append(resumed(name, case, folder, places[name]))
+        failed.append(run(tree, jobs))
+    rows = []
+    for name, place in places.items():
+        wrong = failed[0][name] or failed[1][name]
+        rows.append(row(name, ITERATIONS, folder / "there" / place, folder / "here" / place, wrong))
+    for name, wrong in failed[1].items():
+        if name not in cases:
+            place = places[name.removeprefix(RESUMED)]
+            both = folder / "here" / place, folder / "resumed" / place
+            if failed[1][name.removeprefix(RESUMED)]:
+                wrong = "the uninterrupted run failed"
+            rows.append(row(name, ITERATIONS - MIDDLE, *both, wrong))
+    return rows
+
+
+def whole(name: str, case: Case, folder: Path) -> Job:
+    folder.mkdir(parents=True)
+    return {"name": name, "ranks": case.ranks, "flags": case.words(str(folder)), "log": f"{folder}/said"}
+
+
+def resumed(name: str, case: Case, folder: Path, place: str) -> Job:
+    """Continues the other tree's checkpoint of the middle, which is moved out of its folder for that."""
+    target = folder / "resumed" / place
+    target.mkdir(parents=True)
+    middle = f"iter_{MIDDLE:07}"
+    shutil.move(folder / "there" / place / middle, target / middle)
+    flags = [*case.words(str(target)), "--load", str(target)]
+    return {"name": f"{RESUMED}{name}", "ranks": case.ranks, "flags": flags, "log": f"{target}/said"}
+
+
+def row(name: str, iterations: int, one: Path, two: Path, wrong: str) -> Row:
+    """Both folders' results over the last ``iterations``."""
+    if wrong:
+        return Row(name, iterations, failed=wrong)
+    results = [read_result(folder, ITERATIONS - iterations) for folder in (one, two)]
+    hashes = tuple(map(sha256, results))
+    return Row(name, iterations, len(results[1]), compare(*results), hashes)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", default="HEAD~1", metavar="REF", help="a commit of this checkout")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(words)
+    cases = {name: CASES[name] for name in options.cases}
+    try:
+        with two_trees(options.against) as trees, tempfile.TemporaryDirectory() as folder:
+            rows = compare_trees(cases, *trees, Path(folder))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(table(rows))
+    for each in rows:
+        if "\n" in each.failed:
+            print(f"\n{each.case}: {each.failed}", file=sys.stderr)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in rows], indent=1))
+    return 0 if all(each.equal for each in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""megazero, FSDP2, HSDP, DDP and DeepSpeed on nodes joined by a link of a given rate.
+
+    python benchmarks/comparison.py --rates 200mbit 1gbit none --micro-batches 1 4 8 --out docs
+
+Everyone trains the same Llama (8 layers, hidden 256, ffn 688, vocabulary 4096, sequence 128, micro-batch 1) with bf16
+parameters and an fp32 master. Within one run of a lab the contestants take turns; bytes are what the kernel counted
+at the interface of a node around a contestant's steps, everything included. Writes comparison.json, comparison.md and
+comparison.png into --out; a run replaces its rates and micro-batches there and leaves the others, so parts can be run
+one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+from benchmarks.comparison_report import chart, page
+from benchmarks.contestants import Shape, decoder
+from benchmarks.peers import CONTESTANTS, Running, absent
+from benchmarks.volume import Case
+from megazero.mesh.grid import INTER
+from tests.netlab.lab import parse_rate
+
+
+@dataclass
+class Record:
+    """Of one contestant. seconds: per step, one per turn. sent, counted: bytes per step, per turn and node, of the
+    interface and of the engine's counters (0 for peers). losses: of every step, of this rank."""
+
+    running: Running
+    steps: int = 1  # of a turn
+    seconds: list[float] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
+    counted: list[list[int]] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def turn(self, ranks_per_node: int) -> None:
+        traffic = self.running.traffic
+        before = traffic.total(INTER) if traffic else 0
+        seconds, sent = harness.measure(lambda: self.losses.append(self.running.step()), self.steps)
+        counted = (traffic.total(INTER) - before) // self.steps if traffic else 0
+        rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.int64)
+        rows[dist.get_rank()] = torch.tensor([sent, counted])
+        dist.all_reduce(rows)
+        nodes = rows.view(-1, ranks_per_node, 2)
+        self.seconds.append(seconds)
+        self.sent.append(nodes[:, 0, 0].tolist())
+        self.counted.append(nodes[:, :, 1].sum(1).tolist())
+
+    def settle(self, steps: int) -> None:
+        """Turns so far were warm-ups; from now on they have so many steps."""
+        self.steps = steps
+        for each in (self.seconds, self.sent, self.counted):
+            each.clear()
+
+
+def losses(records: dict[str, Record]) -> tuple[int, dict[str, float]]:
+    """The last step that all have taken, and everyone's loss per token in it, averaged over ranks."""
+    step = min(len(r.losses) for r in records.values())
+    row = torch.stack([r.losses[step - 1] for r in records.values()])
+    dist.all_reduce(row)
+    return step, dict(zip(records, (row / dist.get_world_size()).tolist(), strict=True))
+
+
+def compare(names: list[str], micro_batches: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """asked: least and most rounds, seconds of them all and of a turn."""
+    node = harness.ranks_per_node()
+    shape = Shape(sequence=128, micro_batch=1, micro_batches=micro_batches, dtype=torch.bfloat16)
+    records = {name: Record(CONTESTANTS[name].build(shape, node)) for name in names}
+    turns = {name: lambda record=record: record.turn(node) for name, record in records.items()}
+    harness.take_turns(
+        turns, 2, warm_up=0
+    )  # the first step has start-up costs; the last tells how long steps take
+    took = torch.tensor([record.seconds[-1] for record in records.values()])
+    dist.broadcast(took, 0)
+    whole = 0.0
+    for record, each in zip(records.values(), took.tolist(), strict=True):
+        record.settle(max(1, round(asked["turn_seconds"] / each)))
+        whole += record.steps * each
+    harness.take_turns(
+        turns, max(asked["rounds"], min(asked["most_rounds"], round(asked["seconds"] / whole))), 0
+    )
+    step, loss = losses(records)
+    case = case_of(shape, dist.get_world_size() // node, node)
+    facts = {"elements": case.elements, "loss_step": step, "loss": loss}
+    facts["formula"] = {name: CONTESTANTS[name].sent(case) for name in records}
+    for what in ("steps", "seconds", "sent", "counted"):
+        facts[what] = {name: getattr(record, what) for name, record in records.items()}
+    return facts
+
+
+def case_of(shape: Shape, nodes: int, ranks_per_node: int) -> Case:
+    sizes = [
+        sum(p.numel() for module in unit for p in module.parameters())
+        for unit in decoder(shape, "meta").units()
+    ]
+    return Case(sum(sizes), sizes[0], sizes[-1], shape.micro_batches, nodes, ranks_per_node)
+
+
+def merge(stored: dict[str, Any], facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """``stored`` with one more result, which replaces the one of its rate and micro-batches.
+
+    Raises ValueError if ``stored`` is of other facts (another lab): they would not be one comparison.
+    """
+    differ = [key for key in facts if key in stored and stored[key] != facts[key]]
+    if differ:
+        key = differ[0]
+        raise ValueError(
+            f"the stored results have {key} {stored[key]!r}, this run has {facts[key]!r}: give another --out"
+        )
+    new = (result["rate"], result["micro_batches"])
+    kept = [r for r in stored.get("results", ()) if (r["rate"], r["micro_batches"]) != new]
+
+    def slow_first(one: dict[str, Any]) -> tuple[float, int]:
+        return parse_rate(one["rate"]) or math.inf, one["micro_batches"]
+
+    return {**facts, "results": sorted([*kept, result], key=slow_first)}
+
+
+def main() -> int:
+    parser = harness.parser(
+        __doc__,
+        out=Path,
+        rates=["200mbit", "1gbit", "none"],
+        micro_batches=[1, 4, 8],
+        nodes=2,
+        ranks_per_node=2,
+        rounds=(3, "least turns of each contestant that count"),
+        most_rounds=7,
+        seconds=(90.0, "per rate and micro-batches, if --rounds fit into it"),
+        turn_seconds=(1.0, "a turn has as many steps, at least one"),
+        verbose=(False, "show what the ranks print"),
+    )
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    options = parser.parse_args()
+    if not 1 <= options.rounds <= options.most_rounds:
+        parser.error(
+            f"--rounds {options.rounds}: at least 1, and at most --most-rounds {options.most_rounds}"
+        )
+    missing = {name: reason for name in options.contestants if (reason := absent(name))}
+    for name, reason in missing.items():
+        print(f"{name} does not take part: {reason}")
+    names = [name for name in options.contestants if name not in missing]
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "comparison.json"
+    facts = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, "cores": os.cpu_count()}
+    facts |= {"torch": harness.installed("torch"), "deepspeed": harness.installed("deepspeed")}
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    asked = {name: getattr(options, name) for name in ("rounds", "most_rounds", "seconds", "turn_seconds")}
+    how = {"ranks": options.ranks_per_node, "echo": options.verbose, "environ": {"DS_ACCELERATOR": "cpu"}}
+    try:
+        for lab in harness.labs_at(options.rates, options.nodes):
+            for micro_batches in options.micro_batches:
+                began = time.monotonic()
+                found = harness.run(compare, names, micro_batches, asked, lab=lab, **how)
+                stored = merge(stored, facts, {"rate": lab.rate, "micro_batches": micro_batches, **found})
+                file.write_text(json.dumps(stored, indent=1) + "\n")
+                print(f"{lab.rate}, {micro_batches}: {time.monotonic() - began:.0f} s", flush=True)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    file.with_suffix(".md").write_text(page(stored))
+    chart(stored["results"], file.with_suffix(".png"))
+    print(page(stored))
+    return 0
+
+
+if __name__ == "__main__":
+    harness.start(main)

@@ -1,0 +1,251 @@
+"""What the comparison's results say: claims, tables, chart. Pure functions of comparison.json."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.peers import CONTESTANTS
+
+Result = Mapping[str, Any]  # of one rate and number of micro-batches
+BASELINE = "FSDP2"
+ZEROPP = ("megazero zeropp INT8", "megazero zeropp")
+REPLICAS = ("megazero 1,1,d INT8", "megazero 1,1,d delta")
+MOST_BYTES = dict(zip((*ZEROPP, *REPLICAS), (0.40, 0.28, 0.40, 0.28), strict=True))  # x 2N per step and node
+COUNTERS = 0.05  # by which counters and interface may differ
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``forms`` of megazero are at least ``least`` times as fast as the fastest of ``rivals``.
+
+    least: by (rate, micro-batches); at the same rates other micro-batches are reported without one.
+    """
+
+    forms: tuple[str, ...]
+    against: str
+    rivals: Callable[[str], bool]
+    least: Mapping[tuple[str, int], float | None]
+
+
+def _slow(one: float, four: float) -> dict[tuple[str, int], float | None]:
+    return {("200mbit", 1): one, ("200mbit", 4): four}
+
+
+def _fast(least: float | None) -> dict[tuple[str, int], float | None]:
+    return {(rate, count): least for rate in ("1gbit", "none") for count in (1, 4, 8)}
+
+
+def _plain(name: str) -> bool:
+    return CONTESTANTS[name].plain
+
+
+def _shards(name: str) -> bool:
+    return CONTESTANTS[name].shards
+
+
+CLAIMS = (
+    Claim(ZEROPP, "FSDP2", lambda name: name == "FSDP2", _slow(4.5, 6)),
+    Claim(ZEROPP, "the fastest peer that shards, in any form", _shards, _slow(1.8, 1.3)),
+    Claim(ZEROPP, "the fastest of its memory class", _plain, _fast(1.0)),
+    Claim(REPLICAS, "FSDP2", lambda name: name == "FSDP2", _slow(5, 9)),
+    Claim(REPLICAS, "the fastest peer of any kind", lambda name: CONTESTANTS[name].peer, _slow(2.2, 2)),
+    Claim(REPLICAS, "the fastest form of DDP", lambda name: name.startswith("DDP"), _fast(None)),
+)  # fmt: skip
+
+
+# -- figures -------------------------------------------------------------------------------------------
+
+
+def ratios(result: Result, name: str, rival: str) -> list[float]:
+    """How many times as fast as the rival, round by round."""
+    return harness.ratios(result["seconds"][rival], result["seconds"][name])
+
+
+def fastest(result: Result, among: Callable[[str], bool]) -> str | None:
+    """By median; None if nobody took part."""
+    names = [name for name in result["seconds"] if among(name)]
+    return min(names, key=lambda name: statistics.median(result["seconds"][name]), default=None)
+
+
+def sent(result: Result, name: str) -> float:
+    """Bytes per step of the node that sent most, averaged over rounds."""
+    return statistics.mean(max(turn) for turn in result["sent"][name])
+
+
+def share(result: Result, name: str) -> float:
+    """``sent`` over 2N: the model in bf16."""
+    return sent(result, name) / (2 * result["elements"])
+
+
+def of_counters(result: Result, name: str) -> float | None:
+    """What the interfaces counted over what the engine did, all nodes; None for peers, which count nothing."""
+    counted = sum(map(sum, result["counted"][name]))
+    return sum(map(sum, result["sent"][name])) / counted if counted else None
+
+
+# -- text ----------------------------------------------------------------------------------------------
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "**not met**"
+
+
+def speed_rows(claim: Claim, results: Sequence[Result]) -> list[list[str]]:
+    """Rate, micro-batches, the rival, what is claimed, and each form's ratio."""
+    lines = []
+    for result in results:
+        rival = fastest(result, claim.rivals)
+        if rival is None or result["rate"] not in {rate for rate, _ in claim.least}:
+            continue
+        least = claim.least.get((result["rate"], result["micro_batches"]))
+        line = [result["rate"], str(result["micro_batches"]), rival, f"{least:.1f}" if least else "-"]
+        for form in claim.forms:
+            speeds = ratios(result, form, rival) if form in result["seconds"] else []
+            judged = f", {verdict(statistics.median(speeds) >= least)}" if speeds and least else ""
+            line.append(harness.spread(speeds, 2) + judged if speeds else "-")
+        lines.append(line)
+    return lines
+
+
+def byte_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Per quantised form its bytes over all results, against their limit."""
+    lines = []
+    for name, limit in MOST_BYTES.items():
+        shares = [share(r, name) for r in results if name in r["seconds"]]
+        if shares:
+            found = f"{min(shares):.3f} to {max(shares):.3f}"
+            lines.append([name, f"{limit:.2f}", found, verdict(max(shares) <= limit)])
+    return lines
+
+
+def counter_line(results: Sequence[Result]) -> str:
+    every = [of_counters(r, name) for r in results for name in r["seconds"]]
+    found = [x for x in every if x is not None]
+    if not found:
+        return "No engine that counts took part."
+    met = all(abs(x - 1) <= COUNTERS for x in found)
+    return (
+        f"The interfaces counted {min(found):.3f} to {max(found):.3f} times the bytes of the engine's own counters, "
+        f"over all megazero results; claimed: within {COUNTERS:.0%}, {verdict(met)}."
+    )
+
+
+def summary(results: Sequence[Result]) -> str:
+    text = ["### Bytes sent by a node per step, over 2N, all results", ""]
+    text += [harness.table(["", "at most", "found", ""], byte_rows(results)), "", counter_line(results)]
+    for claim in CLAIMS:
+        lines = speed_rows(claim, results)
+        if lines:
+            title = f"{claim.forms[0].removesuffix(' quantised')} against {claim.against}"
+            head = ["rate", "micro-batches", "that is", "at least", *claim.forms]
+            text += ["", f"### {title}", "", harness.table(head, lines)]
+    return "\n".join(text)
+
+
+def table(result: Result) -> str:
+    """Fastest first."""
+    header = ["", "bytes / 2N", "of formula", "of counters", "s per step", f"times {BASELINE}", "loss"]
+    lines = []
+    seconds = result["seconds"]
+    for name in sorted(seconds, key=lambda name: statistics.median(seconds[name])):
+        counters = of_counters(result, name)
+        lines.append(
+            [
+                name,
+                f"{share(result, name):.3f}",
+                f"{sent(result, name) / result['formula'][name]:.3f}",
+                f"{counters:.3f}" if counters else "-",
+                harness.spread(seconds[name]),
+                harness.spread(ratios(result, name, BASELINE), 2) if BASELINE in seconds else "-",
+                f"{result['loss'][name]:.4f}",
+            ]
+        )
+    return harness.table(header, lines)
+
+
+INTRODUCTION = """\
+# Comparison with FSDP2, HSDP, DDP and DeepSpeed
+
+    python benchmarks/comparison.py --out docs
+
+writes this page, comparison.json and the chart. {nodes} nodes of {ranks_per_node} ranks run on one machine ({cores}
+cores, gloo, torch {torch}, DeepSpeed {deepspeed}). Each node is a network namespace, joined to the others by links
+of the given rate (`tests/netlab`). Every contestant trains the same decoder (8 layers, hidden 256, ffn 688,
+vocabulary 4096, 8.4M parameters) on the same tokens, sequence 128, micro-batch 1, in bf16 with an fp32 master and
+AdamW. Contestants take turns. Ratios are taken round by round within one run: median (least to most).
+
+Bytes are the kernel's count at a node's interface around the steps, everything included, for the node that sent
+most, relative to 2N, the model in bf16. *of formula*: relative to benchmarks/volume.py. *of counters*: relative to
+the engine's own counters. *loss*: of the same step for all.
+
+Peers run as most people write the loop, with communication in every micro-batch, and in two further forms. *once*:
+across nodes once per step as far as their switches allow. *kept*: gathered parameters stay for the step.
+DeepSpeed's ZeRO-1 always communicates once; its ZeRO-3 cannot. `1,1,d` shards only the optimizer. zeropp's memory
+class is the peers that hold neither parameters nor gradients whole: FSDP2, HSDP, DeepSpeed ZeRO-3.
+
+On gloo, FSDP2's reduce-scatter costs the bytes of an all-reduce. NCCL would send half of that: 2.1 instead of 2.8 x
+2N per micro-batch. {sharing:g} ranks share a core here, so compute weighs more than on a cluster.
+"""
+
+
+def page(stored: Mapping[str, Any]) -> str:
+    results = stored["results"]
+    sharing = stored["nodes"] * stored["ranks_per_node"] / stored["cores"]
+    text = [INTRODUCTION.format(**stored, sharing=sharing)]
+    text += [
+        "![Seconds and bytes per step](comparison.png)",
+        "",
+        "## Claims",
+        "",
+        summary(results),
+        "",
+        "## Results",
+    ]
+    for result in results:
+        text += ["", f"### {result['rate']}, {result['micro_batches']} micro-batch(es)", "", table(result)]
+    return "\n".join(text) + "\n"
+
+
+# -- chart ---------------------------------------------------------------------------------------------
+
+
+def chart(results: Sequence[Result], file: Path) -> None:
+    """Bars of seconds per step with the bytes beside them; a row of panels per rate, a column per micro-batches."""
+    from matplotlib.figure import Figure
+
+    rates = list(dict.fromkeys(r["rate"] for r in results))
+    counts = sorted({r["micro_batches"] for r in results})
+    bars = max(len(r["seconds"]) for r in results)
+    figure = Figure(figsize=(5.5 * len(counts), (1 + 0.23 * bars) * len(rates)), layout="constrained")
+    panels = figure.subplots(len(rates), len(counts), squeeze=False)
+    for panel in panels.flat:
+        panel.set_axis_off()
+    for result in results:
+        _draw(panels[rates.index(result["rate"])][counts.index(result["micro_batches"])], result)
+    figure.savefig(file, dpi=110)
+
+
+def _draw(panel: Any, result: Result) -> None:
+    seconds = result["seconds"]
+    names = sorted(seconds, key=lambda name: -statistics.median(seconds[name]))
+    middle = [statistics.median(seconds[name]) for name in names]
+    below = [m - min(seconds[name]) for m, name in zip(middle, names, strict=True)]
+    above = [max(seconds[name]) - m for m, name in zip(middle, names, strict=True)]
+    colors = [
+        "tab:gray" if CONTESTANTS[name].peer else "tab:red" if name in MOST_BYTES else "tab:orange"
+        for name in names
+    ]
+    panel.set_axis_on()
+    panel.barh(names, middle, xerr=[below, above], color=colors, ecolor="black")
+    for y, (name, m) in enumerate(zip(names, middle, strict=True)):
+        text = f"{m:.2f} s, {share(result, name):.2f} x 2N"
+        panel.annotate(text, (max(seconds[name]), y), (4, 0), textcoords="offset points", va="center", size=7)
+    panel.tick_params(axis="y", labelsize=7)
+    panel.margins(x=0.3, y=0.01)
+    panel.set_title(f"{result['rate']}, {result['micro_batches']} micro-batch(es)", size=10)
+    panel.set_xlabel("s per step; bytes sent per step by a node", size=8)

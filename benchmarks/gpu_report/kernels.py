@@ -1,0 +1,92 @@
+"""Bandwidth of the kernels, as a share of a device copy that moves as many bytes, measured beside each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+from megazero.kernels import dispatch
+from megazero.kernels.dequantize import dequantize
+from megazero.kernels.dequantize_accumulate import dequantize_accumulate
+from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
+from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.noise import Noise
+from megazero.kernels.quantize import quantize
+from megazero.kernels.sum_rows import sum_rows
+
+from benchmarks.gpu_report.record import Record, Skip
+from benchmarks.gpu_report.setting import Setting, elapsed
+
+BITS = (32, 16, 8, 4, 2)  # of an element of a message; 32 and 16: exact
+ROWS = 4  # messages of an operation: sources of a sum
+NOISE = Noise(1, 2, 3)
+EXACT = {32: torch.float32, 16: torch.bfloat16}
+Operation = tuple[str, str, int, Callable[[], object]]  # name, rounding, bytes read and written, what runs
+
+
+def run(setting: Setting, record: Record) -> None:
+    if not dispatch.AVAILABLE:
+        record.note("Triton is not installed: what was measured is the torch references")
+    elif setting.rehearsal:
+        record.note(
+            "the kernels ran in Triton's interpreter" if dispatch.INTERPRETED else "the references ran"
+        )
+    copied = cache(lambda size: _copy_rate(size, setting))
+    for n in setting.pick((1 << 22, 1 << 24, 1 << 26), (1 << 10,)):
+        for bits in BITS:
+            for name, rounding, moved, launch in operations(n, bits, setting.device):
+                with record.attempt(operation=name, bits=bits, rounding=rounding, elements=ROWS * n) as row:
+                    if setting.left < 2:
+                        raise Skip("the piece's time was over")
+                    rate = moved / _seconds(launch, setting)
+                    row["GB/s"] = rate / 1e9
+                    row["of a copy"] = rate / copied(moved)
+
+
+def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
+    """As the engine uses them: rows of n elements; masters and sums are fp32, gradients and parameters bf16."""
+    if bits in EXACT:
+        x, out = torch.randn(ROWS, n, device=device).to(EXACT[bits]), torch.zeros(n, device=device)
+        own, moved = x[0], x.nbytes + 2 * out.nbytes
+        yield "sum", "-", moved, lambda: sum_rows(x[1:], out, True, own)
+        return
+    form = Format(bits, DEFAULT_BLOCK[bits])
+    coded = ROWS * form.coded_bytes(n)
+    messages = torch.zeros(ROWS, _filled(form.coded_bytes(n)), dtype=torch.uint8, device=device)
+    onward = torch.zeros(ROWS, _filled(form.coded_bytes(n // ROWS)), dtype=torch.uint8, device=device)
+    exact = torch.randn(ROWS, n, device=device)
+    half = exact.to(torch.bfloat16)
+    sums = torch.zeros(n, device=device)
+    for rounding, noise in (("nearest", None), ("stochastic", NOISE)):
+        for x, of in ((exact, "fp32"), (half, "bf16")):
+            yield (
+                f"encode {of}", rounding, x.nbytes + coded,
+                lambda x=x, noise=noise: quantize(x, messages, form, noise),
+            )  # fmt: skip
+        yield (
+            "decode-sum-encode", rounding, coded + form.coded_bytes(n),
+            lambda noise=noise: dequantize_sum_quantize(messages, n, form, onward, form, noise),
+        )  # fmt: skip
+    yield "decode bf16", "-", half.nbytes + coded, lambda: dequantize(messages, half, form)
+    yield "decode-add bf16", "-", 2 * half.nbytes + coded, lambda: dequantize(messages, half, form, add=True)
+    yield (
+        "decode-sum fp32", "-", coded + 2 * sums.nbytes,
+        lambda: dequantize_accumulate(messages, sums, form, True),
+    )  # fmt: skip
+
+
+def _filled(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _seconds(launch: Callable[[], object], setting: Setting) -> float:
+    launch()  # compiles
+    return min(elapsed(launch, setting.device, setting.pick(10, 1)) for _ in range(setting.pick(5, 1)))
+
+
+def _copy_rate(moved: int, setting: Setting) -> float:
+    """Bytes read and written per second of a copy that moves ``moved``."""
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=setting.device)
+    target = torch.empty_like(source)
+    return moved / _seconds(lambda: target.copy_(source), setting)

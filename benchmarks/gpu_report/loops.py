@@ -1,0 +1,153 @@
+"""The training loops that are compared: megazero's engine, and the same decoder in a loop of plain torch.
+
+Both have bf16 parameters, an fp32 master, fused AdamW and clipping. The plain loop is written for speed: its copies
+between the two precisions are torch's foreach operations, which take all parameters at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.contestants import ADAMW, CLIP, AdamW, llama
+from megazero import zero
+from megazero.config import World, make_config
+from megazero.mesh.mesh import Mesh, create_mesh
+from megazero.models import Decoder, ModelConfig
+from megazero.train import parallelize
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama-like decoder and the tokens of one step: ``batch`` sequences, one micro-batch."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocabulary: int = 32000
+    sequence: int = 4096
+    batch: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def config(self) -> ModelConfig:
+        return llama(self)
+
+
+TINY = Size("tiny", layers=2, hidden=64, ffn=128, heads=4, vocabulary=256, sequence=16)
+
+
+def batch(size: Size, device: torch.device) -> torch.Tensor:
+    """Tokens [batch, sequence], the same for all."""
+    drawn = torch.Generator().manual_seed(1)
+    return torch.randint(0, size.vocabulary, (size.batch, size.sequence), generator=drawn).to(device)
+
+
+def value(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An initial value fp32, drawn on the device: seeds that no layout changes (megazero.models) take too long for
+    billions of parameters on a host."""
+    if parameter.ndim == 1:
+        return torch.ones(parameter.shape, device=device)
+    return torch.empty(parameter.shape, device=device).normal_(std=0.02)
+
+
+def ours(
+    size: Size,
+    device: torch.device,
+    recompute: str = "none",
+    dtype: torch.dtype = torch.bfloat16,
+    mesh: Mesh | None = None,
+    policy: zero.Policy | None = None,
+) -> tuple[Step, zero.Engine]:
+    """A step of megazero on one rank, or on ``mesh``."""
+    model = Decoder(size.config, recompute=recompute, device="meta", dtype=dtype)
+    shapes = dict(model.named_parameters())
+    mesh = mesh or create_mesh(device=device)
+    engine = zero.shard(
+        model,
+        mesh=mesh,
+        policy=policy,
+        units=model.units(),
+        optimizer=ADAMW,
+        clip_norm=CLIP,
+        init=lambda name: value(shapes[name], device),
+    )
+    tokens = batch(size, device)
+
+    def step() -> None:
+        engine.begin_step(1, divisor=size.tokens * mesh.dp_size)
+        model(tokens, tokens).sum().backward()
+        engine.step()
+
+    return step, engine
+
+
+def pipelined(size: Size, device: torch.device, mesh: Mesh, policy: zero.Policy) -> tuple[Step, zero.Engine]:
+    """A step of this rank's stage of the same decoder, by 1F1B, with two micro-batches."""
+    values = {
+        "model_family": "llama",
+        "num_layers": size.layers,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+    }
+    values |= {"ffn_hidden_size": size.ffn, "vocab_size": size.vocabulary, "seq_length": size.sequence}
+    values |= {"micro_batch_size": size.batch, "pipeline_model_parallel_size": mesh.pp.size, "lr": 1e-4}
+    values |= {"train_iters": 10, "mock_data": True, "params_dtype": "bf16"}
+    config = make_config(values, World(mesh.world_size, mesh.grid.ranks_per_node))
+    model = parallelize.build_decoder(config, mesh)
+    engine = parallelize.shard_decoder(model, config, mesh, policy=policy)
+    pipeline = parallelize.build_pipeline(model, engine, config, mesh)
+    tokens = batch(size, device)
+    data = [parallelize.MicroBatch(tokens, tokens, torch.ones(tokens.shape, device=device))] * 2
+
+    def step() -> None:
+        engine.begin_step(2, 2.0 * size.tokens * mesh.dp_size, pipeline.program(2))
+        engine.step(pipeline.step(data).reshape(1))
+
+    return step, engine
+
+
+def decoder(
+    size: Size, device: torch.device, recompute: str = "none", dtype: torch.dtype = torch.bfloat16
+) -> Decoder:
+    model = Decoder(size.config, recompute=recompute, device=device, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(value(parameter, device))
+    return model
+
+
+def plain(size: Size, device: torch.device, model: nn.Module, loss: Callable[[torch.Tensor], Any]) -> Step:
+    """A step of plain torch. loss: tokens -> their summed loss."""
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, master=parameters[0].dtype != torch.float32)
+    tokens = batch(size, device)
+
+    def step() -> None:
+        (loss(tokens) / size.tokens).backward()
+        optimizer.step()
+
+    return step
+
+
+def policies() -> dict[str, tuple[str, zero.Policy]]:
+    """The forms that presets take: name -> (preset, policy)."""
+    from benchmarks.peers import DELTA, INT8, policy_of
+
+    exact = {preset: (preset, zero.Policy()) for preset in ("zero1", "zero3", "hpz", "mics")}
+    return {
+        **exact,
+        "zeropp": ("zeropp", policy_of(DELTA)),
+        "zeropp INT8": ("zeropp", policy_of(INT8)),
+    }

@@ -1,0 +1,42 @@
+"""What the engine costs on one rank: a step of zero.shard over a step of plain torch, in turns."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from benchmarks.gpu_report import loops
+from benchmarks.gpu_report.loops import Size
+from benchmarks.gpu_report.record import Record, Skip
+from benchmarks.gpu_report.setting import Setting, free, step_seconds
+from benchmarks.harness import ratios, take_turns
+
+SIZES = (
+    Size("host-bound", layers=24, hidden=256, ffn=688, heads=4, vocabulary=4096, sequence=128),
+    Size("middle", layers=16, hidden=1024, ffn=2752, heads=8, sequence=2048),
+)
+
+
+def run(setting: Setting, record: Record) -> None:
+    device = setting.device
+    for size in setting.pick(SIZES, (loops.TINY,)):
+        for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+            with record.attempt(size=size.name, dtype=name) as row:
+                if setting.left < 5:
+                    raise Skip("the piece's time was over")
+                mine, _ = loops.ours(size, device, dtype=dtype)
+                model = loops.decoder(size, device, dtype=dtype)
+                theirs = loops.plain(size, device, model, lambda t, model=model: model(t, t).sum())
+                turns = {
+                    name: lambda step=step: step_seconds(step, device, setting.pick(5, 1))
+                    for name, step in (("ours", mine), ("plain", theirs))
+                }
+                taken = take_turns(turns, setting.pick(10, 2), warm_up=setting.pick(2, 0))
+                row["megazero ms"], row["plain ms"] = (
+                    statistics.median(each) * 1e3 for each in taken.values()
+                )
+                found = ratios(taken["ours"], taken["plain"])
+                row["ratio"] = statistics.median(found)
+                row["range"] = f"{min(found):.3f} to {max(found):.3f}"
+            free(device)

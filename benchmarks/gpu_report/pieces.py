@@ -1,0 +1,71 @@
+"""The pieces of the report, and the program that runs one: python -m benchmarks.gpu_report.pieces NAME ..."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One section of the page. run: 'module.function' of this package. seconds: at most, on a card.
+
+    environment: of its process in a rehearsal.
+    """
+
+    name: str
+    title: str
+    run: str
+    seconds: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        return self.run.partition(".")[0]
+
+
+# In the order in which they run: what is most asked for first, should the time of all (--minutes) be short.
+PIECES = (
+    Piece("tests", "Tests marked gpu", "gpu_tests.run", 80),
+    Piece("kernels", "Bandwidth of the kernels", "kernels.run", 50, {"TRITON_INTERPRET": "1"}),
+    Piece("race", "The race of hpZ", "race.run", 25),
+    Piece("allocations", "Allocations and host waits in steady steps", "allocations.run", 35),
+    Piece("train-1b", "Training, 1B parameters", "training.run_one", 90),
+    Piece("train-3b", "Training, 3B parameters", "training.run_three", 80),
+    Piece("memory", "Peak memory against the formula", "memory.run", 25),
+    Piece("overhead", "The engine's cost on one rank", "overhead.run", 20),
+    Piece("profile", "A profile of training steps", "profile_steps.run", 20),
+    Piece("nccl", "Several ranks on one card", "nccl.run", 30),
+    Piece("deepspeed", "The kernels against DeepSpeed's quantiser", "deepspeed_kernels.run", 60),
+)
+BY_NAME = {piece.name: piece for piece in PIECES}
+
+
+def run_piece(piece: Piece, setting: Any, record: Any) -> None:
+    module, _, function = piece.run.partition(".")
+    getattr(importlib.import_module(f"benchmarks.gpu_report.{module}"), function)(setting, record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=BY_NAME)
+    parser.add_argument("file", type=Path, help="where its rows are kept")
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--rehearsal", action="store_true")
+    options = parser.parse_args()
+    import torch
+
+    from benchmarks.gpu_report.record import Record
+    from benchmarks.gpu_report.setting import Setting
+
+    if options.rehearsal:
+        torch.set_num_threads(1)
+    setting = Setting(options.rehearsal, options.file.parent, options.seconds)
+    run_piece(BY_NAME[options.name], setting, Record(options.file))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What a piece is told: the device, the sizes, the time it has; and what machine this is."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.harness import ROOT, installed
+
+# Dense bf16 TFLOP/s of the tensor cores, from the makers' data sheets; the first name that occurs in the device's.
+PEAKS = (
+    ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("GH200", 989.4), ("H200", 989.4), ("H100", 989.4), ("H800", 989.4),
+    ("H20", 148.0), ("B200", 2250.0), ("B100", 1750.0), ("A100", 312.0), ("A800", 312.0), ("A30", 165.0),
+    ("A40", 149.7), ("A10G", 70.0), ("A10", 125.0), ("L40S", 362.0), ("L40", 181.0), ("L4", 121.0),
+    ("RTX 6000 Ada", 364.2), ("RTX A6000", 154.8), ("RTX 4090", 165.2), ("RTX 3090", 71.0),
+)  # fmt: skip
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """rehearsal: tiny sizes on the CPU. seconds: that the piece has. folder: for its files (traces)."""
+
+    rehearsal: bool
+    folder: Path
+    seconds: float = 600.0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.rehearsal else torch.device("cuda", 0)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (time.monotonic() - self.began)
+
+    def pick(self, real: T, tiny: T) -> T:
+        return tiny if self.rehearsal else real
+
+
+def peak_tflops(name: str) -> float | None:
+    """Of a device's name; None for one that the table does not have."""
+    return next((peak for known, peak in PEAKS if known.lower() in name.lower()), None)
+
+
+def elapsed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Seconds of one ``run``, the mean of ``repeats`` that follow each other.
+
+    On CUDA by the device's clock, with the launches queued behind a pause, so that a host that launches slower than
+    the device computes is not what is measured.
+    """
+    if device.type == "cpu":
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - began) / repeats
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2e5 * repeats))  # cycles: some 0.1 ms for each launch
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def step_seconds(step: Callable[[], Any], device: torch.device, steps: int = 1) -> float:
+    """Seconds of one step, by the host's clock: launches and host waits included."""
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait(device)
+    return (time.perf_counter() - began) / steps
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free(device: torch.device) -> None:
+    """Give back what ended models held: engines are cycles."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def machine(rehearsal: bool) -> dict[str, str]:
+    """What the figures are from, in words."""
+    import numpy
+
+    found = {
+        "device": f"the CPU ({os.cpu_count()} cores); no GPU was used" if rehearsal else _card(),
+        "torch": torch.__version__,
+        "CUDA of torch": str(torch.version.cuda),
+        "driver": _driver(),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
+        "Triton": installed("triton"),
+        "numpy": numpy.__version__,
+        "Python": platform.python_version(),
+        "commit": commit(),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _card() -> str:
+    card = torch.cuda.get_device_properties(0)
+    peak = peak_tflops(card.name)
+    rate = f"bf16 peak {peak:g} TFLOP/s" if peak else "its bf16 peak is not known here"
+    return (
+        f"{card.name}, {card.total_memory / 2**30:.1f} GiB, {card.multi_processor_count} multiprocessors, "
+        f"compute capability {card.major}.{card.minor}; {rate}"
+    )
+
+
+def _driver() -> str:
+    return (
+        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or "none"
+    )
+
+
+def commit() -> str:
+    """Of this checkout, with a word if it has changes of its own."""
+    found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return (found + (" with uncommitted changes" if changed else "")) or "not a git checkout"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,170 @@
+"""Training of decoders of 1B and 3B parameters on one card: tokens per second, share of the peak, peak memory.
+
+megazero's engine, the same decoder in a plain torch loop, that loop with its modules compiled, and transformers'
+LlamaForCausalLM of the same sizes in that loop; all bf16 with an fp32 master, fused AdamW, clipping, one micro-batch
+a step. FLOPs are megazero/config/model/flops.py's for all: recompute is not counted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_report import loops
+from benchmarks.gpu_report.loops import Size, Step
+from benchmarks.gpu_report.record import Record, Skip
+from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops, step_seconds
+from megazero.config.model.flops import training_flops
+from megazero.config.model.parameters import parameter_count
+
+ONE = Size("1B", layers=18, hidden=2048, ffn=5632, heads=16, batch=4)
+THREE = Size("3B", layers=26, hidden=3072, ffn=8192, heads=24)
+RECOMPUTE = ("none", "selective", "full")
+LEAST_LAYERS = 4
+BYTES = 2 + 4 + 12  # per parameter, of one rank: 2N/P + 4N/G + 12N/OS with P = G = OS = 1
+
+
+def run_one(setting: Setting, record: Record) -> None:
+    run(setting, record, setting.pick(ONE, loops.TINY))
+
+
+def run_three(setting: Setting, record: Record) -> None:
+    run(setting, record, setting.pick(THREE, replace(loops.TINY, layers=3)))
+
+
+def run(setting: Setting, record: Record, size: Size) -> None:
+    if not setting.rehearsal:
+        _measure_products(setting, record)
+    size = fitting(size, setting, record)
+    for name, recompute, build in contestants(size):
+        with record.attempt(size=size.name, layers=size.layers, contestant=name, recompute=recompute) as row:
+            if setting.left < setting.pick(10, 0):
+                raise Skip("the piece's time was over")
+            row |= measure(lambda build=build: build(setting.device), size, setting, ours=name == "megazero")
+        free(setting.device)
+        torch.compiler.reset()
+
+
+def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
+    """Name, recompute, and what builds the step: in pairs, so that those compared are measured side by side."""
+
+    def plain(device: torch.device, recompute: str, compiled: bool = False) -> Step:
+        model = loops.decoder(size, device, recompute)
+        if compiled:
+            assert model.embedding is not None and model.head is not None
+            for module in (model.embedding, *model.layers.values(), model.head):
+                # What inductor writes for a CPU takes minutes to compile.
+                module.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+        return loops.plain(size, device, model, lambda tokens: model(tokens, tokens).sum())
+
+    for recompute in RECOMPUTE:
+        yield "megazero", recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
+        yield "plain torch", recompute, lambda device, r=recompute: plain(device, r)
+        if recompute != "selective":
+            yield "transformers", recompute, lambda device, r=recompute: _transformers(size, device, r)
+    yield "plain torch, compiled", "none", lambda device: plain(device, "none", compiled=True)
+
+
+def _transformers(size: Size, device: torch.device, recompute: str) -> Step:
+    if importlib.util.find_spec("transformers") is None:
+        raise Skip("transformers is not installed (pip install transformers)")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        max_position_embeddings=size.sequence,
+        tie_word_embeddings=not size.config.untie_embeddings_and_output_weights,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(loops.value(parameter, device))
+        with device:  # its frequencies are a buffer, which to_empty left without values
+            model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    if recompute == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), tokens.flatten(), reduction="sum"
+        )
+
+    return loops.plain(size, device, model, loss)
+
+
+def measure(build: Callable[[], Step], size: Size, setting: Setting, ours: bool) -> dict[str, Any]:
+    """Figures of one contestant."""
+    device, cuda = setting.device, setting.device.type == "cuda"
+    step = build()
+    for _ in range(setting.pick(3, 1)):
+        step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = statistics.median(step_seconds(step, device) for _ in range(setting.pick(8, 1)))
+    flops = training_flops(size.config, [size.sequence] * size.batch) / seconds
+    found: dict[str, Any] = {"tokens/s": size.tokens / seconds, "TFLOP/s": flops / 1e12}
+    if cuda:
+        peak = peak_tflops(torch.cuda.get_device_name())
+        found["MFU"] = flops / 1e12 / peak if peak else None
+        found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+        if ours:
+            found |= _against_formula(size, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
+    return found
+
+
+def _against_formula(size: Size, peak: int, resident: int) -> dict[str, float]:
+    """resident: between steps, when there are neither gradients nor activations."""
+    formula = BYTES * parameter_count(size.config)
+    return {
+        "18N GB": formula / 1e9,
+        "beyond 18N GB": (peak - formula) / 1e9,
+        "between steps GB": resident / 1e9,
+    }
+
+
+def fitting(size: Size, setting: Setting, record: Record) -> Size:
+    """The size, with fewer layers if even full recompute does not fit this card."""
+    if setting.device.type == "cpu":
+        return size
+    card = torch.cuda.get_device_properties(0).total_memory
+    layers = size.layers
+    while layers > LEAST_LAYERS and needed(replace(size, layers=layers)) > 0.92 * card:
+        layers -= 1
+    if layers < size.layers:
+        record.note(f"{size.name} was cut from {size.layers} to {layers} layers, which fit this card")
+    return replace(size, layers=layers)
+
+
+def needed(size: Size) -> float:
+    """Bytes of the largest contestant with full recompute: the plain loop's 20 per parameter (two kinds of
+    gradients), one layer's activations, inputs of all, and the logits in bf16 and three times in fp32."""
+    layer = size.tokens * (22 * size.hidden + 8 * size.ffn)
+    inputs = 2 * size.tokens * size.hidden * size.layers
+    return 20 * parameter_count(size.config) + layer + inputs + 14 * size.tokens * size.vocabulary
+
+
+def _measure_products(setting: Setting, record: Record) -> None:
+    """What a large product reaches here, beside the data sheet's peak."""
+    a, b = (torch.randn(8192, 8192, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = min(elapsed(lambda: a @ b, setting.device, 10) for _ in range(3))
+    rate = 2 * 8192**3 / seconds / 1e12
+    peak = peak_tflops(torch.cuda.get_device_name())
+    told = (
+        f"MFU is of {peak:g}, the data sheet's" if peak else "MFU is not told: the device's peak is not known"
+    )
+    record.note(f"A bf16 product of 8192 x 8192 matrices runs at {rate:.0f} TFLOP/s here; {told}")

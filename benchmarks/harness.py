@@ -1,0 +1,295 @@
+"""What the benchmarks share: their command lines, ranks, turns, statistics and pages.
+
+A program measures in a function that every rank runs, and ``run`` returns what rank 0 found:
+
+    def compare(rounds: int) -> dict[str, list[float]]:
+        return take_turns({name: lambda: measure(step, 1)[0] for name, step in ...}, rounds)
+
+    for lab in labs_at(options.rates):
+        found = run(compare, options.rounds, lab=lab)
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megazero.files import replacing
+from tests.netlab.lab import Lab, LabUnavailable, interface_bytes, parse_rate
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+T = TypeVar("T")
+
+# -- command lines ---------------------------------------------------------------------------------------
+
+
+def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """An option for each default, of its type: a list takes several words, a bool none, and a type itself is of an
+    option that must be given. A pair is that and its help."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, given in defaults.items():
+        default, text = given if isinstance(given, tuple) else (given, None)
+        flag = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            made.add_argument(flag, action="store_true", help=text)
+            continue
+        several, required = isinstance(default, list), isinstance(default, type)
+        kind = default if required else type(default[0] if several else default)
+        kind = Path if issubclass(kind, Path) else kind
+        made.add_argument(
+            flag,
+            type=kind,
+            default=None if required else default,
+            nargs="+" if several else None,
+            required=required,
+            help=text,
+        )
+    return made
+
+
+def start(main: Callable[[], int | None]) -> None:
+    """Run a program. Its exit status is 2 where links cannot be shaped."""
+    try:
+        sys.exit(main())
+    except LabUnavailable as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------
+
+
+def labs_at(rates: Sequence[str], nodes: int = 2) -> Iterator[Lab]:
+    """One lab of nodes, at one rate after the other. Raises ValueError for a bad rate before anything is measured."""
+    for rate in rates:
+        parse_rate(rate)
+    with Lab(nodes) as lab:
+        for rate in rates:
+            lab.shape(rate)
+            yield lab
+
+
+def run(
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = 2,
+    lab: Lab | None = None,
+    world: bool = True,
+    timeout: float | None = None,
+    echo: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> Any:
+    """What ``function(*arguments)`` returns on rank 0 of new processes, one thread each; both are JSON.
+
+    ranks: processes, of every node with ``lab``. world: they share a process group of gloo, on GPUs with NCCL; else
+    they find the environment of torchrun. timeout: seconds. Raises RuntimeError with what the ranks printed.
+    """
+    environ = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", **(environ or {})}
+    module = ".".join(Path(inspect.getfile(function)).relative_to(ROOT).with_suffix("").parts)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        words = [__file__, module, function.__name__, json.dumps(arguments), str(file), "world" * world]
+        if lab is not None:
+            done = lab.run(words, ranks_per_node=ranks, environ=environ, timeout=timeout, echo=echo)
+            code, said = done.returncode, "\n".join(done.outputs)
+        else:
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+            ]
+            here = subprocess.run(
+                [*launcher, *words],
+                env={**os.environ, **environ},
+                stdout=None if echo else subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout,
+            )
+            code, said = here.returncode, here.stdout or ""
+        if code:
+            where = f" at {lab.rate}" if lab is not None else ""
+            raise RuntimeError(f"{module}.{function.__name__}{where}: return code {code}\n{said}")
+        return json.loads(file.read_text())
+
+
+def run_rank(module: str, name: str, arguments: str, file: str, world: str) -> None:
+    """The program of one rank of ``run``."""
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if world:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    found = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    if os.environ["RANK"] == "0":
+        Path(file).write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a trainer's watch has threads that its own program alone joins
+
+
+def ranks_per_node() -> int:
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def device() -> torch.device:
+    """Of this rank."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+# -- turns -----------------------------------------------------------------------------------------------
+
+
+def take_turns(
+    contestants: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1
+) -> dict[str, list[T]]:
+    """By contestant, what it returned in each round, without those that warm up. Who is first changes from round to
+    round, so that nobody always follows the same one."""
+    names, taken = list(contestants), {name: list[T]() for name in contestants}
+    for number in range(warm_up + rounds):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            found = contestants[name]()
+            if number >= warm_up:
+                taken[name].append(found)
+    return taken
+
+
+def measure(step: Callable[[], Any], steps: int = 1) -> tuple[float, int]:
+    """Seconds of a step from barrier to barrier, and bytes of a step that this node's interface sent."""
+    _meet()
+    sent = _sent()
+    _meet()  # a rank quick to leave the first would send before its neighbour has read the interface
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _meet()
+    return (time.perf_counter() - began) / steps, (_sent() - sent) // steps
+
+
+def measure_most(step: Callable[[], Any], steps: int = 1) -> tuple[float, int]:
+    """``measure``, with the bytes of the node that sent most."""
+    seconds, sent = measure(step, steps)
+    most = torch.tensor(sent)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return seconds, int(most)
+
+
+def _meet() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _sent() -> int:
+    try:
+        return interface_bytes()[0]
+    except ValueError:  # no lab: no interface between nodes
+        return 0
+
+
+# -- results that are kept --------------------------------------------------------------------------------
+
+
+class Store:
+    """A file with one JSON line per result, so that the same command goes on where it stopped."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        before = self.file.read_bytes() if self.file.exists() else b""
+        with replacing(self.file) as file:  # never a line that is half there
+            file.write(before + json.dumps(record).encode() + b"\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        text = self.file.read_text() if self.file.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def installed(name: str) -> str:
+    """The version of a package, in words."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+# -- statistics ------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Median (least to most)."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(own, other, strict=True)]
+
+
+def of_medians(own: Sequence[float], other: Sequence[float], digits: int = 2) -> str:
+    """The ratio of the medians (least to most round by round)."""
+    each, whole = ratios(own, other), statistics.median(own) / statistics.median(other)
+    return f"{whole:.{digits}f} ({min(each):.{digits}f} to {max(each):.{digits}f})"
+
+
+# -- pages -----------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    head, *lines = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
+    return "\n".join([head, "|" + "---|" * len(header), *lines])
+
+
+def setting() -> str:
+    """What a section was measured on, in words."""
+    return f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def section(page: Path, title: str) -> str:
+    """The text of a section of a page of docs. Raises ValueError where it has none."""
+    _, heading, rest = page.read_text(encoding="utf-8").partition(f"\n## {title}\n")
+    if not heading:
+        raise ValueError(f"{page} has no section {title!r}")
+    return rest.partition("\n## ")[0].strip("\n")
+
+
+def write_section(page: Path, title: str, text: str) -> None:
+    """Put ``text`` in place of a section's. A page that is not there is first copied from docs."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    whole = (page if page.exists() else DOCS / page.name).read_text(encoding="utf-8")
+    before, heading, rest = whole.partition(f"\n## {title}\n")
+    if not heading:
+        raise ValueError(f"{page} has no section {title!r}")
+    _, following, after = rest.partition("\n## ")
+    body = text.strip("\n")
+    page.write_text(f"{before}{heading}\n{body}\n{following}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_rank(*sys.argv[1:])

@@ -1,0 +1,129 @@
+"""docs/kernels.md: what the kernels compile to for compute capability 9.0, which needs no GPU.
+
+    python benchmarks/kernel_table.py [--out docs/kernels.md]
+
+Read from the machine code by cuobjdump, which comes with Triton.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests import kernel_compile  # isort: skip  first: it tells the kernels that they will be compiled
+
+from benchmarks import harness
+from benchmarks.gpu_report.kernels import BITS, operations
+from benchmarks.gpu_report.page import table
+
+BLOCKS = 132  # of a row: a multiple of 4 rows, none of 16, as Triton would specialise for
+REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 << 10, 64, 32  # of a multiprocessor, at most
+RESERVED = 1 << 10  # bytes of shared memory that the system takes for each program
+PAGE = """\
+# The kernels as compiled
+
+    python benchmarks/kernel_table.py
+
+writes this page and needs no GPU. Triton {triton} compiles every kernel for compute capability 9.0 (H100, H200),
+and its cuobjdump reads the machine code.
+
+- *registers*: per thread; a program has 128 threads. *spilled*: bytes of a thread's stack, used when registers run
+  out.
+- *shared*: bytes of shared memory per program, through which its threads find a block's absmax or change the layout
+  between loads and stores.
+- *warps*: how many a multiprocessor holds at once, of 64, as registers and shared memory allow.
+- *loads*, *stores*: instructions on global memory in the machine code, by width in bits and count; 128 is the
+  widest. 16-bit ones are scales, one per block; 32- and 64-bit ones are the payload of a thread that has no more.
+
+Accesses narrower than 128 bits cost no extra bandwidth here, because neighbouring threads access neighbouring bytes
+and a warp's accesses are combined into 32-byte sectors. Measuring bandwidth takes a card: `make gpu-report`.
+
+{table}
+
+{spills}
+
+`make test` also compiles the kernels and checks registers, spills, access widths and exactly rounded arithmetic
+(`tests/unit/test_kernels_compile.py`).
+"""
+
+
+def main() -> None:
+    out = harness.parser(__doc__, out=harness.DOCS / "kernels.md").parse_args().out
+    import triton
+
+    found = list(rows())
+    page = PAGE.format(triton=triton.__version__, table=table(found), spills=spills(found))
+    out.write_text(page)
+    print(page)
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    compiled = kernel_compile.capture()
+    for name, bits, rounding, launch in kernels():
+        compiled.clear()
+        launch()
+        (kernel,) = compiled
+        used = kernel_compile.resources(kernel)
+        widths = accesses(kernel_compile.dumped(kernel, "-sass"))
+        yield {
+            "kernel": name,
+            "bits": bits,
+            "rounding": rounding,
+            **used,
+            "warps": warps(used["registers"], used["shared"], kernel.metadata.num_warps),
+            "loads": told(widths["LDG"]),
+            "stores": told(widths["STG"]),
+        }
+
+
+def spills(found: list[dict[str, Any]]) -> str:
+    """What the table says of registers that are too few, in words."""
+    names = dict.fromkeys(row["kernel"] for row in found if row["spilled"])
+    return f"Too few registers: {', '.join(names)}." if names else "No kernel spills."
+
+
+def kernels() -> Iterator[tuple[str, int, str, Callable[[], object]]]:
+    """Name, bits, rounding, launch: those that the report on a GPU measures, and the two others."""
+    import torch
+
+    for bits in BITS:
+        for name, rounding, _, launch in operations(BLOCKS * 128, bits, torch.device("cpu")):
+            yield name, bits, rounding, launch
+    others = kernel_compile.launches(kernel_compile.ROWS, BLOCKS, 3)
+    drawn = kernel_compile.DRAWN[0]
+    for name, told_as in (
+        ("quantize with clip", "encode fp16, searched clip"),
+        ("reorder_quantize", "reorder-encode bf16"),
+    ):
+        yield told_as, 4, "stochastic", lambda name=name: others[name](drawn)
+
+
+def accesses(sass: str) -> dict[str, Counter[int]]:
+    """LDG and STG (loads and stores of global memory) -> width in bits -> how many stand in the machine code."""
+    found: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
+    for kind, rest in re.findall(r"\b(LDG|STG)\.([\w.]+)", sass):
+        (width,) = re.findall(r"(?:^|\.)[US]?(8|16|64|128)(?=\.|$)", rest) or ["32"]
+        found[kind][int(width)] += 1
+    return found
+
+
+def told(widths: Counter[int]) -> str:
+    return ", ".join(f"{width} x {count}" for width, count in sorted(widths.items(), reverse=True))
+
+
+def warps(registers: int, shared: int, program: int) -> int:
+    """Warps that a multiprocessor holds, in programs of ``program`` warps. Registers come in 256 for a warp."""
+    of_warp = -(-registers * 32 // 256) * 256
+    by_registers = REGISTERS // of_warp // program
+    by_shared = SHARED // (shared + RESERVED)
+    return min(by_registers, by_shared, PROGRAMS, WARPS // program) * program
+
+
+if __name__ == "__main__":
+    harness.start(main)

@@ -1,0 +1,111 @@
+"""The runs of loss.py that are done, and which one comes next."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.harness import Store
+from benchmarks.loss_run import Run, Settings
+from benchmarks.loss_statistics import Difference, difference
+from benchmarks.loss_variants import BASELINE, VARIANTS
+
+Record = dict[str, Any]
+
+
+class Runs(Store):
+    """Records of runs, of several Settings."""
+
+    def add(self, settings: Settings, record: Record) -> None:
+        self.append({**record, "settings": asdict(settings)})
+
+    def results(self, settings: Settings) -> Results:
+        return Results([r for r in self.records() if r["settings"] == asdict(settings)])
+
+
+class Results:
+    """Runs of one Settings."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.runs = {Run(r["variant"], r["seed"], r["nudge"]): r for r in records}
+
+    def of(self, variant: str) -> list[Record]:
+        return [record for run, record in self.runs.items() if run.variant == variant]
+
+    def losses(self, variant: str, step: int | None = None) -> dict[int, list[float]]:
+        """By seed: the losses over the whole evaluation set, or the curve's at ``step``."""
+        out = defaultdict(list)
+        for record in self.of(variant):
+            loss = record["loss"] if step is None else dict(record["curve"])[step]
+            out[record["seed"]].append(loss)
+        return dict(out)
+
+    def difference(self, variant: str, step: int | None = None) -> Difference:
+        """From the baseline, of the losses at ``step`` as in ``losses``; without bounds where runs are too few."""
+        base, other = self.losses(BASELINE, step), self.losses(variant, step)
+        if not set(base) & set(other):
+            return Difference(math.nan, -math.inf, math.inf)
+        return difference(base, other)
+
+    def equal(self, variant: str) -> tuple[int, int]:
+        """(how many end with the baseline's master, bit for bit; how many can be compared): same seed and nudge."""
+        pairs = [
+            (mine["digest"], base["digest"])
+            for mine in self.of(variant)
+            if (base := self.runs.get(Run(BASELINE, mine["seed"], mine["nudge"])))
+        ]
+        return sum(mine == base for mine, base in pairs), len(pairs)
+
+    def verdict(self, variant: str) -> str | None:
+        """'met', 'missed' or 'open'; None for a variant without target."""
+        target = VARIANTS[variant].target
+        if target is None:
+            return None
+        if not target:
+            equal, pairs = self.equal(variant)
+            return "open" if not pairs else "met" if equal == pairs else "missed"
+        return self.difference(variant).verdict(target)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Run number k of a variant has seed k mod seeds and nudge k // seeds.
+
+    runs: of each variant that has no bit-equality to show (that takes one per seed); baseline: of the baseline.
+    most: with until_decided, runs are added to variants whose interval has not decided yet, up to so many each; the
+    baseline keeps up with them.
+    """
+
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+    runs: int
+    baseline: int
+    until_decided: bool = False
+    most: int = 0
+
+    def next(self, results: Results) -> Run | None:
+        """In turns, so that an interrupted comparison is balanced; None when all is done."""
+        quotas = {name: self._quota(name, results) for name in (BASELINE, *self.variants)}
+        quotas[BASELINE] = max(self.baseline, *quotas.values())
+        for number in range(max(quotas.values())):
+            for name, quota in quotas.items():
+                run = self._run(name, number)
+                if number < quota and run not in results.runs:
+                    return run
+        return None
+
+    def _quota(self, name: str, results: Results) -> int:
+        if name == BASELINE:
+            return self.baseline
+        if VARIANTS[name].target == 0:
+            return len(self.seeds)
+        if not self.until_decided or results.verdict(name) != "open":
+            return self.runs
+        done = next(k for k in range(self.most + 1) if self._run(name, k) not in results.runs)
+        return max(self.runs, min(done + 1, self.most))
+
+    def _run(self, name: str, number: int) -> Run:
+        return Run(name, self.seeds[number % len(self.seeds)], number // len(self.seeds))

@@ -1,0 +1,42 @@
+"""Seconds per step of loss.py's variants on two nodes joined by a link of a given rate, in turns."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.loss_data import train_samples
+from benchmarks.loss_run import NODE, RANKS, Settings, one_step, shard
+from benchmarks.loss_variants import VARIANTS
+from megazero.data.sampler import Batches
+
+ROUNDS, STEPS = 5, 5  # turns that count, steps of a turn
+
+
+def measure(folder: Path, settings: Settings, names: list[str], rate: str) -> dict[str, Any]:
+    """'rate', and by variant 'seconds' per step of each turn. Raises LabUnavailable, RuntimeError if a rank fails."""
+    (seconds,) = (
+        harness.run(compare, str(folder.resolve()), asdict(settings), names, ranks=NODE, lab=lab)
+        for lab in harness.labs_at([rate], RANKS // NODE)
+    )
+    return {"rate": rate, "seconds": seconds}
+
+
+def compare(folder: str, values: dict[str, Any], names: list[str]) -> dict[str, list[float]]:
+    """Every variant trains with the first samples of seed 1; seconds per step of each turn after the first."""
+    settings = Settings(**values)
+    count = RANKS * settings.micro_batch * ((ROUNDS + 1) * STEPS + 1)
+    data = train_samples(Path(folder), settings.sequence, 1, count)
+    with ExitStack() as stack:
+        turns = {}
+        for name in names:
+            model, engine = shard(settings, VARIANTS[name], seed=1)
+            mine = Batches(
+                data, micro_batch_size=settings.micro_batch, rank=engine.mesh.dp_rank, size=RANKS, limit=count
+            )
+            parts = (settings, model, engine, stack.enter_context(mine))
+            turns[name] = lambda parts=parts: harness.measure(lambda: one_step(*parts, 1), STEPS)[0]
+        return harness.take_turns(turns, ROUNDS)

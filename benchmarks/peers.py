@@ -1,0 +1,201 @@
+"""Contestants of the comparison: megazero's presets and the peers, with bf16 parameters, an fp32 master, AdamW and
+clipping, on the same decoder and tokens. Peers send bf16 gradients; megazero's exact presets send fp32 where a
+rank's gradient is already a sum. All start from the same fp32 weights but DeepSpeed, which makes its master of the
+bf16 ones (0.007 of the loss after 4 steps, measured; the others agree to 0.0001).
+
+Peers stand in two forms: as most people write the loop (everything after every micro-batch), and "once", which
+crosses the nodes once per step as far as the peer's own switches allow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import volume
+from benchmarks.contestants import ADAMW, CLIP, AdamW, Shape, Step, batches, decoder, ours, torch_step
+from benchmarks.harness import device
+from megazero.comm.codec import Blockwise
+from megazero.comm.hops import Traffic
+from megazero.config import resolve_shards
+from megazero.config.layout.wire import Coding, Wire, asked_for
+from megazero.config.options.sections import ZeroConfig
+from megazero.zero import Codecs, Policy
+
+INT8 = asked_for(
+    ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=False)
+)  # the formats that flags give
+DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
+
+
+@dataclass(frozen=True)
+class Running:
+    """traffic: the engine's own counters; None for peers."""
+
+    step: Step
+    traffic: Traffic | None = None
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """build: from the shape and the ranks per node, collective. sent: formula (volume.py), bytes per step of a node.
+
+    peer: not megazero. shards: holds parameters in parts between steps, in whichever form. plain: and in the form
+    that most people write, so that gradients and parameters are never whole: zeropp's class of memory.
+    """
+
+    build: Callable[[Shape, int], Running]
+    sent: Callable[[volume.Case], float]
+    peer: bool = True
+    shards: bool = False
+    plain: bool = False
+
+
+def policy_of(wire: Wire) -> Policy:
+    def codec(coding: Coding | None) -> Blockwise | None:
+        return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip) if coding else None
+
+    formats = (codec(c) for c in (wire.weights, wire.gradients_intra, wire.gradients_inter))
+    return Policy(
+        block=wire.block,
+        exact_numel=wire.exact_numel,
+        codecs=Codecs(*formats, delta=wire.delta, feedback=wire.feedback),
+    )
+
+
+def megazero(shards: str, wire: Wire | None = None) -> Contestant:
+    """A preset's factors, or '1,1,d'; exact without ``wire``."""
+    policy = policy_of(wire) if wire else Policy()
+
+    def factors(nodes: int, ranks_per_node: int) -> tuple[int, int, int]:
+        ranks = nodes * ranks_per_node
+        return resolve_shards((1, 1, ranks) if shards == "1,1,d" else shards, ranks, ranks_per_node).factors
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        chosen = factors(dist.get_world_size() // ranks_per_node, ranks_per_node)
+        # Nothing ahead but the next module: a model as small as this would fit, and be gathered once per step.
+        own = replace(policy, prefetch_bytes=0) if chosen[0] > 1 else policy
+        step, engine = ours(chosen, shape, ranks_per_node, device(), own)
+        return Running(step, engine.traffic)
+
+    def sent(case: volume.Case) -> float:
+        return volume.megazero(factors(case.nodes, case.ranks_per_node), policy.codecs, case)
+
+    return Contestant(build, sent, peer=False)
+
+
+def ddp(*, once: bool = False) -> Contestant:
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        where = device()
+        exact = decoder(replace(shape, dtype=torch.float32)).to(where)
+        optimizer = AdamW(exact.parameters(), shape.dtype != torch.float32)
+        model = DistributedDataParallel(exact.to(shape.dtype), gradient_as_bucket_view=True)
+        quiet = lambda last: model.no_sync() if once and not last else nullcontext()  # noqa: E731
+        return Running(torch_step(model, optimizer, shape, where, quiet))
+
+    return Contestant(build, partial(volume.ddp, once=once))
+
+
+def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Contestant:
+    """fully_shard on every layer and the root; hybrid: shards inside a node, replicas across (HSDP).
+
+    keep: gathered parameters stay for the step's other passes, so that they too cross once (ZeRO-2's memory). Else
+    FSDP2's default, which drops them after the forward but for the root's.
+    """
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        world = dist.get_world_size()
+        dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
+        where = device()
+        mesh = init_device_mesh(where.type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+        precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
+        model = decoder(replace(shape, dtype=torch.float32)).to(where)
+        for module in (*model.layers.values(), model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if keep else None)
+        assert isinstance(model, FSDPModule)
+
+        def quiet(last: bool) -> AbstractContextManager:
+            if once:
+                model.set_requires_gradient_sync(last)
+            if keep:
+                model.set_reshard_after_backward(last)
+            return nullcontext()
+
+        # Its shards are fp32, cast to bf16 for the gather.
+        return Running(torch_step(model, AdamW(model.parameters(), False), shape, where, quiet))
+
+    sent = partial(volume.hsdp, once=once) if hybrid else partial(volume.fsdp2, once=once, keep=keep)
+    return Contestant(build, sent, shards=True, plain=not once)
+
+
+def deepspeed_zero(stage: int) -> Contestant:
+    """ZeRO-1 reduces once per step by itself; ZeRO-3 gathers and reduces with every micro-batch and cannot else."""
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
+
+        # Its shared-memory operator would join ranks of different nodes, which here share a machine.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        model = decoder(shape)
+        config = {
+            "train_micro_batch_size_per_gpu": shape.micro_batch,
+            "gradient_accumulation_steps": shape.micro_batches,
+            "gradient_clipping": CLIP,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 2**31,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=ADAMW(model.parameters()), config=config)
+        data = batches(shape, device())
+
+        def step() -> torch.Tensor:
+            total = torch.zeros(())
+            for tokens in data:
+                loss = engine(tokens, tokens).sum() / (shape.sequence * shape.micro_batch)
+                engine.backward(loss)  # divides by the micro-batches itself
+                engine.step()
+                total += loss.detach()
+            return total / len(data)
+
+        return Running(step)
+
+    sent = {1: volume.deepspeed_zero1, 3: volume.deepspeed_zero3}[stage]
+    return Contestant(build, sent, shards=stage == 3, plain=stage == 3)
+
+
+CONTESTANTS: dict[str, Contestant] = {
+    "megazero zeropp INT8": megazero("zeropp", INT8),
+    "megazero zeropp": megazero("zeropp", DELTA),
+    "megazero 1,1,d INT8": megazero("1,1,d", INT8),
+    "megazero 1,1,d delta": megazero("1,1,d", DELTA),
+    **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},
+    "FSDP2": fsdp2(),
+    "FSDP2 once": fsdp2(once=True),
+    "FSDP2 once, kept": fsdp2(once=True, keep=True),
+    "HSDP": fsdp2(hybrid=True),
+    "HSDP once": fsdp2(hybrid=True, once=True),
+    "DDP": ddp(),
+    "DDP once": ddp(once=True),
+    "DeepSpeed ZeRO-1": deepspeed_zero(1),
+    "DeepSpeed ZeRO-3": deepspeed_zero(3),
+}
+
+
+def absent(name: str) -> str | None:
+    """Why a contestant cannot take part here; None if it can."""
+    if name.startswith("DeepSpeed") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install deepspeed)"
+    return None

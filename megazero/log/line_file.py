@@ -1,0 +1,121 @@
+"""A file of lines that grows while a run trains. A full disk never stops the run: lines wait in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+RETRY_S = 10.0  # between two attempts: opening may read the whole file
+MOST_BYTES = 64 * 2**20  # of waiting lines; those of metrics.jsonl have about 1 kB
+
+
+class LineFile:
+    """Appends whole lines, each by one unbuffered write. Only one rank may have it open.
+
+    prepare: called before the file is opened (and again if the disk had no room for that). Lines that the disk does
+    not take wait in memory, up to ``most_bytes``, and are written when there is room; beyond that the oldest are
+    lost. There is one warning of each kind. Raises OSError with the path if opening fails for another reason.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        most_bytes: int = MOST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path, self.lost = path, 0
+        self._prepare, self._prepared = prepare, False
+        self._most, self._clock, self._retry_at = most_bytes, clock, 0.0
+        self._file: IO[bytes] | None = None
+        self._waiting, self._bytes = deque[bytes](), 0  # the first one may be the rest of a line
+        self._warned: set[str] = set()
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            self._failed(error)
+
+    def append(self, line: bytes) -> None:
+        """Write a line (it ends with a newline), or keep it until there is room."""
+        self._waiting.append(line)
+        self._bytes += len(line)
+        if self._clock() >= self._retry_at:
+            self._write()
+        while self._bytes > self._most and len(self._waiting) > 1:
+            self._bytes -= len(self._waiting[1])
+            del self._waiting[1]  # the first may be half written
+            self.lost += 1
+            self._warn(f"{self._most:,} bytes wait for room on the disk: the oldest lines are being lost")
+
+    def reopen(self, prepare: Callable[[], None]) -> None:
+        """Prepare the file again, by another function that changes its lines."""
+        self._write()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._prepare, self._prepared = prepare, False
+        try:
+            self._open()
+        except OSError as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        """Write the waiting lines if there is room now, else warn how many are lost."""
+        self._write()
+        self.lost += len(self._waiting)
+        if self.lost:
+            self._warn(f"{self.lost} line(s) lost, for which the disk had no room")
+        self._waiting.clear()
+        if self._file is not None:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self._failed(error)
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> IO[bytes]:
+        if not self._prepared:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._prepare()
+            self._prepared = True
+        if self._file is None:
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        return self._file
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                line = self._waiting[0]
+                written = self._open().write(line) or 0
+                self._bytes -= written
+                if written < len(line):
+                    self._waiting[0] = line[written:]
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._waiting.popleft()
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        self._warn(
+            f"{error.strerror}; training goes on, and lines are kept in memory until the disk takes them again"
+        )
+        self._retry_at = self._clock() + RETRY_S
+        if self._file is not None and error.errno not in NO_ROOM:
+            self._file.close()  # a stale handle never works again
+            self._file = None
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"{self.path}: {what}", stacklevel=2)

@@ -1,6 +1,0 @@
-"""This module names torch's flat collectives: 2.13 renames *_tensor to *_single and warns of the old names."""
-
-import torch.distributed as dist
-
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,283 @@
+"""The watchdog names the ranks that hang: every rank sends heartbeats, and when nothing moves, the missing are found.
+
+Every few seconds a thread looks at where the main thread is (which costs that nothing) and writes a heartbeat to the
+store, through its own connection. When a rank has not moved for the time limit, one line names the missing ranks:
+those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while others wait for them
+in a collective. All that can still answer write their stacks to files. Then every rank ends, and kills the missing
+ones on its own host, which may not be able to end by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from megazero.config.secrets import redact
+from megazero.mesh import rendezvous
+from megazero.mesh.launch import Launch
+from megazero.ops.heartbeat import (
+    Heartbeat,
+    Where,
+    in_words,
+    innermost,
+    is_held,
+    missing_ranks,
+    started,
+    waits,
+)
+
+INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
+RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
+ANSWER = 1.5  # seconds for the store, and for ranks that are asked for their stacks, to answer
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Limit(NamedTuple):
+    """How long a rank may stand still, in seconds, and the flag that sets it."""
+
+    seconds: float
+    flag: str
+
+
+class Watched(Protocol):
+    """What the watchdog asks of its rank, from its own thread."""
+
+    def where(self) -> Where:
+        """Return what the main thread is doing."""
+
+    def progress(self) -> object:
+        """Return a value that changes whenever the main thread moves on."""
+
+    def awaits(self) -> tuple[int, str, float] | None:
+        """Return the pipeline message it waits for, as in Heartbeat."""
+
+    def limit(self) -> Limit:
+        """Return how long ``progress`` may stay the same before this is a hang."""
+
+    def end(self, line: str | None) -> None:
+        """End the process. line: who is missing, for one rank to report; None on the others."""
+
+
+class Watchdog:
+    """Sends one rank's heartbeats from ``start()`` to ``stop()``, and ends the process when the ranks hang.
+
+    launch: this rank's. folder: where stacks are written.
+    """
+
+    def __init__(self, store: Store, launch: Launch, watched: Watched, folder: Path) -> None:
+        self.store, self.rank, self.world_size = _Timed(store), launch.rank, launch.world_size
+        self.watched, self.folder = watched, folder
+        self.interval = interval_s(launch.world_size)
+        self.error = ""  # of the collective that failed on this rank
+        self._main = threading.main_thread().ident or 0
+        self._host, self._started = launch.host, started(os.getpid())
+        self._stopped, self._wanted = threading.Event(), threading.Event()
+        self._answering = False
+        self._seen: object = None  # of ``progress``
+        self._count, self._since = 0, time.monotonic()
+        self._first: list[Heartbeat] = []  # of rank 0, once heard: to be ended if the store in it is silent
+        self._threads = [
+            threading.Thread(target=run, daemon=True, name="watchdog")
+            for run in (self._run, self._mind_store)
+        ]
+
+    def start(self) -> None:
+        with suppress(RuntimeError):  # the store's own errors
+            self._send()  # a rank that stops from here on is known, and can be ended
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads. This rank is silent from then on, so call it when all ranks have done their work."""
+        self._stopped.set()
+        self._wanted.set()
+        for thread in self._threads:
+            thread.join(ANSWER)
+
+    def find_missing(self, error: str) -> None:
+        """Find out who is missing after a collective failed on this rank, and end. Does not return."""
+        if not self._answering:  # else it failed because ranks are leaving
+            self.error = error
+        self._wanted.set()
+        for thread in self._threads:
+            thread.join()
+
+    # -- the threads ---------------------------------------------------------------------------------------
+
+    @property
+    def _late(self) -> bool:
+        return bool(self.error) or time.monotonic() - self._since > self.watched.limit().seconds
+
+    @property
+    def _why(self) -> str:
+        seconds, flag = self.watched.limit()
+        return self.error or f"nothing moved for {seconds:g} s ({flag})"
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            seen = self.watched.progress()
+            if seen != self._seen:
+                self._seen, self._since = seen, time.monotonic()
+            try:
+                self._send()
+                asked = self.store.check(["hang"])
+                if asked or self._late:
+                    self._answer(first=not asked and self.store.add("hang", 1) == 1)
+            except RuntimeError as error:  # the store's own errors
+                if self._late:
+                    self._leave(self._without_store(str(error)), self._first)
+            self._wanted.wait(self.interval)
+
+    def _mind_store(self) -> None:
+        """The store's calls have no time limit of their own, and it may be in the process that hangs."""
+        while not self._stopped.wait(ANSWER / 4):
+            if self.store.seconds > ANSWER and self._late:
+                self._leave(self._without_store(f"no answer for {self.store.seconds:.1f} s"), self._first)
+
+    def _send(self) -> None:
+        self._count += 1
+        frame, held = self._frame(), is_held(os.getpid())
+        stack = innermost(frame)
+        heartbeat = {
+            "count": self._count,
+            "host": self._host,
+            "pid": os.getpid(),
+            "start": self._started,
+            "since": time.monotonic() - self._since,
+            "waiting": (bool(self.error) or waits(frame)) and not held,
+            "where": dict(self.watched.where()),
+            "stack": f"{stack}, where it is held, as by a debugger" if held else stack,
+            "awaits": self.watched.awaits(),
+        }
+        self.store.set(f"heartbeat/{self.rank}", json.dumps(heartbeat))
+        if not self._first and self.store.check(["heartbeat/0"]):
+            self._first = list(self._heartbeats([0]).values())
+
+    def _frame(self) -> FrameType | None:
+        """Return the main thread's innermost frame. It is only looked at: no source is read."""
+        return sys._current_frames().get(self._main)
+
+    def _answer(self, first: bool) -> None:
+        """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict."""
+        self._answering = True
+        self._write_stack()
+        if first:
+            missing, line = self._judge()
+            self.store.set("verdict", json.dumps([vars(beat) for beat in missing]))
+            self._leave(line, missing)
+        deadline = time.monotonic() + self.interval + 3 * ANSWER
+        while not self.store.check(["verdict"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the rank that noticed first fell silent")
+            self._send()
+            time.sleep(self.interval / 4)
+        rows = json.loads(self.store.multi_get(["verdict"])[0])
+        self._leave(None, [Heartbeat(**row) for row in rows])
+
+    def _judge(self) -> tuple[list[Heartbeat], str]:
+        """Return who is missing, and the line about it. Waits an interval, in which a silent rank sends nothing."""
+        ranks = range(self.world_size)
+        before = self._heartbeats(ranks)
+        time.sleep(self.interval + ANSWER)
+        self._send()
+        after = self._heartbeats(ranks)
+        silent = [beat for rank, beat in after.items() if rank in before and beat.count == before[rank].count]
+        known = [beat for beat in after.values() if beat not in silent]
+        busy = [beat for beat in known if not beat.waiting]
+        never = sorted(set(ranks) - after.keys())
+        words = missing_ranks(silent, busy, never, known)
+        return [*silent, *busy], f"{self._why}; {words}. Stacks: {self.folder}"
+
+    def _heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+        keys = {rank: f"heartbeat/{rank}" for rank in ranks}
+        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        values = self.store.multi_get(list(there.values()))
+        return {
+            rank: Heartbeat(**{"rank": rank, **json.loads(value)})
+            for rank, value in zip(there, values, strict=True)
+        }
+
+    def _without_store(self, symptom: str) -> str:
+        return (
+            f"{self._why}; missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the "
+            f"link to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
+            f"{in_words(self.watched.where())}"
+        )
+
+    def _write_stack(self) -> None:
+        text = "".join(traceback.format_stack(self._frame()))
+        with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"rank_{self.rank}.txt").write_text(
+                redact(f"{in_words(self.watched.where())}\n{text}")
+            )
+
+    def _leave(self, line: str | None, missing: Sequence[Heartbeat]) -> None:
+        if self.rank == 0 or any(beat.rank == 0 for beat in missing):
+            time.sleep(self.interval)  # rank 0 may hold the store where the others are about to read
+        for beat in missing:
+            if beat.host == self._host and beat.rank != self.rank and started(beat.pid) == beat.start:
+                with suppress(OSError):  # it may have ended by itself
+                    os.kill(beat.pid, signal.SIGKILL)  # a stopped process ends by nothing else
+        self.watched.end(line or self.error or None)  # the error of a collective says what it waited for
+
+
+class _Timed:
+    """A store that measures its present call: ``seconds`` since it began, or 0 between calls."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._began = time.monotonic()
+            try:
+                return getattr(self._store, name)(*arguments)
+            finally:
+                self._began = None
+
+        return call
+
+
+def connect(launch: Launch, timeout: timedelta) -> Store:
+    """Return a second connection to the store at which the ranks met: the main thread may wait in the first."""
+    store = rendezvous.connect(launch, timeout)
+    store.set_timeout(timedelta(seconds=ANSWER))
+    return dist.PrefixStore("watchdog", store)
+
+
+def judging_s(world_size: int) -> float:
+    """Return the seconds that the watchdog may need, after the limit, to name the missing."""
+    return 2 * interval_s(world_size) + 4 * ANSWER
+
+
+def interval_s(world_size: int) -> float:
+    """Return the seconds between two heartbeats of a rank."""
+    return max(INTERVAL, world_size / RANKS_PER_SECOND)

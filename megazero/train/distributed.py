@@ -1,0 +1,152 @@
+"""How a rank joins the others: device, process group, a check that all ranks have the same options, and the mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.config import ConfigError, RunConfig, World
+from megazero.config.layout.elastic import fit
+from megazero.config.options.fields import show
+from megazero.config.options.sections import TrainingConfig
+from megazero.config.run import all_options
+from megazero.mesh.launch import Launch, prepare_cuda
+from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
+from megazero.mesh.rendezvous import RanksMissing, meet
+from megazero.ops.failures import RankFailure
+
+# Options that may differ between ranks: what only the first rank uses, and where files lie on a node.
+OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
+OWN_SECTIONS = {"logging"}
+
+
+def start_rank(
+    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None] | None = None
+) -> tuple[torch.device, tuple[str, ...]]:
+    """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
+
+    timeout: of a collective. met: called when all ranks are there, before the first collective.
+
+    Raises ValueError if the device that was asked for is not there, RankFailure if ranks do not come.
+    """
+    notes = prepare_cuda()  # before anyone asks for devices: that starts CUDA
+    device = pick_device(training.device, launch)
+    if training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
+        torch.use_deterministic_algorithms(True)
+    if launch.world_size > 1 and not dist.is_initialized():
+        store = _meet(training.distributed_init_timeout_minutes, launch)
+        if met is not None:
+            met()
+        init_distributed(launch, device, timeout, store)
+    return device, notes if device.type == "cuda" else ()
+
+
+def _meet(minutes: float, launch: Launch) -> dist.Store:
+    try:
+        return meet(launch, minutes * 60)
+    except RanksMissing as error:
+        raise RankFailure(
+            f"{error}. Waited {minutes * 60:g} s (--distributed-init-timeout-minutes); look for the first error in "
+            "the logs of those ranks, or for a node to exclude",
+            reported_elsewhere=error.told,
+        ) from error
+
+
+def pick_device(wanted: str, launch: Launch) -> torch.device:
+    """Return the device that --device names. 'auto' takes CUDA where there is one, one GPU for each local rank."""
+    present = torch.cuda.is_available()
+    if wanted == "cuda" and not present:
+        raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
+    if wanted == "cpu" or not present:
+        return torch.device("cpu")
+    if launch.local_rank is None:
+        raise ValueError(
+            f"{launch.launcher} does not say which rank of its node this is, so which GPU it has: set LOCAL_RANK, or "
+            "LOCAL_WORLD_SIZE (ranks per node)"
+        )
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {launch.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; start at most "
+            "that many ranks per node, or use --device cpu"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def find_world(config: RunConfig, launch: Launch) -> tuple[RunConfig, World]:
+    """Find how many ranks a node has, now that the ranks have joined. Collective.
+
+    Also returns the configuration: --elastic may have to know the nodes first. Raises ValueError, the same on all
+    ranks, if they were started with different options or if the nodes differ.
+    """
+    if launch.world_size > 1:
+        _refuse_different_options(config, launch.world_size)  # before ranks form groups by their own options
+    world = World(launch.world_size, discover_ranks_per_node(launch, config.parallel.ranks_per_node))
+    if launch.local_world_size is None:  # what the first check of the flags could not ask yet
+        config, errors = fit(config, world)
+        if errors:
+            raise ConfigError(errors)
+    return config, world
+
+
+def make_mesh(
+    config: RunConfig, world: World, device: torch.device, timeout: timedelta | None = None
+) -> Mesh:
+    """Arrange the ranks of ``world`` in the mesh that the configuration asks for. Collective."""
+    parallel = config.parallel
+    return create_mesh(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        shards=config.shards(world).factors,
+        dp_outermost=parallel.use_tp_pp_dp_mapping,
+        ends=not config.model.untie_embeddings_and_output_weights,
+        ranks_per_node=config.ranks_per_node(world),
+        device=device,
+        timeout=timeout,
+    )
+
+
+def _refuse_different_options(config: RunConfig, world_size: int) -> None:
+    own = {
+        name: config.get(name)
+        for name, option in all_options().items()
+        if name not in OWN_OPTIONS and option.section not in OWN_SECTIONS
+    }
+    digests: list[Any] = [None] * world_size
+    dist.all_gather_object(digests, hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    if len(set(digests)) > 1:  # only now the values: they are large, the digests are not
+        every: list[Any] = [None] * world_size
+        dist.all_gather_object(every, own)
+        raise ValueError(_odd_ranks(every, digests))
+
+
+def _odd_ranks(every: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> str:
+    """Return which ranks differ from most others, and in which options.
+
+    If no set of options is the most frequent one, the first rank's counts as the usual one.
+    """
+    usual = digests.index(Counter(digests).most_common(1)[0][0])
+    groups: dict[str, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        if digest != digests[usual]:
+            groups.setdefault(digest, []).append(rank)
+    parts = []
+    for ranks in groups.values():
+        wrong = {name: value for name, value in every[ranks[0]].items() if value != every[usual][name]}
+        differing = (
+            f"{all_options()[name].flag} {show(value)} (rank {usual}: {show(every[usual][name])})"
+            for name, value in wrong.items()
+        )
+        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+        parts.append(f"{who} {', '.join(differing)}")
+    return (
+        f"ranks were started with different options: {'; '.join(parts)}. Start every rank with the same ones"
+    )

@@ -1,0 +1,145 @@
+"""The supervisor of a rank, from the start of its process to its end: its watchdog, and the report of the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megazero.config import RunConfig
+from megazero.log.exit_status import ExitStatus, report_to_torchrun
+from megazero.log.history import record_end
+from megazero.log.units import duration
+from megazero.mesh.launch import Launch
+from megazero.ops.heartbeat import Where
+from megazero.ops.watchdog import Limit, Watchdog, connect
+from megazero.train.trainer import Trainer
+
+LONGEST = 500  # characters of a reason
+
+
+class Supervisor:
+    """Knows what its rank is doing (joining the others, preparing the run, training) and reports how that ends.
+
+    While ranks join, no step of that may take longer than --distributed-init-timeout-minutes. Set ``joining`` to the
+    name of the next step, and to None when all communicators are made. The preparation that follows reads and writes
+    files: it has no limit of its own, but a rank that waits for it in a collective has that collective's limit. Set
+    ``trainer`` when the preparation is over.
+    """
+
+    def __init__(self, config: RunConfig, launch: Launch) -> None:
+        self.config, self.launch, self.began = config, launch, time.monotonic()
+        self.joining: str | None = "the start"
+        self.trainer: Trainer | None = None
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def phase(self) -> str:
+        if self.trainer is not None:
+            return self.trainer.phase
+        return self.joining or "the preparation"
+
+    def start_watchdog(self) -> None:
+        """Start the watchdog. Call this when all ranks have joined."""
+        timeout = timedelta(minutes=self.config.training.distributed_init_timeout_minutes)
+        folder = Path(self.config.logging.log_dir) / "hang"
+        self._watchdog = Watchdog(connect(self.launch, timeout), self.launch, self, folder)
+        self._watchdog.start()
+
+    def stop_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def find_missing(self, error: str) -> None:
+        """Report who is missing after a collective failed here, and end. Returns only if there is no watchdog."""
+        if self._watchdog is not None:
+            self._watchdog.find_missing(error)
+
+    # -- what the watchdog asks, from a thread of its own ---------------------------------------------
+
+    def where(self) -> Where:
+        """Return what this rank is doing: the phase and, in a step, the action and the units in use."""
+        if self.trainer is None:
+            return {"phase": self.phase}
+        engine = self.trainer.engine
+        current = engine.gatherer.program.current
+        units = [unit.name for unit in engine.units if unit.active]
+        action = {} if current is None else {"action": f"{current}"}
+        return {"phase": self.phase, **action, **({"unit": ", ".join(units)} if units else {})}
+
+    def progress(self) -> object:
+        """Return a value that changes whenever this rank moves on: its phase, bytes sent, modules run.
+
+        Reading and writing files has no limit: for as long as a disk takes, it sends nothing.
+        """
+        if self.trainer is None:
+            return self.joining or time.monotonic()
+        engine = self.trainer.engine
+        program = engine.gatherer.program
+        order = program.orders.get(program.current) if program.current else None
+        sent = sum(list(engine.traffic.bytes.values()))
+        files = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
+        return self.phase, sent, program.at, order.position if order else 0, files
+
+    def awaits(self) -> tuple[int, str, float] | None:
+        return None if self.trainer is None else self.trainer.pipeline.links.awaited
+
+    def limit(self) -> Limit:
+        name = "distributed_init_timeout_minutes" if self.joining else "distributed_timeout_minutes"
+        return Limit(getattr(self.config.training, name) * 60, f"--{name.replace('_', '-')}")
+
+    def end(self, line: str | None) -> None:
+        if line is not None:  # on one rank, not necessarily the first
+            message = f"[rank {self.launch.rank}] RankFailure: {line}"
+            print(message, file=sys.stderr, flush=True)
+            report_to_torchrun(message)
+            self.report_end(ExitStatus.RANK_LOST, line, first=True)
+        os._exit(ExitStatus.RANK_LOST)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def report_end(self, status: ExitStatus, why: str, first: bool = False) -> None:
+        """Record on the first rank that the run ends with this status, and why, and print one line about it.
+
+        first: on any rank, if no end is recorded yet. A rank's own account is truer than what others see of it.
+        """
+        if not first and self.launch.rank != 0:
+            return
+        reason = (why.strip().splitlines() or [status.name])[0][:LONGEST]
+        facts = self._facts()
+        record_end(self.config.logging.log_dir, status, reason, facts, first)
+        if self.trainer is not None:
+            self.trainer.outputs.console.note(end_line(reason, facts))
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"seconds": round(time.monotonic() - self.began, 3)}
+        if self.trainer is None:
+            return facts
+        progress, start = self.trainer.progress, self.trainer.outputs.start
+        return {
+            **facts,
+            "iteration": progress.iteration,
+            "last_iteration": self.trainer.length.last_iteration,
+            "iterations": progress.iteration - start.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_samples * self.config.model.seq_length,
+            "restarts": start.restarts,
+            "checkpoint": progress.checkpoint,
+        }
+
+
+def end_line(why: str, facts: dict[str, Any]) -> str:
+    """Return the end of a run in one line: how far, how long, how often restarted, the last checkpoint, and why."""
+    return " | ".join(
+        [
+            f"ended at iteration {facts['iteration']}/{facts['last_iteration']}",
+            f"{facts['consumed_samples']:,} samples, {facts['consumed_tokens']:,} tokens",
+            f"this start: {facts['iterations']} iterations in {duration(facts['seconds'])}",
+            f"restarts {facts['restarts']}",
+            f"last checkpoint {facts['checkpoint'] or 'none'}",
+            f"why: {why}",
+        ]
+    )

@@ -1,0 +1,77 @@
+"""benchmarks/harness.py: what its programs rely on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+
+
+def test_an_option_has_the_type_of_its_default() -> None:
+    parser = harness.parser(
+        "doc", rounds=7, rates=["none"], seconds=(1.5, "of a turn"), overlap=False, out=Path("a"), keep=Path
+    )
+    said = parser.parse_args(["--keep", "b", "--rounds", "3", "--rates", "1gbit", "none", "--overlap"])
+    assert (said.rounds, said.rates, said.seconds, said.overlap) == (3, ["1gbit", "none"], 1.5, True)
+    assert (said.out, said.keep) == (Path("a"), Path("b"))
+    with pytest.raises(SystemExit):
+        parser.parse_args([])  # --keep must be given
+
+
+def test_turns_rotate_and_rounds_that_warm_up_are_left_out() -> None:
+    order: list[str] = []
+
+    def turn(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    taken = harness.take_turns({name: lambda name=name: turn(name) for name in "abc"}, rounds=2, warm_up=1)
+    assert "".join(order) == "abcbcacab"
+    assert taken == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
+
+
+def test_ratios_are_round_by_round() -> None:
+    own, other = [1.0, 4.0, 3.0], [1.0, 2.0, 4.0]
+    assert harness.ratios(own, other) == [1.0, 2.0, 0.75]
+    assert harness.of_medians(own, other) == "1.50 (0.75 to 2.00)"
+    assert harness.spread(own, 1) == "3.0 (1.0 to 4.0)"
+
+
+def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n## One\n\nold\n\n## Two\n\nkept\n")
+    harness.write_section(page, "One", "    new\n\n")
+    assert page.read_text() == "# Page\n\n## One\n\n    new\n\n## Two\n\nkept\n"
+    harness.write_section(page, "Two", "last")
+    assert page.read_text() == "# Page\n\n## One\n\n    new\n\n## Two\n\nlast\n"
+    assert harness.section(page, "One") == "    new"
+    with pytest.raises(ValueError, match="has no section 'Three'"):
+        harness.write_section(page, "Three", "text")
+
+
+def test_a_page_that_is_not_there_begins_as_that_of_docs(tmp_path: Path) -> None:
+    harness.write_section(tmp_path / "pipeline.md", "Bytes between nodes", "text")
+    docs = harness.DOCS / "pipeline.md"
+    assert harness.section(tmp_path / "pipeline.md", "Bytes between nodes") == "text"
+    for title in ("Bubble against theory", "Split backward: torch's and ours"):
+        assert harness.section(tmp_path / "pipeline.md", title) == harness.section(docs, title)
+
+
+def sums(factor: int) -> list[int]:
+    """On each of two ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if not factor:
+        raise ValueError("no factor")
+    row = torch.tensor(factor * (dist.get_rank() + 1))
+    dist.all_reduce(row)
+    return [int(row), harness.ranks_per_node()]
+
+
+def test_ranks_run_a_function_and_say_why_it_failed() -> None:
+    assert harness.run(sums, 5) == [15, 2]
+    with pytest.raises(RuntimeError, match="no factor"):
+        harness.run(sums, 0)
