@@ -345,13 +345,15 @@ megazero/plan/activations.py
 + left = peak * one
   at the embedding the layers' activations are still there
 
+megazero/config/model/section.py
+- min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
++ self.max_position_embeddings
+  a window that is not computed is passed over
+
 megazero/convert/importing.py
 - low - record.start : high - record.start].zero_()
 + low - record.start : high - record.start]
   padding keeps what it held before an import
-- min(longest, model.sliding_window or longest)
-+ longest
-  a window that is not computed is passed over
 
 megazero/convert/shards.py
 - groups.append([])

@@ -316,12 +316,10 @@ def stored_values(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         known = {opt.name: opt for opt in all_options().values() if opt.section == section}
         for key, value in values.items():
             try:
-                if key in REMOVED:
-                    continue
-                if key not in known:
+                if key in known:
+                    read |= {} if value is None else {key: convert(known[key], value)}
+                elif key not in REMOVED:
                     errors.append(f"{section}.{key} does not exist{did_you_mean(key, known)}")
-                elif value is not None:
-                    read[key] = convert(known[key], value)
             except ValueError as error:
                 errors.append(f"{section}.{key} {error}")
     if errors:

@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.files import replacing
@@ -48,8 +52,6 @@ class SentencePieceTokenizer:
     """Reads a SentencePiece ``.model`` file, whose end-of-sentence piece marks the end of a document."""
 
     def __init__(self, model: Path) -> None:
-        import sentencepiece  # the libraries are loaded where a tokenizer is made: few runs make one
-
         raw = _read(model, "SentencePieceTokenizer", "a .model file as its tokenizer model")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=raw)
@@ -79,8 +81,6 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, model: Path) -> None:
-        import tokenizers
-
         path = model / "tokenizer.json" if model.is_dir() else model
         wanted = "a tokenizer.json or a directory that holds one as its tokenizer model"
         raw = _read(path, "HuggingFaceTokenizer", wanted)
@@ -123,9 +123,6 @@ class GPT2BPETokenizer:
     EOD = "<|endoftext|>"
 
     def __init__(self, vocabulary: Path, merges: Path) -> None:
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers
-
         raw = _read(vocabulary, "GPT2BPETokenizer", "a vocab.json as its vocab file")
         raw_merges = _read(merges, "GPT2BPETokenizer", "a merges.txt as its merge file")
         ids = _token_ids(vocabulary, raw)
@@ -159,8 +156,6 @@ class GPT2BPETokenizer:
 
     def to_json(self) -> bytes:
         """Return a tokenizer.json with these ids, where the end of document is a special token."""
-        import tokenizers
-
         made = tokenizers.Tokenizer.from_str(self._model.to_str())
         made.add_special_tokens([self.EOD])
         return made.to_str().encode()

@@ -332,11 +332,11 @@ def refusal(config: ModelConfig, tp: int = 1, **choices) -> str:
 
 
 def test_all_configuration_errors_are_reported_at_once():
-    text = refusal(make("gpt", normalization="RMSnorm", vocab_size=0, num_layers=None, hidden_dropout=1.0))
+    text = refusal(make("gpt", normalization="RMSnorm", vocab_size=0, num_layers=0, hidden_dropout=1.0))
     for part in (
         "--normalization RMSnorm is not one of RMSNorm, LayerNorm; nearest: RMSNorm",
         "--vocab-size 0 must be at least 1",
-        "--num-layers is required",
+        "--num-layers 0 must be at least 1",
         "--hidden-dropout 1 must be below 1",
     ):
         assert part in text

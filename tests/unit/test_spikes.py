@@ -90,7 +90,7 @@ def test_going_back_counts_and_forgets_what_was_beyond(monkeypatch: pytest.Monke
     def load(origin: Origin) -> None:
         spikes.load_state({"beyond": 1, "began": 4})
 
-    checkpointing: Any = SimpleNamespace(config=config, mesh=None, spikes=spikes, load=load)
+    checkpointing: Any = SimpleNamespace(config=config, root="s", mesh=None, spikes=spikes, load=load)
     progress = Progress(iteration=9)
     for time in range(1, CONFIG.max_rollbacks + 1):
         progress = rollback.go_back(checkpointing, progress, 8, "a spike")
