@@ -2,7 +2,7 @@
 
 megazero's engine, the same decoder in a plain torch loop, that loop with its modules compiled, and transformers'
 LlamaForCausalLM of the same sizes in that loop; all bf16 with an fp32 master, fused AdamW, clipping, one micro-batch
-a step. FLOPs are megazero/config/model/flops.py's for all: recompute is not counted.
+a step. FLOPs are megazero/config/model/parameters.py's for all: recompute is not counted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size, Step
 from benchmarks.gpu_report.record import Record, Skip
 from benchmarks.gpu_report.setting import Setting, elapsed, free, peak_tflops, step_seconds
-from megazero.config.model.flops import training_flops
-from megazero.config.model.parameters import parameter_count
+from megazero.config.model.parameters import parameter_count, training_flops
 
 ONE = Size("1B", layers=18, hidden=2048, ffn=5632, heads=16, batch=4)
 THREE = Size("3B", layers=26, hidden=3072, ffn=8192, heads=24)

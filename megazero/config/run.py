@@ -22,14 +22,16 @@ from megazero.config.layout.wire import Wire, quantizes_changes, resolve_wire
 from megazero.config.model.section import ModelConfig, as_trained, complete
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.fields import Option, convert, section_of, section_options, show
-from megazero.config.options.observing import LoggingConfig, PlanningConfig, ProfilingConfig
 from megazero.config.options.optimizers import OptimizerConfig
 from megazero.config.options.sections import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
+    LoggingConfig,
     ParallelConfig,
+    PlanningConfig,
     PrecisionConfig,
+    ProfilingConfig,
     TrainingConfig,
     ZeroConfig,
 )

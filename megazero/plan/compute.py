@@ -1,9 +1,9 @@
 """Seconds of a rank's own work: a micro-batch's operations, and the coding of messages.
 
 Matrix products run at a share of the device's peak, but not faster than their weights are read. Everything else takes
-the time of the bytes it moves. Measured modules scale these times. Multiply-adds are those of config/model/flops.py,
-counted here as the kernels execute them. Where a cluster file
-has the codecs' times, they count for each element. Else coding takes the time of the bytes that are read and written.
+the time of the bytes it moves. Measured modules scale these times. Multiply-adds are those of
+config/model/parameters.py, counted here as the kernels execute them. Where a cluster file has the codecs' times, they
+count for each element. Else coding takes the time of the bytes that are read and written.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config import RunConfig, World
-from megazero.config.options.observing import LoggingConfig
+from megazero.config.options.sections import LoggingConfig
 from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.log.console import TrainConsole

@@ -29,7 +29,6 @@ from megazero.comm.timing import Waits
 from megazero.kernels.arena import Arena
 from megazero.mesh.mesh import Mesh
 from megazero.zero.access import note, take_written
-from megazero.zero.agreement import Agreement
 from megazero.zero.build import UnitPlan
 from megazero.zero.context import Context
 from megazero.zero.gather import Gatherer
@@ -37,7 +36,7 @@ from megazero.zero.grad_norm import OWN, Rows, StepScalars, sum_partial
 from megazero.zero.hooks import Hooks
 from megazero.zero.optimizer import SliceOptimizer, Traits, clip_factor
 from megazero.zero.policy import Policy
-from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, IssueHash, Segment
+from megazero.zero.program import BACKWARD, EVALUATION, FORWARD, Agreement, IssueHash, Segment
 from megazero.zero.reduce import Reducer
 from megazero.zero.rounding import GRADIENTS, KINDS, WEIGHTS, Rounding, commit_residual, unit_names
 from megazero.zero.unit import Unit

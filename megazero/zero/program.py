@@ -8,10 +8,18 @@ every gather of a step, whatever the number of micro-batches.
 
 from __future__ import annotations
 
+import json
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from zlib import crc32
+
+import torch.distributed as dist
+
+from megazero.comm.lane import Differ
+from megazero.mesh.mesh import Mesh
+from megazero.zero.unit import Unit
 
 FORWARD, BACKWARD, INPUT, WEIGHT, EVALUATION = "F", "B", "I", "W", "E"
 
@@ -99,7 +107,7 @@ class Program:
 class IssueHash:
     """A hash of everything issued in a step. It has 32 bits, so it is exact in a float64 that ranks exchange.
 
-    history: the issued collectives, for ranks that differ (agreement.py), kept until the next step issues something.
+    history: the issued collectives, for ranks that differ (``Agreement``), kept until the next step issues something.
     """
 
     def __init__(self) -> None:
@@ -117,3 +125,66 @@ class IssueHash:
         value, self.value = self.value, 0
         self.taken += 1
         return value
+
+
+ANSWER_S = 5.0  # for which the others are waited for once something has failed
+KINDS = {"g": "gathers", "r": "reduces", "t": "sums the tied parameters of"}
+
+
+class Agreement:
+    """Compares what data-parallel ranks have issued in the open step, and names the unit that they disagree about.
+
+    Ranks that use different units in a step, or in another order, issue different collectives, which hang, mix up
+    values, or fail in the backend's words. Steady steps pay nothing: only a rank that has waited long, has failed, or
+    sees at the step's end that the hashes differ puts what it has issued into the store and reads what the others put
+    there. In a hang, all of them wait.
+    """
+
+    def __init__(self, mesh: Mesh, units: Sequence[Unit], issued: IssueHash) -> None:
+        self.rank, self.units, self.issued = mesh.rank, units, issued
+        ranks = [mesh.grid.rank_of(mesh.pp.index, i, mesh.tp.index) for i in range(mesh.dp_size)]
+        self.peers = [rank for rank in ranks if rank != mesh.rank]
+        self.engine = 0  # its number, the same on every rank: to make one is collective
+        if self.peers and dist.is_initialized():
+            self.engine = self._store().add(f"megazero/engines/{mesh.rank}", 1)
+
+    def check(self, failed: bool = False) -> None:
+        """Raise Differ, with the names of units, if a peer is known to have issued something else.
+
+        failed: peers will soon look too; wait for them.
+        """
+        if not self.peers:
+            return
+        try:
+            theirs = self._exchange(time.monotonic() + (ANSWER_S if failed else 0.0))
+        except (dist.DistError, ValueError):  # the store has gone with its rank: what failed says so
+            return
+        for peer, issued in theirs.items():
+            for own, other in zip(self.issued.history, issued, strict=False):
+                if own != other:
+                    raise Differ(
+                        f"ranks issued different collectives in this step: rank {self.rank} {self._named(own)} where "
+                        f"rank {peer} {self._named(other)}; every rank must call the same modules in the same order "
+                        "(with an input of no consequence where it has none)"
+                    )
+
+    def _exchange(self, until: float) -> dict[int, list[str]]:
+        """Publish what was issued here; return what the peers published of the same step."""
+        store, key = self._store(), f"megazero/issued/{self.engine}"
+        store.set(f"{key}/{self.rank}", json.dumps([self.issued.step, self.issued.history]))
+        found: dict[int, list[str]] = {}
+        while True:
+            for peer in self.peers:
+                if store.check([f"{key}/{peer}"]):
+                    step, history = json.loads(store.get(f"{key}/{peer}"))
+                    if step == self.issued.step:
+                        found[peer] = history
+            if len(found) == len(self.peers) or time.monotonic() > until:
+                return found
+            time.sleep(0.1)
+
+    def _store(self) -> dist.Store:
+        return dist.distributed_c10d._get_default_store()
+
+    def _named(self, issued: str) -> str:
+        return f"{KINDS[issued[0]]} unit {self.units[int(issued[1:].split()[0])].name!r}"

@@ -31,7 +31,7 @@ from benchmarks.gpu_report.pieces import BY_NAME, PIECES
 from benchmarks.gpu_report.record import REASON, Record, Skip
 from benchmarks.gpu_report.setting import ROOT, Setting
 from megazero.config import resolve_shards
-from megazero.config.model.flops import training_flops
+from megazero.config.model.parameters import training_flops
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,7 @@ import itertools
 import pytest
 import torch
 
-from megazero.config.model.flops import training_flops
-from megazero.config.model.parameters import parameter_count
+from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.hf_weights import to_hf_state_dict

@@ -15,7 +15,7 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
-from megazero.config.model.flops import training_flops
+from megazero.config.model.parameters import training_flops
 from megazero.config.options.sections import CheckpointConfig
 from megazero.data import build_datasets
 from megazero.data.build import Dataset
