@@ -141,7 +141,7 @@ def test_waits_are_spans_on_a_cpu_and_events_on_cuda(monkeypatch: pytest.MonkeyP
         with Waits(torch.device("cpu"), bill.span)("exposed_tp_intra"):
             FakeEvent.now += 3
     assert bill.close(5.0) == dict.fromkeys(ITEMS, 0.0) | {"compute": 2.0, "exposed_tp_intra": 3.0}
-    monkeypatch.setattr(timing.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     timer = Waits(torch.device("cuda"), bill.span)
     for _ in range(3 * timing.MOST):
         with timer("exposed_tp_intra"):
@@ -154,7 +154,7 @@ def test_waits_are_spans_on_a_cpu_and_events_on_cuda(monkeypatch: pytest.MonkeyP
 
 
 def test_a_wait_that_is_not_over_is_left_for_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "reached", FakeEvent.now)
     timer = Waits(torch.device("cuda"), TimeBill().span)
     with timer("exposed_tp_intra"):
