@@ -10,8 +10,7 @@ lane's last ``follow``, not for compute enqueued since, so a gather may overlap 
 ``follow`` is called at every drop, and when gathers begin outside of a step (``begin_step``, evaluation,
 ``gathered``, ``refresh``, a forward between steps). That is enough:
 
-- Memory. Transient buffers (full, copy) are allocated inside chains, so the allocator reuses blocks of the same
-stream.
+- Memory. Transient buffers (full, copy) are allocated inside chains, so the allocator reuses blocks of one stream.
   Such a block was freed in a chain of that stream (then stream order suffices) or by a drop. Before a drop the
   compute stream has waited for every chain that wrote or read the buffer, and every reader has been enqueued; work
   after the drop comes after those. Messages are taken and closed inside one chain (kernels/arena.py).
