@@ -164,8 +164,8 @@ def stated(path: Path) -> Mapping[str, Any]:
 def supersede(root: Path, origin: Path) -> list[Path]:
     """Rename the checkpoints under ``root`` that a run resumed from ``origin`` leaves behind. Returns the new names.
 
-    These are all of a later step and, if ``origin`` is under ``root``, all saved after it, so the newest is always
-    this run's. A folder that is no checkpoint of megazero stays.
+    These are all of a later step and all saved after ``origin``; if it lies elsewhere, they are all there are. So
+    what stays is this run's own way back. A folder that is no checkpoint of megazero stays.
     """
     start, here = read_manifest(origin), os.path.realpath(origin.parent) == os.path.realpath(root)
     _clean(root)  # or what a killed save put aside would take the place of what is renamed
@@ -175,7 +175,7 @@ def supersede(root: Path, origin: Path) -> list[Path]:
         if name is None or not (path / MANIFEST_FILE).exists():
             continue
         manifest = described(path)
-        since = here and manifest is not None and manifest.serial > start.serial
+        since = not here or manifest is not None and manifest.serial > start.serial
         if int(name[1]) > start.step or since:
             aside = f"{path.name}.superseded"
             names = (path.with_name(aside + (f".{number}" if number > 1 else "")) for number in count(1))

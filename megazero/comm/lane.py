@@ -71,7 +71,7 @@ class Ticket:
     issued: int = 0
     done: bool = False
     event: Any = None
-    landed: tuple[Any, ...] = ()  # CUDA, when timed: an event after every hop_spec
+    landed: tuple[Any, ...] = ()  # CUDA, when timed: an event after every hop
 
 
 class Lane:

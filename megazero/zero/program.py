@@ -3,7 +3,7 @@
 A step is a program: a sequence of segments. Each is the forward (F), the backward (B, or I for the input's
 gradient alone) or the weights' gradients (W) of one part of the module for one micro-batch. The program says
 which segments come; the record of a segment's kind says in which order it uses units. Together they predict
-every gather of a step, whatever the number of micro-batches.
+every gather of a step, whatever the number of micro-batches. ``Agreement`` names the unit where ranks differ.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ message   A codec's encoding of a slice: m elements of its wire dtype. Messages 
 direct    Whether the codec's messages are the parameters themselves (identity in their dtype, one region). Then
           gathers write in place and decode nothing.
 copy      This rank's P copy, as gathers send it: OS/P messages as received, or R. If P = 1 it is ``full``.
-R         Compact [n/P], parameter dtype, for the delta refresh (P < OS). Every holder of the P copy has the same R, bit
-          for bit. A refresh encodes dtype(master) - R and adds the decoded values, at the owner too. (With the raw
-          difference, residuals below a rounding step of large weights would inflate the scales.) The next difference
-          contains the rounding error of this one. R advances once per master version. Checkpoints save it as the
-          weights.
+R         Compact [n/P], parameter dtype, for the delta refresh (P < OS). Every holder of the P copy has the same R,
+          bit for bit. A refresh encodes dtype(master) - R and adds the decoded values, at the owner too. (With the
+          raw difference, residuals below a rounding step of large weights would inflate the scales.) The next
+          difference contains the rounding error of this one. R advances once per master version. Checkpoints save
+          it as the weights.
 master    Compact [n/OS], at least fp32. The optimizer updates it. It is a part of ``copy`` if both have one dtype and
           the copy is never dropped (then the refresh's encoding is free).
 grad      Compact [n/G], at least fp32. The sum of this step's gradients. After the step's reduction its OS part holds

@@ -14,6 +14,8 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
 from megazero.config import ConfigError, RunConfig, World, make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.model.loaded import checkpoint_to_load
+from megazero.train.state import origin
 from tests.sizes import TINY
 
 FOUR_LAYERS = {**TINY, "num_layers": 4, "elastic": True}
@@ -143,6 +145,35 @@ def test_where_a_ramp_up_goes_on_is_read_from_one_state_alone(
         ConfigError, match=r"--load .*iter_0000090/state.json' cannot be read .*load an older"
     ):
         configured(ramp, 2)
+
+
+def test_the_trial_of_a_killed_start_is_no_checkpoint_that_lies_elsewhere(tmp_path: Path) -> None:
+    saved(tmp_path / ".trial", consumed=0, batch=16, step=0)
+    assert not list(origin._elsewhere(tmp_path))
+    saved(tmp_path / "other", consumed=0, batch=16, step=0)
+    assert "name " in next(origin._elsewhere(tmp_path))
+
+
+@pytest.mark.parametrize("how", [{}, {"ckpt_step": 3}])
+def test_a_command_with_another_rate_goes_on_unless_it_names_a_checkpoint(
+    tmp_path: Path, how: dict[str, int]
+) -> None:
+    saved(tmp_path / "a", consumed=0, batch=16)
+    command = {"load": str(tmp_path / "a"), "save": str(tmp_path / "b"), **how}
+    began = make_config({**TINY, **command}, World(2, 2))
+    record = SliceRecord(Placement.plain("w", (2,)), 0, 2, {"weights": torch.zeros(2)})
+    store.save(tmp_path / "b", store.Snapshot(5, [record], {}, configuration=began.to_dict()))
+    values = {**began.values(), **command}
+    assert checkpoint_to_load(values).again
+    assert checkpoint_to_load({**values, "lr": 0.5}).again == (not how)
+
+
+def test_what_lies_in_the_folder_of_a_run_from_elsewhere_is_left_behind(tmp_path: Path) -> None:
+    for root, step in ((tmp_path / "b", 2), (tmp_path / "a", 3), (tmp_path / "b", 4)):
+        saved(root, consumed=0, batch=16, step=step)
+    gone = directory.supersede(tmp_path / "b", directory.latest(tmp_path / "a") or tmp_path)
+    assert sorted(path.name for path in gone) == ["iter_0000002.superseded", "iter_0000004.superseded"]
+    assert directory.latest(tmp_path / "b") is None
 
 
 def saved(root: Path, consumed: int, batch: int, model: dict[str, Any] | None = None, step: int = 3) -> None:

@@ -35,8 +35,7 @@ _FRESH = (
 )
 
 
-# A command that has the same of these, and the same optimizer and skipped iterations, begins at the same place in the
-# same way. Ranks and layout may be others.
+# A command that has the same of these begins at the same place in the same way. Ranks and layout may be others.
 BEGINNING = ("load", "ckpt_step", "finetune", "load_optim", "load_rng")
 
 
@@ -60,7 +59,8 @@ def checkpoint_to_load(values: Mapping[str, Any], look: Look = described) -> Cho
     if load is None:
         return Chosen(None)
     own = latest(save, look=look) if save else None
-    if own is not None and _begins_alike(values, read_manifest(own)):
+    by_name = not is_published(load) and (step is not None or named(load) is not None)
+    if own is not None and _begins_alike(values, read_manifest(own), by_name):
         return Chosen(own, again=True)
     if is_published(load):
         return Chosen(None)
@@ -74,11 +74,17 @@ def continued(values: Mapping[str, Any]) -> Path | None:
     return chosen.path if chosen.again or not values.get("finetune") else None
 
 
-def _begins_alike(values: Mapping[str, Any], saved: Manifest) -> bool:
-    """Tell whether a checkpoint was saved by a run of this command: it began at the same place in the same way."""
+def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> bool:
+    """Tell whether a checkpoint was saved by a run of this command: it began at the same place in the same way.
+
+    by_name: the command names one checkpoint. With another optimizer or other iterations left out it is then to go
+    back there once more; a command that takes the newest goes on.
+    """
     said = {**values, "finetune": bool(values.get("finetune")) or is_published(values.get("load"))}
     decide = [
-        o for o in all_options().values() if o.name in BEGINNING or o.section in ("optimizer", "skipping")
+        o
+        for o in all_options().values()
+        if o.name in BEGINNING or by_name and o.section in ("optimizer", "skipping")
     ]
     now = redact({o.name: o.default if said.get(o.name) is None else said[o.name] for o in decide})
     stored = {o.name: saved.configuration.get(o.section, {}).get(o.name, o.default) for o in decide}

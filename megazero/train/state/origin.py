@@ -245,7 +245,8 @@ def _incomplete(root: Path, after: int = -1) -> Iterator[str]:
 
 def _elsewhere(root: Path) -> Iterator[str]:
     """Yield where near ``root`` other checkpoints lie."""
-    for path in sorted([*root.glob("iter_*.superseded*"), *root.glob("*/iter_*")]):
+    # A hidden folder is the trial of a start that was killed.
+    for path in sorted([*root.glob("iter_*.superseded*"), *root.glob("[!.]*/iter_*")]):
         if complete(path) is not None:
             near = path if path.parent == root else path.parent
             yield f"a checkpoint lies at {path}: name {near} to load it"
