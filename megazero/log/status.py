@@ -172,7 +172,7 @@ def state(run: RunStatus) -> str:
         return f"{name}: {run.ended['why']}"
     last = when(run.last) or (when(run.starts[-1]) if run.starts else None)
     if last is None:
-        return "not known: these files are of before runs told it"
+        return "not known: these files were written before runs recorded it"
     silent = (run.now - last).total_seconds()
     usual = run.seconds_per_iteration or 0.0
     if silent > max(SILENT_S, 20 * usual):

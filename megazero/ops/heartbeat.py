@@ -73,8 +73,8 @@ def missing_ranks(
             waiting, sender = pair
             assert waiting.awaits is not None
             return (
-                f"missing: {sender.words}: it waits, too, at {sender.stack}, but owes {waiting.words} the "
-                f"{waiting.awaits[1]}"
+                f"missing: {sender.words}: it waits, too, at {sender.stack}, but has not sent "
+                f"{waiting.words} the {waiting.awaits[1]}"
             )
         return f"missing: none, all wait in collectives, longest {longest.words}, at {longest.stack}"
     return f"missing: {'; '.join(found)}"

@@ -34,7 +34,7 @@ def test_a_stage_that_never_sent_is_found_though_all_wait() -> None:
         assert found and [each.rank for each in found] == [2, 1]
     text = missing_ranks([], [], [], ring)
     assert text.startswith(
-        "missing: rank 1 on n0 (process 41), in iteration 7: it waits, too, at x.py:1 f, but owes rank 2"
+        "missing: rank 1 on n0 (process 41), in iteration 7: it waits, too, at x.py:1 f, but has not sent rank 2"
     )
     assert text.endswith("the activation of micro-batch 3")
 
@@ -50,7 +50,7 @@ def test_a_stage_that_needs_a_gradient_should_have_sent_the_activation_whoever_w
         assert found and [each.rank for each in found] == [2, 1]
 
 
-def test_a_stage_that_waits_elsewhere_owes_the_message() -> None:
+def test_a_stage_that_waits_elsewhere_has_not_sent_the_message() -> None:
     found = starved(
         [beat(0), beat(1, (0, "activation of micro-batch 0", 3.0)), beat(2, (1, "activation", 2.0))]
     )
