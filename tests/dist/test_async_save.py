@@ -196,6 +196,7 @@ def die_in_the_third_save(rank: int) -> None:
         storage.write_image = counted
 
 
+@pytest.mark.slow  # test_random_kills.py has kills in saves, always run
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "save_interval": 2, "train_iters": 8}
     values |= {"load": str(tmp_path / "run"), "log_dir": str(tmp_path / "logs")}

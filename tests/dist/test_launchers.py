@@ -109,7 +109,10 @@ def test_a_planned_stop_shows_no_trace(tmp_path: Path, words: list[str], status:
     assert stored_values(yaml.safe_load(kept))["lr"] == 1e-3  # below its comments, every option
 
 
-@pytest.mark.parametrize("handler, status", [(True, ExitStatus.STOPPED), (False, ExitStatus.INTERRUPTED)])
+@pytest.mark.parametrize(
+    "handler, status",
+    [pytest.param(True, ExitStatus.STOPPED, marks=pytest.mark.slow), (False, ExitStatus.INTERRUPTED)],
+)
 def test_ctrl_c_shows_no_trace(tmp_path: Path, handler: bool, status: ExitStatus) -> None:
     save = ["--save", str(tmp_path / "save")] + (["--exit-signal-handler"] if handler else [])
     run = start(OWN, tmp_path, "--train-iters", "20000", *save)

@@ -421,15 +421,15 @@ def test_a_chain_of_jobs_starts_fresh_in_its_own_folder(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_complete_or_taken_back(tmp_path: Path) -> None:
-    """Resuming a finished run trains nothing, nor does the command again that began elsewhere; another one that does
-    begins there, and leaves the newer checkpoint behind."""
+    """Resuming a finished run trains nothing, nor does the command again that began elsewhere; one that names its
+    checkpoint begins there, and leaves the newer checkpoint behind."""
     base = {"log_dir": str(tmp_path / "logs"), "zero_preset": "zero3", "train_iters": 4}
     jobs = [
         {**base, "save": str(tmp_path / "a"), "exit_interval": 2},
         {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
         {**base, "load": str(tmp_path / "b"), "save": str(tmp_path / "b")},
         {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b")},
-        {**base, "load": str(tmp_path / "a"), "save": str(tmp_path / "b"), "clip_grad": 1e6},
+        {**base, "load": str(tmp_path / "a" / "iter_0000002"), "save": str(tmp_path / "b")},
     ]
     _, second, done, same, again = run_ranks(2, train_all, jobs, timeout=300)[0]
     assert done.start == same.start == 4 and not done.losses and not same.losses
