@@ -112,7 +112,11 @@ def spelled(values: dict[str, Any]) -> dict[str, Any]:
         return values
     rope = dict(values["rope_parameters"])
     base, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
-    fields = {"rope_theta": base} if share is None else {"rotary_emb_base": base, "rotary_pct": share}
+    fields = {"rope_theta": base}
+    if share is not None and "num_key_value_heads" in values:  # Phi-3's names; the others are GPT-NeoX's
+        fields["partial_rotary_factor"] = share
+    elif share is not None:
+        fields = {"rotary_emb_base": base, "rotary_pct": share}
     scaling = None if rope["rope_type"] == "default" else rope
     others = {name: value for name, value in values.items() if name != "rope_parameters"}
     return {**others, **fields, "rope_scaling": scaling}

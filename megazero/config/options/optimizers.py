@@ -117,8 +117,8 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     sgd_momentum: float = option(0.9, "momentum of sgd", low=0, below=1)
-    lion_beta1: float = option(0.9, "share of the momentum in lion's update", low=0, below=1)
-    lion_beta2: float = option(0.99, "decay of lion's momentum", low=0, below=1)
+    lion_beta1: float = option(0.95, "share of the momentum in lion's update", low=0, below=1)
+    lion_beta2: float = option(0.98, "decay of lion's momentum", low=0, below=1)
     clip_grad: float = option(1.0, "largest global gradient norm; 0 does not clip", low=0)
 
     @property
