@@ -28,6 +28,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Return the closure's loss, or None without a closure."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
