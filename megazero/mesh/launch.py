@@ -324,6 +324,25 @@ def _expand_numbers(text: str) -> list[str]:
     return out
 
 
+def given_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return how many GPUs this rank was given, and the variable that says so; (0, '') if nothing does.
+
+    CUDA_VISIBLE_DEVICES counts first: SLURM sets it for each task, and users narrow it. An empty one, -1 and SLURM's
+    NoDevFiles hide all GPUs. CUDA shows a process one MIG slice at most.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        devices = [device.strip() for device in visible.split(",")]
+        shown = [device for device in devices if device and device not in ("-1", "NoDevFiles")]
+        count = min(len(shown), 1) if visible.startswith("MIG-") else len(shown)
+        return (count, "CUDA_VISIBLE_DEVICES") if count else (0, "")
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        number = environ.get(name, "").rpartition(":")[2]  # --gpus-per-node=a100:4
+        if number.isdecimal() and int(number):
+            return int(number), name
+    return 0, ""
+
+
 def cuda_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return what to set in this environment before CUDA starts, and notes on values of its own that are replaced.
 

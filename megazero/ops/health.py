@@ -25,7 +25,15 @@ from megazero.log.exit_status import ExitStatus, status_of
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.ops import health_links
-from megazero.ops.health_probes import Facts, find_facts, free_bytes, missing_bytes, probe_folder
+from megazero.ops.health_probes import (
+    Facts,
+    find_facts,
+    free_bytes,
+    has_cuda,
+    missing_bytes,
+    missing_gpus,
+    probe_folder,
+)
 from megazero.plan.memory import checkpoint_bytes
 
 BAD_NODES_FILE = "bad_nodes"  # in LOG_DIR: the names to exclude, one a line, for the batch script
@@ -46,17 +54,18 @@ class Fault:
 class Unhealthy(ValueError):
     """The health check found faults. ``nodes`` are those to exclude, the same on every rank.
 
-    exit_status: RANK_LOST if other nodes would work, else that of a mistake or a full disk.
+    exit_status: RANK_LOST if other nodes would work, else that of a mistake or a full disk. waiver: how to do
+    without what failed.
     """
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[Fault], waiver: str = "--no-health-check does without") -> None:
         final = [fault.status for fault in faults if fault.status != ExitStatus.RANK_LOST]
         self.exit_status = final[0] if final else ExitStatus.RANK_LOST
         lost = (fault.node for fault in faults if fault.status == ExitStatus.RANK_LOST)
         self.nodes = tuple(sorted(set(lost)))
         texts = dict.fromkeys(f"{fault.node}: {fault.text}" if fault.node else fault.text for fault in faults)
         cure = f". Leave them out: --exclude={','.join(self.nodes)}" if self.nodes else ""
-        super().__init__(f"health check: {'; '.join(texts)}{cure} (--no-health-check does without)")
+        super().__init__(f"health check: {'; '.join(texts)}{cure} ({waiver})")
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,26 @@ def healthy_mesh(
         check.check_storage(Storage(Path(config.checkpoint.save), size, config.checkpoint.save_keep_last))
     check.check_groups(mesh)
     return mesh, check.notes()
+
+
+def refuse_missing_gpus(wanted: str, node: str) -> None:
+    """Raise Unhealthy if a node was given GPUs that torch does not see there. Collective.
+
+    wanted: --device; 'cpu' needs none. The run's first collective: a run must not go to the CPU unnoticed.
+    """
+    mine = None if wanted == "cpu" else missing_gpus()
+    every = gather((node, mine, has_cuda()))
+    bad = {node: (text, built) for node, text, built in every if text is not None}
+    if not bad:
+        return
+    nodes = {node for node, _, _ in every}
+    # Most of several nodes do not break at once: then the driver, the container or torch is the wrong one.
+    few = len(nodes) == 1 or 2 * len(bad) < len(nodes)
+    faults = [
+        Fault(node, text, ExitStatus.RANK_LOST if few and built else ExitStatus.MISTAKE)
+        for node, (text, built) in bad.items()
+    ]
+    raise Unhealthy(faults, waiver="--device cpu trains without GPUs")
 
 
 def _refuse(faults: Sequence[Fault]) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from megazero.checkpoint import store
 from megazero.checkpoint.directory import leftovers
+from megazero.mesh.launch import given_gpus
 
 MATRIX = 256  # rows of the matrices that are multiplied
 PATTERN = 2**28  # elements of int32 that a GPU's memory is written and read with: 1 GiB
@@ -40,6 +41,22 @@ class Facts:
     device_memory: tuple[int, int]
     host_memory: tuple[int, int]
     clock: float
+
+
+def missing_gpus() -> str | None:
+    """Return, in words, that this rank was given more GPUs than torch sees. None if it sees all of them."""
+    (given, variable), seen = given_gpus(os.environ), torch.cuda.device_count()
+    if seen >= given:
+        return None
+    found = (
+        f"torch {torch.__version__} sees {seen}" if has_cuda() else f"torch {torch.__version__} has no CUDA"
+    )
+    return f"{given} {'GPU was' if given == 1 else 'GPUs were'} given ({variable}), and {found}"
+
+
+def has_cuda() -> bool:
+    """Tell whether torch was built for GPUs."""
+    return torch.backends.cuda.is_built()
 
 
 def find_facts(node: str, device: torch.device, gather: Gather) -> Facts:

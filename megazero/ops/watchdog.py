@@ -3,8 +3,10 @@
 Every few seconds a thread looks at where the main thread is (which costs that nothing) and writes a heartbeat to the
 store, through its own connection. When a rank has not moved for the time limit, one line names the missing ranks:
 those without heartbeats (stopped, frozen, lost, or cut off) and those that compute or read while others wait for them
-in a collective. All that can still answer write their stacks to files. Then every rank ends, and kills the missing
-ones on its own host, which may not be able to end by themselves.
+in a collective. All that can still answer write their stacks and torch's record of their last collectives to files.
+Then every rank ends, and kills the missing ones on its own host, which may not be able to end by themselves.
+
+``touch LOG_DIR/dump_stacks`` asks for the same files from a run that goes on: see ``REQUEST``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from megazero.config.secrets import redact
 from megazero.mesh import rendezvous
@@ -41,6 +45,7 @@ from megazero.ops.heartbeat import (
 
 INTERVAL = 1.0  # seconds between heartbeats of up to RANKS_PER_SECOND ranks; more ranks send fewer
 RANKS_PER_SECOND = 500  # that one store answers without being felt (it takes some 10,000 operations a second)
+REQUEST = "dump_stacks"  # in LOG_DIR: the first rank removes it, and all ranks write into LOG_DIR/stacks/TIME
 ANSWER = 1.5  # seconds for the store, and for ranks that are asked for their stacks, to answer
 
 
@@ -82,12 +87,12 @@ class Watched(Protocol):
 class Watchdog:
     """Sends one rank's heartbeats from ``start()`` to ``stop()``, and ends the process when the ranks hang.
 
-    launch: this rank's. folder: where stacks are written.
+    launch: this rank's. log_dir: stacks are written into its folder "hang", or "stacks" on request.
     """
 
-    def __init__(self, store: Store, launch: Launch, watched: Watched, folder: Path) -> None:
+    def __init__(self, store: Store, launch: Launch, watched: Watched, log_dir: Path) -> None:
         self.store, self.rank, self.world_size = _Timed(store), launch.rank, launch.world_size
-        self.watched, self.folder = watched, folder
+        self.watched, self.log_dir, self.folder = watched, log_dir, log_dir / "hang"
         self.interval = interval_s(launch.world_size)
         self.error = ""  # of the collective that failed on this rank
         self._main = threading.main_thread().ident or 0
@@ -97,10 +102,11 @@ class Watchdog:
         self._seen: object = None  # of ``progress``
         self._count, self._since = 0, time.monotonic()
         self._first: list[Heartbeat] = []  # of rank 0, once heard: to be ended if the store in it is silent
-        self._threads = [
-            threading.Thread(target=run, daemon=True, name="watchdog")
-            for run in (self._run, self._mind_store)
-        ]
+        self._requests = 0  # for stacks, answered
+        self._requested = threading.Event()
+        # Files may hang as ranks do: a thread of its own looks for a request.
+        runs = [self._run, self._mind_store, *([self._mind_requests] if self.rank == 0 else [])]
+        self._threads = [threading.Thread(target=run, daemon=True, name="watchdog") for run in runs]
 
     def start(self) -> None:
         with suppress(RuntimeError):  # the store's own errors
@@ -144,6 +150,7 @@ class Watchdog:
                 asked = self.store.check(["hang"])
                 if asked or self._late:
                     self._answer(first=not asked and self.store.add("hang", 1) == 1)
+                self._answer_request()
             except RuntimeError as error:  # the store's own errors
                 if self._late:
                     self._leave(self._without_store(str(error)), self._first)
@@ -154,6 +161,24 @@ class Watchdog:
         while not self._stopped.wait(ANSWER / 4):
             if self.store.seconds > ANSWER and self._late:
                 self._leave(self._without_store(f"no answer for {self.store.seconds:.1f} s"), self._first)
+
+    def _mind_requests(self) -> None:
+        request = self.log_dir / REQUEST
+        while not self._stopped.wait(self.interval):
+            with suppress(OSError):
+                if request.exists():
+                    request.unlink()  # first: what cannot be removed would be a request for ever
+                    self._requested.set()
+
+    def _answer_request(self) -> None:
+        """Write this rank's stack if somebody asked for those of all ranks. The run goes on."""
+        key = f"stacks/{self._requests}"
+        if self._requested.is_set():
+            self._requested.clear()
+            self.store.set(key, time.strftime("%Y-%m-%dT%H-%M-%S"))
+        if self.store.check([key]):
+            self._requests += 1
+            self._write_stack(self.log_dir / "stacks" / self.store.multi_get([key])[0].decode())
 
     def _send(self) -> None:
         self._count += 1
@@ -181,7 +206,7 @@ class Watchdog:
     def _answer(self, first: bool) -> None:
         """Write this rank's stack. The first rank to notice finds the missing; the others wait for its verdict."""
         self._answering = True
-        self._write_stack()
+        self._write_stack(self.folder)
         if first:
             missing, line = self._judge()
             self.store.set("verdict", json.dumps([vars(beat) for beat in missing]))
@@ -225,13 +250,12 @@ class Watchdog:
             f"{in_words(self.watched.where())}"
         )
 
-    def _write_stack(self) -> None:
+    def _write_stack(self, folder: Path) -> None:
         text = "".join(traceback.format_stack(self._frame()))
         with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank_{self.rank}.txt").write_text(
-                redact(f"{in_words(self.watched.where())}\n{text}")
-            )
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank_{self.rank}.txt").write_text(redact(f"{in_words(self.watched.where())}\n{text}"))
+            (folder / f"nccl_trace_rank_{self.rank}").write_bytes(last_collectives())
 
     def _leave(self, line: str | None, missing: Sequence[Heartbeat]) -> None:
         if self.rank == 0 or any(beat.rank == 0 for beat in missing):
@@ -271,6 +295,16 @@ def connect(launch: Launch, timeout: timedelta) -> Store:
     store = rendezvous.connect(launch, timeout)
     store.set_timeout(timedelta(seconds=ANSWER))
     return dist.PrefixStore("watchdog", store)
+
+
+def last_collectives() -> bytes:
+    """Return torch's flight record: the last collectives that this rank issued and their state, a pickled dictionary.
+
+    ``torchfrtrace LOG_DIR/hang`` compares those of all ranks. torch keeps the last 2,000 (TORCH_FR_BUFFER_SIZE).
+    """
+    # NCCL has a recorder of its own; the other is gloo's.
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None) if torch.cuda.is_initialized() else None
+    return (dump or _distributed_c10d._dump_fr_trace)()  # type: ignore[attr-defined] # not in torch's stubs
 
 
 def judging_s(world_size: int) -> float:

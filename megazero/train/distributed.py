@@ -22,6 +22,8 @@ from megazero.mesh.launch import Launch, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
 from megazero.ops.failures import RankFailure
+from megazero.ops.health import refuse_missing_gpus
+from megazero.ops.health_probes import missing_gpus
 
 # Options that may differ between ranks: what only the first rank uses, and where files lie on a node.
 OWN_OPTIONS = {"data_cache_path", "tokenizer_model"}
@@ -35,7 +37,8 @@ def start_rank(
 
     timeout: of a collective. met: called when all ranks are there, before the first collective.
 
-    Raises ValueError if the device that was asked for is not there, RankFailure if ranks do not come.
+    Raises ValueError if the device that was asked for is not there, Unhealthy if a node lacks GPUs that it was given,
+    RankFailure if ranks do not come.
     """
     notes = prepare_cuda()  # before anyone asks for devices: that starts CUDA
     device = pick_device(training.device, launch)
@@ -47,6 +50,7 @@ def start_rank(
         if met is not None:
             met()
         init_distributed(launch, device, timeout, store)
+    refuse_missing_gpus(training.device, launch.host)
     return device, notes if device.type == "cuda" else ()
 
 
@@ -62,11 +66,17 @@ def _meet(minutes: float, launch: Launch) -> dist.Store:
 
 
 def pick_device(wanted: str, launch: Launch) -> torch.device:
-    """Return the device that --device names. 'auto' takes CUDA where there is one, one GPU for each local rank."""
+    """Return the device that --device names. 'auto' takes CUDA where there is one, one GPU for each local rank.
+
+    A rank whose node lacks GPUs that it was given gets the CPU, to meet the others: ``refuse_missing_gpus`` names
+    the node.
+    """
     present = torch.cuda.is_available()
+    if wanted == "cpu" or missing_gpus() is not None:
+        return torch.device("cpu")
     if wanted == "cuda" and not present:
         raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or auto")
-    if wanted == "cpu" or not present:
+    if not present:
         return torch.device("cpu")
     if launch.local_rank is None:
         raise ValueError(

@@ -45,8 +45,8 @@ class Supervisor:
     def start_watchdog(self) -> None:
         """Start the watchdog. Call this when all ranks have joined."""
         timeout = timedelta(minutes=self.config.training.distributed_init_timeout_minutes)
-        folder = Path(self.config.logging.log_dir) / "hang"
-        self._watchdog = Watchdog(connect(self.launch, timeout), self.launch, self, folder)
+        log_dir = Path(self.config.logging.log_dir)
+        self._watchdog = Watchdog(connect(self.launch, timeout), self.launch, self, log_dir)
         self._watchdog.start()
 
     def stop_watchdog(self) -> None:

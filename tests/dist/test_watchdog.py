@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megazero.log.exit_status import ExitStatus
 from megazero.mesh.launch import Launch
 from megazero.mesh.rendezvous import meet
-from megazero.ops.watchdog import INTERVAL, Limit, Watchdog, connect
+from megazero.ops.watchdog import INTERVAL, REQUEST, Limit, Watchdog, connect
 from tests.dist.runs import free_port
 
 WORLD, LIMIT, HANGS_AT = 3, 2.0, 5
@@ -60,7 +61,7 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
                 print(f"{time.time() - came[0] - LIMIT:.1f} s after the limit: {line}", file=sys.stderr)
             os._exit(ExitStatus.RANK_LOST)
 
-    watchdog = Watchdog(connect(launch, limit), launch, Counting(), folder / "hang")
+    watchdog = Watchdog(connect(launch, limit), launch, Counting(), folder)
     watchdog.start()
     try:
         for at[0] in range(1_000):
@@ -85,6 +86,7 @@ EVERY = [(kind, victim) for kind in ("stopped", "loop", "fifo", "killed") for vi
 def test_a_rank_that_hangs_is_named_and_all_end(tmp_path: Path, kind: str, victim: int) -> None:
     """All kinds and ranks: pytest -m slow tests/dist/test_watchdog.py."""
     os.mkfifo(tmp_path / "fifo")
+    (tmp_path / REQUEST).touch()
     context, port = get_context("forkserver"), free_port()
     context.set_forkserver_preload(["torch", "torch.distributed"])
     ranks = [
@@ -106,3 +108,16 @@ def test_a_rank_that_hangs_is_named_and_all_end(tmp_path: Path, kind: str, victi
         assert f"missing: rank {victim} " in words and f"; rank {(victim + 1) % WORLD}" not in words, words
         if kind in ("loop", "fifo"):
             assert f"in iteration {HANGS_AT}: not in a collective but at" in words and "hang" in words
+    assert not (tmp_path / REQUEST).exists()
+    (on_request,) = (tmp_path / "stacks").iterdir()  # the run went on
+    names = [
+        f"{kind}{rank}{end}"
+        for rank in range(WORLD)
+        for kind, end in (("nccl_trace_rank_", ""), ("rank_", ".txt"))
+    ]
+    assert sorted(path.name for path in on_request.iterdir()) == sorted(names)
+    for folder in (on_request, tmp_path / "hang"):
+        waiting = f"rank_{(victim + 1) % WORLD}"
+        assert "rank_program" in (folder / f"{waiting}.txt").read_text()
+        record = pickle.loads((folder / f"nccl_trace_{waiting}").read_bytes())
+        assert record["entries"][-1]["profiling_name"].endswith("all_reduce")

@@ -6,12 +6,15 @@ import errno
 import os
 import shutil
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
+from megazero.config.options.sections import TrainingConfig
 from megazero.log.exit_status import ExitStatus
+from megazero.mesh.launch import given_gpus, read_launch
 from megazero.ops import health, health_probes
 from megazero.ops.health import (
     BAD_NODES_FILE,
@@ -24,10 +27,12 @@ from megazero.ops.health import (
     differences,
     folder_faults,
     record_bad_nodes,
+    refuse_missing_gpus,
     room_faults,
 )
 from megazero.ops.health_links import NODES, _in_turns, in_words, slow_links
 from megazero.ops.health_probes import Facts, memory_errors, missing_bytes, multiplies, remembers
+from megazero.train.distributed import start_rank
 
 FACTS = Facts("n0", "cuda", (), (70 * GIB, 80 * GIB), (400 * GIB, 500 * GIB), 1000.0)
 MANY = [replace(FACTS, node=f"n{i // 2}") for i in range(8)]  # 4 nodes of 2 ranks
@@ -187,3 +192,54 @@ def test_memory_errors_are_those_that_the_driver_counts(tmp_path: Path, monkeypa
     assert memory_errors("GPU-12ab") == errors
     tool.unlink()
     assert shutil.which("nvidia-smi") is None and memory_errors("12ab") == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "given"),
+    [
+        ({}, (0, "")),
+        ({"SLURM_GPUS_ON_NODE": "8"}, (8, "SLURM_GPUS_ON_NODE")),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, (4, "SLURM_GPUS_PER_NODE")),
+        ({"SLURM_GPUS_PER_NODE": "0"}, (0, "")),
+        ({"CUDA_VISIBLE_DEVICES": "2, 5", "SLURM_GPUS_ON_NODE": "8"}, (2, "CUDA_VISIBLE_DEVICES")),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, (1, "CUDA_VISIBLE_DEVICES")),
+        *(({"CUDA_VISIBLE_DEVICES": none, "SLURM_GPUS_ON_NODE": "8"}, (0, "")) for none in ("", "-1", "NoDevFiles")),
+    ],
+)  # fmt: skip
+def test_the_environment_says_how_many_gpus_a_rank_was_given(environment, given) -> None:
+    assert given_gpus(environment) == given
+
+
+@pytest.mark.parametrize(
+    ("lacking", "nodes", "built", "status", "left_out"),
+    [
+        ({"n1"}, 4, True, ExitStatus.RANK_LOST, ("n1",)),
+        ({"n0"}, 1, True, ExitStatus.RANK_LOST, ("n0",)),
+        ({"n0", "n2"}, 4, True, ExitStatus.MISTAKE, ()),  # the driver or the container is the wrong one
+        ({"n3"}, 4, False, ExitStatus.MISTAKE, ()),
+    ],
+)
+def test_a_node_without_the_gpus_that_it_was_given_is_named(
+    monkeypatch, lacking, nodes, built, status, left_out
+) -> None:
+    said = [
+        (f"n{n}", "8 GPUs were given, and torch sees 7" if f"n{n}" in lacking else None, built)
+        for n in range(nodes)
+    ]
+    monkeypatch.setattr("megazero.ops.health.gather", lambda _: said)
+    with pytest.raises(Unhealthy, match=r"n\d: 8 GPUs were given.*--device cpu trains without") as caught:
+        refuse_missing_gpus("auto", "n0")
+    assert (caught.value.exit_status, caught.value.nodes) == (status, left_out)
+
+
+def test_a_run_does_not_go_to_the_cpu_unless_it_is_told_to(monkeypatch) -> None:
+    lost = f"{torch.cuda.device_count() + 1}"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", lost)
+    launch = replace(read_launch({}), node="gpu7")
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(
+            Unhealthy, match=f"gpu7: {lost} GPU.* given .SLURM_GPUS_ON_NODE.* torch .* sees|has no CUDA"
+        ):
+            start_rank(TrainingConfig(device=wanted), launch, timedelta(seconds=9))
+    assert start_rank(TrainingConfig(device="cpu"), launch, timedelta(seconds=9))[0].type == "cpu"
