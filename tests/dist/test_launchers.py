@@ -143,4 +143,5 @@ def test_torchruns_report_of_a_mistake_ends_with_it(tmp_path: Path) -> None:
     assert said.startswith("2 configuration errors:"), text
     for fault in ("--num-layrs", "--min-lr"):
         assert fault in said and fault in report, text
-    assert "NO_OTHER_FAILURES" in said, text  # the other rank has nothing to add
+    # The other rank has nothing to add, or torchrun ended it before it had read its flags.
+    assert "NO_OTHER_FAILURES" in said or "Signal 15" in said, text
