@@ -26,7 +26,7 @@ from random import Random
 from typing import Any
 
 from megazero.ops import lease as module
-from megazero.ops.lease import FolderInUse, Holder, Lease, Place
+from megazero.ops.lease import FolderInUse, Lease, Leaseholder, Place
 
 ROOT = Path(__file__).resolve().parents[1]
 SLACK_S = 1.0  # for which a busy machine may hold up a process
@@ -39,7 +39,7 @@ def run(
     """One run: it takes the lease, writes, and ends. Returns 0, or 73 if it may not write (any more)."""
     for each in SECONDS:
         setattr(module, each, getattr(module, each) / faster)
-    holder = Holder(
+    holder = Leaseholder(
         name, job, f"host of {name}", os.getpid(), f"{offset:+.0f} s", kernel=name, run=job, restarts=restarts
     )
     events = (folder / f"{name}.events").open("a", buffering=1)  # noqa: SIM115

@@ -136,7 +136,7 @@ def lose_it_while_saving(rank: int) -> None:
         saves.append(step)
         if step == 2:
             (number,) = lease.Files().numbers(root)
-            (root / f"lease.{number + 1}").write_text(lease.Holder("other", "4712", "gpu09").write())
+            (root / f"lease.{number + 1}").write_text(lease.Leaseholder("other", "4712", "gpu09").write())
             (root / f"lease.{number}").unlink()
         return prepare(root, step, overwrite)
 
