@@ -10,7 +10,9 @@ SIZES=(--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-lengt
     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 --pad-vocab-size-to 250880
     --micro-batch-size 2 --global-batch-size 2048 --rampup-batch-size 192 16 9_765_625
     --train-samples 220_000_000 --lr-decay-samples 200_000_000 --lr-warmup-samples 183_105)
-MODEL=(--embed-layernorm --position-embedding-type alibi --init-method-std 0.0048 --sync-tp-duplicated-parameters
+# The first line is for exports to Hugging Face: --model-family bloom, which has no dropout by itself; Megatron's is 0.1.
+MODEL=(--model-family bloom --attention-dropout 0.1 --hidden-dropout 0.1
+    --embed-layernorm --position-embedding-type alibi --init-method-std 0.0048 --sync-tp-duplicated-parameters
     --pp-partition-method "type:transformer|embedding" --bf16 --seed 42 --checkpoint-activations
     --abort-on-unmet-fused-kernel-constraints)
 OPTIMIZER=(--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --lr 6e-5 --min-lr 6e-6
