@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -18,9 +20,13 @@ from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.mesh.launch import torchrun_error_file
 
-# LOG_DIR/exit_status holds the number while no run is under way: launchers report others (torchrun always 1, srun
-# the signal with which it ended ranks that were still leaving).
+# Holds the number when a start has ended: launchers report others (torchrun always 1, srun the signal with which it
+# ended ranks that were still leaving).
 STATUS_FILE = "exit_status"
+# The variable by which a batch script names a folder of its own for that file, new for every start. Ranks then have a
+# place before they know LOG_DIR, which no earlier start and no other run has written to. Without it, it is LOG_DIR.
+END_FOLDER = "MEGAZERO_END_FOLDER"
+TELLING_S = 5.0  # that a rank has to print why the run ends, once it has begun to record that
 
 # Errors of the operating system that are about the disk, not about what the user wrote.
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
@@ -33,11 +39,21 @@ class ExitStatus(IntEnum):
     UNEXPECTED = 1  # an error that megazero did not expect; its trace is in the log
     MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
     NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
+    IN_USE = 73  # another run writes into the folder of --save or --log-dir
     STORAGE = 74  # a disk is full, read-only, broken, or hangs
     STOPPED = 75  # stopped by a signal, a limit or the kill switch; what was done is saved
     RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
     SWITCHED_OFF = 77  # the kill switch was there at the start
     INTERRUPTED = 130  # by Ctrl-C at once, saving nothing; a shell's status for it
+
+
+# What may only follow from another rank's loss, or from the launcher's signals after it.
+_SEEN_FROM_OUTSIDE = {
+    ExitStatus.RANK_LOST,
+    ExitStatus.STOPPED,
+    ExitStatus.INTERRUPTED,
+    ExitStatus.UNEXPECTED,
+}
 
 
 def status_of(error: BaseException) -> ExitStatus:
@@ -72,30 +88,65 @@ def report_to_torchrun(error: str) -> None:
             json.dump({"message": {"message": error, "extraInfo": detail}}, handle)
 
 
-def record_status(log_dir: str, status: ExitStatus | None, first: bool = False) -> bool:
-    """Write LOG_DIR/exit_status for the batch script, or remove it (None) while the run is under way.
+def end_folder(log_dir: str | None) -> Path | None:
+    """Return where the batch script looks for how this start ended. log_dir: None if it is not known, or not ours."""
+    folder = os.environ.get(END_FOLDER) or log_dir
+    return Path(folder) if folder else None
 
-    first: only if there is none yet: a rank's own account is truer than what others see of it. Without it, call this
-    on the first rank. Errors of the disk are ignored: the launcher's status remains. Returns False if there was one
-    already.
+
+def record_status(folder: Path | None, status: ExitStatus, tell: Callable[[], None] = lambda: None) -> bool:
+    """Record in ``folder`` how this start ends, on any rank; ``tell`` prints why, before that. Returns whether it did.
+
+    The first to record counts, as its failure is the cause of the others': whatever kills them later, the status
+    stays. But a loss, which is what others see of a rank, gives way to a rank's own account. Errors of the disk are
+    ignored: the launcher's status remains.
     """
-    try:
-        if status is None:
-            (Path(log_dir) / STATUS_FILE).unlink(missing_ok=True)
-        elif first and (Path(log_dir) / STATUS_FILE).exists():
-            return False
-        else:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)  # at the start there is none
-            with replacing(Path(log_dir) / STATUS_FILE) as file:
-                file.write(f"{status:d}\n".encode())
-    except OSError:
-        pass
+    path = folder / STATUS_FILE if folder is not None else None
+    if path is not None and not _claim(path, status):
+        return False
+    tell()
+    if path is not None:
+        with suppress(OSError), replacing(path) as handle:
+            handle.write(f"{status:d}\n".encode())
     return True
+
+
+def _claim(path: Path, status: ExitStatus) -> bool:
+    """Tell whether this rank is to record its status. Until it has, the file is empty and other ranks wait."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # at the start there is none
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    except FileExistsError:
+        recorded = _wait_for(path)
+        return recorded is None or (recorded == ExitStatus.RANK_LOST and status not in _SEEN_FROM_OUTSIDE)
+    except OSError:
+        pass  # what it has to say is printed all the same
+    return True
+
+
+def _wait_for(path: Path) -> ExitStatus | None:
+    """Return the status in a file once its rank has printed why; None if it never does."""
+    deadline = time.monotonic() + TELLING_S
+    while (status := _read(path)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return status
+
+
+def forget_status(log_dir: str, attempt: int) -> None:
+    """Remove what an earlier start left, on the first rank. A script's folder is new, but not to torchrun's restarts."""
+    folder = end_folder(log_dir)
+    if folder is not None and (attempt or not os.environ.get(END_FOLDER)):
+        with suppress(OSError):
+            (folder / STATUS_FILE).unlink(missing_ok=True)
 
 
 def read_status(log_dir: str) -> ExitStatus | None:
     """Return the status in LOG_DIR/exit_status, or None if a run is under way or has left none."""
+    return _read(Path(log_dir) / STATUS_FILE)
+
+
+def _read(path: Path) -> ExitStatus | None:
     try:
-        return ExitStatus(int((Path(log_dir) / STATUS_FILE).read_text()))
+        return ExitStatus(int(path.read_text()))
     except (OSError, ValueError):
         return None

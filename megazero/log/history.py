@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.files import replacing
-from megazero.log.exit_status import ExitStatus, record_status
+from megazero.log.exit_status import ExitStatus, end_folder, record_status
 from megazero.log.line_file import LineFile
 from megazero.log.metrics import encode, now, read_lines
 from megazero.mesh.launch import Launch
@@ -106,19 +106,17 @@ def read_events(log_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def record_end(
-    log_dir: str,
+    log_dir: str | None,
     status: ExitStatus,
     why: str,
     progress: Mapping[str, Any] = MappingProxyType({}),
-    first: bool = False,
 ) -> None:
-    """Write LOG_DIR/exit_status and the line of an end. A full log disk does no harm.
+    """Record the exit status (``record_status``) and, in LOG_DIR/events.jsonl, an end. A full log disk does no harm.
 
-    progress: how far the run came, if that is known.
-
-    first: on any rank, but only if no end is recorded yet (``record_status``). Otherwise call it on the first rank.
+    log_dir: None if another run writes there. progress: how far the run came, if that is known. Call it on any rank
+    that knows why the run ends; the first one counts.
     """
-    if not record_status(log_dir, status, first):
+    if not record_status(end_folder(log_dir), status) or log_dir is None:
         return
     try:
         file = LineFile(Path(log_dir) / EVENTS_FILE)

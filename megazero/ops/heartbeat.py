@@ -142,6 +142,18 @@ def started(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
+def is_gone(pid: int, start: int) -> bool:
+    """Tell whether the process that started at ``start`` (see ``started``) has ended, its number given on or not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's, which may be hidden in /proc
+    fields = _stat(f"/proc/{pid}/stat")
+    return bool(fields) and (fields[0] in "ZX" or int(fields[19]) != start)
+
+
 def is_held(pid: int) -> bool:
     """Tell whether a process's main thread is stopped. A debugger may hold it alone while other threads go on."""
     return _stat(f"/proc/{pid}/task/{pid}/stat")[:1] in (["t"], ["T"])

@@ -8,10 +8,11 @@ from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from megazero.config import RunConfig
-from megazero.log.exit_status import ExitStatus, process_status
+from megazero.log.exit_status import ExitStatus, end_folder, process_status, record_status, status_of
 from megazero.log.history import record_end
 from megazero.mesh.launch import Launch
 from megazero.ops.exit_conditions import NotStarted, StopSignals
+from megazero.ops.lease import Lease
 
 
 def run(config: RunConfig, launch: Launch) -> int:
@@ -20,23 +21,28 @@ def run(config: RunConfig, launch: Launch) -> int:
     A signal during the start, while torch is loaded, ends the process at once. So does Ctrl-C without that flag, or
     the second Ctrl-C with it. Neither prints a trace: every rank would print its own.
     """
+    lease = Lease.of(config.checkpoint.save, config.logging.log_dir, launch)
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
             from megazero.train.setup import main  # brings torch
 
-            return process_status(ExitStatus(main(config, launch, signals)))
+            return process_status(ExitStatus(main(config, launch, signals, lease)))
         except NotStarted as reason:
-            _leave(config, launch, reason.exit_status, f"{reason}")
+            _leave(config, launch, lease, reason.exit_status, f"{reason}")
         except KeyboardInterrupt:
             lost = "interrupted: what was not saved is lost (--exit-signal-handler saves at the first Ctrl-C)"
-            _leave(config, launch, ExitStatus.INTERRUPTED, lost)
+            _leave(config, launch, lease, ExitStatus.INTERRUPTED, lost)
+        except Exception as error:  # main() reports its own: torch cannot be loaded on this node, say
+            record_status(end_folder(None), status_of(error))
+            raise
 
 
-def _leave(config: RunConfig, launch: Launch, status: ExitStatus, why: str) -> NoReturn:
+def _leave(config: RunConfig, launch: Launch, lease: Lease, status: ExitStatus, why: str) -> NoReturn:
     """End at once: other ranks may be waiting for this one in a collective. The first rank says why."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if launch.rank == 0:
         with suppress(OSError):  # perhaps nobody reads it any more
             print(why, flush=True)
-        record_end(config.logging.log_dir, status, why)
+        record_end(config.logging.log_dir if lease.taker() is None else None, status, why)
+        lease.release()
     os._exit(process_status(status))

@@ -17,7 +17,14 @@ from megazero.comm.hops import Traffic
 from megazero.config import RunConfig
 from megazero.data.tokenizer import TokenizerInfo
 from megazero.data.tokenizer_files import read_tokenizer_files, tokenizer_options
-from megazero.log.exit_status import record_status, report_to_torchrun, status_of
+from megazero.log.exit_status import (
+    ExitStatus,
+    end_folder,
+    forget_status,
+    record_status,
+    report_to_torchrun,
+    status_of,
+)
 from megazero.log.time_bill import TimeBill
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
@@ -25,6 +32,7 @@ from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
 from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures
 from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
+from megazero.ops.lease import FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
@@ -45,17 +53,18 @@ from megazero.train.trainer import Observers, RunInputs, TrainedModel, Trainer
 from megazero.zero import Engine
 
 
-def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
+def main(
+    config: RunConfig, launch: Launch, signals: StopSignals | None = None, lease: Lease | None = None
+) -> int:
     """Train as configured, and return the process's exit status. Every expected failure is one clear message.
 
-    signals: already handles the signals that stop the run. Raises NotStarted.
+    signals: already handles the signals that stop the run. lease: not taken yet. Raises NotStarted.
     """
-    supervisor = Supervisor(config, launch)
-    if launch.rank == 0:
-        record_status(config.logging.log_dir, None)
-        record_bad_nodes(config.logging.log_dir, ())
+    supervisor = Supervisor(config, launch, lease)
     with ExitStack() as stack:
         try:
+            if launch.rank == 0:
+                _take_folders(config, supervisor)
             with readable_failures(
                 rank=launch.rank,
                 host=launch.host,
@@ -92,11 +101,9 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
         message = f"[rank {launch.rank}] {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
         report_to_torchrun(message)
-    # A lost rank may be the first one, which then cannot report the end.
-    first_may_be_lost = isinstance(error, RankFailure) and not error.reported_elsewhere
-    if launch.rank == 0 or first_may_be_lost:
-        supervisor.report_end(status, f"{type(error).__name__}: {error}", first=launch.rank != 0)
-        if isinstance(error, Unhealthy):
+    if launch.rank == 0 or _is_own_account(error, supervisor):
+        supervisor.report_end(status, f"{type(error).__name__}: {error}")
+        if isinstance(error, Unhealthy) and launch.rank == 0:
             record_bad_nodes(supervisor.config.logging.log_dir, error.nodes)
     if supervisor.trainer is not None:
         supervisor.trainer.outputs.loggers.flush()
@@ -106,6 +113,43 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
         # signal all ranks when one has left: before that the first one records how the run ended.
         time.sleep(1)
     os._exit(status)
+
+
+def _is_own_account(error: Exception, supervisor: Supervisor) -> bool:
+    """Tell whether a rank other than the first knows from this error why the run ends.
+
+    The first one may be lost, or sees no more than that this rank has left. While training, an error that nobody
+    expected may be another rank's loss in words that are not known.
+    """
+    if isinstance(error, RankFailure):
+        return not error.reported_elsewhere
+    return supervisor.trainer is None or status_of(error) != ExitStatus.UNEXPECTED
+
+
+def _take_folders(config: RunConfig, supervisor: Supervisor) -> None:
+    """Take the lease of the run's folders, on the first rank; if another run has it, leave that to ``_share_lease``."""
+    try:
+        supervisor.lease.take(lambda text: print(text, flush=True))
+    except FolderInUse as error:
+        supervisor.refused = f"{error}"
+        record_status(end_folder(None), ExitStatus.IN_USE, lambda: print(error, file=sys.stderr, flush=True))
+        return
+    forget_status(config.logging.log_dir, supervisor.launch.attempt)
+    record_bad_nodes(config.logging.log_dir, ())
+
+
+def _share_lease(supervisor: Supervisor) -> None:
+    """Tell all ranks what the first one holds. Collective. Raises NotStarted on every rank if another run has it."""
+    lease = supervisor.lease
+    told = [(supervisor.refused, lease.holder.owner, lease.numbers)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    refused, owner, numbers = told[0]
+    if refused is not None:
+        raise NotStarted(refused, ExitStatus.IN_USE)
+    lease.adopt(owner, numbers)
+    lease.settle()
+    lease.check(fresh=True)
 
 
 def _reported_elsewhere(error: Exception) -> bool:
@@ -152,6 +196,7 @@ def _join(
     # First of all the ranks join: from then on they notice when one of them fails alone (a file that its node does
     # not see).
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog)
+    _share_lease(supervisor)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
     config, world = find_world(config, launch)

@@ -15,6 +15,7 @@ from megazero.log.history import record_end
 from megazero.log.units import duration
 from megazero.mesh.launch import Launch
 from megazero.ops.heartbeat import Where
+from megazero.ops.lease import Lease
 from megazero.ops.watchdog import Limit, Watchdog, connect
 from megazero.train.trainer import Trainer
 
@@ -30,8 +31,10 @@ class Supervisor:
     ``trainer`` when the preparation is over.
     """
 
-    def __init__(self, config: RunConfig, launch: Launch) -> None:
+    def __init__(self, config: RunConfig, launch: Launch, lease: Lease | None = None) -> None:
         self.config, self.launch, self.began = config, launch, time.monotonic()
+        self.lease = lease or Lease.of(config.checkpoint.save, config.logging.log_dir, launch)
+        self.lease.lost = self.lose
         self.joining: str | None = "the start"
         self.trainer: Trainer | None = None
         self._watchdog: Watchdog | None = None
@@ -96,23 +99,30 @@ class Supervisor:
             message = f"[rank {self.launch.rank}] RankFailure: {line}"
             print(message, file=sys.stderr, flush=True)
             report_to_torchrun(message)
-            self.report_end(ExitStatus.RANK_LOST, line, first=True)
+            self.report_end(ExitStatus.RANK_LOST, line)
         os._exit(ExitStatus.RANK_LOST)
+
+    def lose(self, why: str) -> None:
+        """End the process at once, from any thread: another run has taken a folder of this one."""
+        print(f"[rank {self.launch.rank}] FolderInUse: {why}", file=sys.stderr, flush=True)
+        self.report_end(ExitStatus.IN_USE, why)
+        os._exit(ExitStatus.IN_USE)
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def report_end(self, status: ExitStatus, why: str, first: bool = False) -> None:
-        """Record on the first rank that the run ends with this status, and why, and print one line about it.
+    def report_end(self, status: ExitStatus, why: str) -> None:
+        """Record that the run ends with this status, and why, and print one line about it on the first rank.
 
-        first: on any rank, if no end is recorded yet. A rank's own account is truer than what others see of it.
+        The first rank to call this counts. Nothing is written into a folder that another run holds.
         """
-        if not first and self.launch.rank != 0:
-            return
         reason = (why.strip().splitlines() or [status.name])[0][:LONGEST]
         facts = self._facts()
-        record_end(self.config.logging.log_dir, status, reason, facts, first)
+        ours = self.lease.taker() is None
+        record_end(self.config.logging.log_dir if ours else None, status, reason, facts)
         if self.trainer is not None:
             self.trainer.outputs.console.note(end_line(reason, facts))
+        if self.launch.rank == 0:
+            self.lease.release()
 
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {"seconds": round(time.monotonic() - self.began, 3)}

@@ -1,0 +1,379 @@
+"""The lease on a folder: one run at a time writes there. This needs neither torch nor synchronised clocks.
+
+A run holds a lease on --save and one on --log-dir, each a file FOLDER/lease.N. It is one JSON object, padded with
+spaces to 1 KiB:
+
+    job         the batch system's name of the job, or torchrun's of the run; '' where there is none
+    host, pid   of the first rank
+    started     when that took the lease, by its clock: ISO 8601 in UTC
+    owner       random: names this start and no other
+    beat        grows by one every ``every_s`` seconds while the start lives
+    released    '' while the lease is held; when the start ended it, by its clock
+    kernel      boot id and process namespace in which ``pid`` means something
+    began       when the process began, in clock ticks since boot
+    run         cluster and job, the same when SLURM requeues the job or torchrun restarts its ranks; '' if unknown
+    restarts    how often that was restarted before
+    start       the batch script's name for this start of its run ('' without our scripts)
+
+The highest N counts. A lease is taken by creating lease.N+1 exclusively, so of several starts that want it one gets
+it; then older files are deleted. The highest always stays, so no number comes twice and a start that acts on an old
+look fails. Only exclusive creation, deletion and whole small writes need to be atomic, as they are on NFS; no file
+locks are used.
+
+A start takes a lease
+
+- at once, if there is none or it was released,
+- at once, if the holder's process is gone: it ran on this host, since its last boot,
+- at once, if the holder is an earlier start of the same job (a requeue, torchrun's restart, the script's next step),
+- otherwise when the file has not changed for SILENT_S seconds by its own monotonic clock. No time of another host is
+  ever compared. If the file changes before that, the holder lives: FolderInUse.
+
+A holder looks at its lease with every beat, before each checkpoint is begun and completed, and before lines are
+written (at most once per FRESH_S). A holder that was stopped for minutes therefore ends instead of writing. What
+remains: a process that is stopped between its look and its write, both of which take microseconds, for as long as
+SILENT_S. The partial folder of its checkpoint is then gone, so all it can add is one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from megazero.log.exit_status import END_FOLDER
+from megazero.log.line_file import NO_ROOM
+from megazero.mesh.launch import Launch
+from megazero.ops.heartbeat import is_gone, started
+
+BEAT_S = 5.0  # between two beats
+SILENT_S = 60.0  # without a beat, after which a holder counts as dead
+LOOK_S = 0.5  # between two looks at another's lease
+FRESH_S = 1.0  # for which a look at the own lease counts
+SETTLE_S = 3.0  # from a take-over from a holder that may live to the first write: it has noticed by then
+SIZE = 1024  # bytes of a lease
+_NAME = re.compile(r"lease\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a folder: the content of a lease, as the head of this file describes it."""
+
+    owner: str
+    job: str = ""
+    host: str = ""
+    pid: int = 0
+    started: str = ""
+    beat: int = 0
+    every_s: float = BEAT_S
+    released: str = ""
+    kernel: str = ""
+    began: int = 0
+    run: str = ""
+    restarts: int = 0
+    start: str = ""
+
+    @classmethod
+    def of(cls, launch: Launch, environ: Mapping[str, str] = os.environ) -> Self:
+        """Return this process as a holder. It begins to hold now."""
+        return cls(
+            owner=secrets.token_hex(8),
+            job=launch.job,
+            host=launch.host,
+            pid=os.getpid(),
+            started=_now(),
+            kernel=_kernel(),
+            began=started(os.getpid()),
+            run=_run(launch, environ),
+            restarts=launch.restarts,
+            start=environ.get(END_FOLDER, ""),
+        )
+
+    @classmethod
+    def read(cls, text: str | None) -> Self | None:
+        """Return what a lease says, or None if it is none (yet)."""
+        try:
+            return cls(**json.loads(text or ""))
+        except (ValueError, TypeError):
+            return None
+
+    def write(self) -> str:
+        return json.dumps(asdict(self)).ljust(SIZE - 1) + "\n"
+
+    @property
+    def words(self) -> str:
+        if not self.host:
+            return "a run whose lease cannot be read"
+        job = f"job {self.job}" if self.job else "a run"
+        return f"{job} on {self.host} (process {self.pid}), started {self.started}"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended. False if that cannot be known here."""
+        return bool(self.kernel) and self.kernel == _kernel() and is_gone(self.pid, self.began)
+
+    def precedes(self, other: Holder) -> bool:
+        """Tell whether it is an earlier start of the other's job, which has ended because that one has begun."""
+        if not self.run or self.run != other.run:
+            return False
+        return other.restarts > self.restarts or bool(self.start and other.start and self.start != other.start)
+
+
+def read_lease(folder: str | os.PathLike[str]) -> Holder | None:
+    """Return what the lease of a folder says, also of one that was released. None if there is none."""
+    return Holder.read(_newest(Files(), Path(folder))[1])
+
+
+class Files:
+    """What leases need of a file system. A method that raises OSError has changed nothing that others rely on."""
+
+    def numbers(self, folder: Path) -> list[int]:
+        """Return the numbers of the leases in a folder; none where there is no folder."""
+        names = os.listdir(folder) if folder.is_dir() else []
+        return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
+
+    def create(self, path: Path, text: str) -> bool:
+        """Create the file, unless there is one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            _put(file, text)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def read(self, path: Path) -> str | None:
+        """Return the content, None if there is no file. It is opened anew, so that NFS asks its server."""
+        try:
+            return path.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path, text: str) -> None:
+        """Write in place. Raises FileNotFoundError if there is no file."""
+        _put(os.open(path, os.O_WRONLY), text)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+
+class FolderInUse(Exception):
+    """Another run holds the folder."""
+
+
+class Place(NamedTuple):
+    """A folder that a run writes into, and the flag that names it."""
+
+    folder: Path
+    flag: str
+
+
+class Lease:
+    """A run's hold on its folders, taken and renewed by the first rank.
+
+    numbers: of the lease held on each folder, by its name; on other ranks from ``adopt``. lost: called once, from any
+    thread, with a sentence, when another run has taken a folder; it ends the process.
+    """
+
+    def __init__(
+        self,
+        places: tuple[Place, ...],
+        holder: Holder,
+        *,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.places, self.holder = places, holder
+        self.numbers: dict[str, int] = {}
+        self.lost: Callable[[str], None] = _refuse
+        self._files, self._clock, self._sleep = files or Files(), clock, sleep
+        self._looked, self._settled = -SILENT_S, clock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
+
+    @classmethod
+    def of(cls, save: str | None, log_dir: str, launch: Launch) -> Self:
+        """Return the lease that a run needs, not yet taken."""
+        places = {Path(log_dir).resolve(): "--log-dir"} | ({Path(save).resolve(): "--save"} if save else {})
+        return cls(tuple(Place(folder, flag) for folder, flag in places.items()), Holder.of(launch))
+
+    def take(self, note: Callable[[str], None] = lambda text: None) -> None:
+        """Take the lease of every folder, and renew them until ``release``. Touches nothing else in the folders.
+
+        note: called with a sentence before a wait of up to SILENT_S. Raises FolderInUse if another run holds a folder,
+        and OSError if a lease cannot be written.
+        """
+        try:
+            for place in self.places:
+                try:
+                    self.numbers[str(place.folder)] = self._take(place, note)
+                except OSError as error:
+                    if place.flag == "--save" or error.errno not in NO_ROOM:
+                        raise
+                    note(f"{place.flag} {place.folder} has no room for a lease: nothing keeps other runs out")
+        except BaseException:
+            self.release()
+            raise
+        self._thread.start()
+
+    def adopt(self, owner: str, numbers: Mapping[str, int]) -> None:
+        """Learn on another rank what the first one holds."""
+        self.holder, self.numbers = replace(self.holder, owner=owner), dict(numbers)
+
+    def settle(self) -> None:
+        """Wait, before the first write, until a holder that may live has noticed that its lease is gone."""
+        self._sleep(max(0.0, self._settled - self._clock()))
+
+    def taker(self) -> Holder | None:
+        """Return who holds a folder in this run's place, or None if nobody does, as far as the disk answers.
+
+        On a rank that was not told yet what the first rank holds: who else seems to hold it.
+        """
+        for place in self.places:
+            with suppress(OSError):  # of a disk that does not answer: it takes no writes either
+                number, text = _newest(self._files, place.folder)
+                holder = Holder.read(text)
+                own = self.numbers.get(str(place.folder))
+                free = number == 0 or (holder is not None and bool(holder.released))
+                if own is None and (free or (holder is not None and holder.run == self.holder.run != "")):
+                    continue
+                if number not in (0, own) or (holder is not None and holder.owner != self.holder.owner):
+                    return holder or Holder("")
+        return None
+
+    def check(self, fresh: bool = False) -> None:
+        """Call this before a write: it ends the run (``lost``) if another one has taken a folder.
+
+        fresh: look now, however short ago the last look was.
+        """
+        now = self._clock()
+        if not fresh and now - self._looked < FRESH_S:
+            return
+        if self.numbers and (taker := self.taker()) is not None:
+            self.lost(
+                f"{' and '.join(self.numbers)}: taken over by {taker.words}; this run was silent for more than "
+                f"{SILENT_S:g} s, or SLURM started its job again; it ends here and writes nothing more"
+            )
+        self._looked = now
+
+    def beat(self) -> None:
+        """Look whether the leases are still held, and renew them."""
+        self.check(fresh=True)
+        self.holder = replace(self.holder, beat=self.holder.beat + 1)
+        self._write(self.holder)
+
+    def release(self) -> None:
+        """End the leases: another run may take the folders at once. Errors of the disk are ignored."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(BEAT_S)
+        self._write(replace(self.holder, released=_now()))
+        self.numbers = {}
+
+    def _write(self, holder: Holder) -> None:
+        for folder, number in self.numbers.items():
+            file = _file(Path(folder), number)
+            with suppress(OSError):  # a full disk, or one that hangs: the next beat tries again
+                try:
+                    self._files.write(file, holder.write())
+                except FileNotFoundError:
+                    if not self._files.numbers(file.parent) and not holder.released:
+                        self._files.create(file, holder.write())  # deleted by hand, not taken over
+
+    def _renew(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self.beat()
+
+    def _take(self, place: Place, note: Callable[[str], None]) -> int:
+        """Take the lease of one folder and return its number."""
+        watched: tuple[int, str | None] | None = None
+        since = 0.0
+        while True:
+            number, text = seen = _newest(self._files, place.folder)
+            holder = Holder.read(text)
+            gone = number == 0 or (holder is not None and bool(holder.released or holder.is_gone))
+            if not gone and not (holder is not None and holder.precedes(self.holder)):
+                if watched is not None and seen != watched and holder is not None:
+                    raise FolderInUse(
+                        f"{place.flag} {place.folder} is in use: {holder.words}, writes there and is alive. Give "
+                        f"this run another {place.flag}, or end that one first"
+                    )
+                if seen != watched:
+                    if watched is None:
+                        who = holder.words if holder is not None else "a run that is starting"
+                        note(
+                            f"{place.flag} {place.folder} is held by {who}: waiting up to {SILENT_S:g} s to see "
+                            "whether it lives"
+                        )
+                    watched, since = seen, self._clock()
+                if self._clock() - since < SILENT_S:
+                    self._sleep(LOOK_S)
+                    continue
+            self._settled = self._clock() + (0 if gone else SETTLE_S)
+            if self._files.create(_file(place.folder, number + 1), self.holder.write()):
+                numbers = self._files.numbers(place.folder)
+                if max(numbers, default=number + 1) == number + 1:
+                    for older in numbers:
+                        if older <= number:
+                            self._files.remove(_file(place.folder, older))
+                    return number + 1
+                self._files.remove(_file(place.folder, number + 1))  # it acted on an old look
+            watched = None
+
+
+def _newest(files: Files, folder: Path) -> tuple[int, str | None]:
+    """Return number and content of the lease that counts; 0 and None where there is none."""
+    number = max(files.numbers(folder), default=0)
+    return number, files.read(_file(folder, number)) if number else None
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"lease.{number}"
+
+
+def _put(file: int, text: str) -> None:
+    try:
+        os.write(file, text.encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _refuse(text: str) -> None:
+    raise FolderInUse(text)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _kernel() -> str:
+    """Return what process ids are relative to: this boot of this host, and the namespace of a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _run(launch: Launch, environ: Mapping[str, str]) -> str:
+    """Return the name that restarts of a job share, and nothing else that runs. '' if there is none."""
+    if environ.get("SLURM_JOB_ID"):
+        return f"{environ.get('SLURM_CLUSTER_NAME', '')} {launch.job}"
+    # Users give many runs of torchrun one id. Two that live at once do not have one store.
+    if launch.job and launch.agent_store and launch.master_addr not in (None, "localhost", "127.0.0.1"):
+        return f"{launch.job} at {launch.master_addr}:{launch.master_port}"
+    return ""
