@@ -9,7 +9,7 @@ import sys
 import time
 
 from megazero.config import ConfigError, World, parse
-from megazero.log.exit_status import ExitStatus, report_to_torchrun
+from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun
 from megazero.log.safe_stream import guard_output
 from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
 from megazero.mesh.starter import start_ranks
@@ -39,13 +39,18 @@ def main() -> int:
 
 
 def _refuse(said: object, first: bool) -> ExitStatus:
-    """Say a mistake that all ranks make on the first one."""
-    if first:
-        print(said, file=sys.stderr)
+    """Say a mistake that all ranks make, on one of them. Ranks come at different times, and the first may be late."""
+
+    def tell() -> None:
+        print(said, file=sys.stderr, flush=True)
         report_to_torchrun(f"{said}")
+
+    # Launchers end all ranks with the first that leaves: let the one that speaks be it. A rank that is ended has
+    # nothing to add (torchrun describes each that failed); else all say the same status.
+    folder = end_folder(None)
+    if folder is not None or first:
+        record_status(folder, ExitStatus.MISTAKE, tell)
     else:
-        # Launchers end all ranks with the first that leaves: let the one that speaks be it. A rank that is ended has
-        # nothing to add (torchrun describes each that failed); else all say the same status.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitStatus.FINISHED))
         time.sleep(1)
     return ExitStatus.MISTAKE

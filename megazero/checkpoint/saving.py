@@ -130,13 +130,23 @@ def save(
     retention: Retention | None = None,
     overwrite: bool = False,
     staging: Staging | None = None,
+    guard: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``root/iter_<step>`` from every rank's snapshot and return its path. An error on one rank (a full
     disk, say) raises CheckpointError on every rank. After an error or a kill the older checkpoints are as they were.
     An existing directory of the same step is kept and is an error, unless ``overwrite``. ``root`` must be the same
     directory for every rank, and no other job may save into it. CUDA tensors are read on the current stream. With
-    ``staging`` what is written is a copy there, as when a run saves behind its training."""
-    parts = saving(root, snapshot, group=group, retention=retention, overwrite=overwrite, staging=staging)
+    ``staging`` what is written is a copy there, as when a run saves behind its training. ``guard`` is called on the
+    first rank before it changes the root; it ends the process if another job has taken that."""
+    parts = saving(
+        root,
+        snapshot,
+        group=group,
+        retention=retention,
+        overwrite=overwrite,
+        staging=staging,
+        guard=guard,
+    )
     while True:
         try:
             next(parts).run()
@@ -152,6 +162,7 @@ def saving(
     retention: Retention | None = None,
     overwrite: bool = False,
     staging: Staging | None = None,
+    guard: Callable[[], None] = lambda: None,
 ) -> Generator[Part, None, Path]:
     """Do as ``save`` does, but yield what is this rank's own work. Go on when the parts of all ranks have ended.
 
@@ -162,10 +173,12 @@ def saving(
     rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     final = root / directory.checkpoint_name(snapshot.step)
     doing = f"checkpoint '{final}' not saved, older ones are unharmed"
-    made = agree(
-        group, doing, lambda: directory.prepare(root, snapshot.step, overwrite) if rank == 0 else None
-    )
-    temporary = made[0]
+
+    def prepare() -> Path:
+        guard()
+        return directory.prepare(root, snapshot.step, overwrite)
+
+    temporary = agree(group, doing, lambda: prepare() if rank == 0 else None)[0]
     assert temporary is not None
     try:
         writer = Writer(temporary, rank)
@@ -187,7 +200,9 @@ def saving(
             files = {name: entry for entries in written for name, entry in entries.items()}
             writer.write_metadata(results)
             files[METADATA_FILE] = checksum(temporary / METADATA_FILE)
-            directory.commit(temporary, final, _manifest(temporary, snapshot, files, world_size))
+            manifest = _manifest(temporary, snapshot, files, world_size)
+            guard()
+            directory.commit(temporary, final, manifest)
 
         yield (part := _of_first(rank, f"completing '{final}'", commit))
         agree(group, doing, part.result)

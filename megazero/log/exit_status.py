@@ -95,7 +95,7 @@ def end_folder(log_dir: str | None) -> Path | None:
 
 
 def record_status(folder: Path | None, status: ExitStatus, tell: Callable[[], None] = lambda: None) -> bool:
-    """Record in ``folder`` how this start ends, on any rank; ``tell`` prints why, before that. Returns whether it did.
+    """Record in ``folder`` how this start ends, on any rank. Returns whether it did. tell: prints why, before that.
 
     The first to record counts, as its failure is the cause of the others': whatever kills them later, the status
     stays. But a loss, which is what others see of a rank, gives way to a rank's own account. Errors of the disk are
@@ -133,7 +133,7 @@ def _wait_for(path: Path) -> ExitStatus | None:
 
 
 def forget_status(log_dir: str, attempt: int) -> None:
-    """Remove what an earlier start left, on the first rank. A script's folder is new, but not to torchrun's restarts."""
+    """Remove what an earlier start left, on the first rank. attempt: torchrun's restart, which has no new folder."""
     folder = end_folder(log_dir)
     if folder is not None and (attempt or not os.environ.get(END_FOLDER)):
         with suppress(OSError):

@@ -19,9 +19,11 @@ MOST_BYTES = 64 * 2**20  # of waiting lines; those of metrics.jsonl have about 1
 class LineFile:
     """Appends whole lines, each by one unbuffered write. Only one rank may have it open.
 
-    prepare: called before the file is opened (and again if the disk had no room for that). Lines that the disk does
-    not take wait in memory, up to ``most_bytes``, and are written when there is room; beyond that the oldest are
-    lost. There is one warning of each kind. Raises OSError with the path if opening fails for another reason.
+    prepare: called before the file is opened (and again if the disk had no room for that). guard: called before a
+    line is written or the file is prepared; it does not return if this process may no longer write. Lines that the
+    disk does not take wait in memory, up to ``most_bytes``, and are written when there is room; beyond that the
+    oldest are lost. There is one warning of each kind. Raises OSError with the path if opening fails for another
+    reason.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class LineFile:
         path: Path,
         prepare: Callable[[], None] = lambda: None,
         *,
+        guard: Callable[[], None] = lambda: None,
         most_bytes: int = MOST_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path, self.lost = path, 0
         self._prepare, self._prepared = prepare, False
+        self._guard = guard
         self._most, self._clock, self._retry_at = most_bytes, clock, 0.0
         self._file: IO[bytes] | None = None
         self._waiting, self._bytes = deque[bytes](), 0  # the first one may be the rest of a line
@@ -86,6 +90,7 @@ class LineFile:
 
     def _open(self) -> IO[bytes]:
         if not self._prepared:
+            self._guard()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._prepare()
             self._prepared = True
@@ -94,6 +99,7 @@ class LineFile:
         return self._file
 
     def _write(self) -> None:
+        self._guard()
         try:
             while self._waiting:
                 line = self._waiting[0]

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,7 +109,7 @@ class MetricsWriter:
     iteration: training continues after this iteration (0: it starts from the beginning). On opening, lines of later
     iterations, which this run is about to write again, and of those that were undone, (first, last), move to
     metrics.superseded.jsonl. A torn line (the process was killed while it wrote) moves there as {"torn": text}. The
-    first iteration line has the extra keys of ``start`` and, after a resume, resumed_from.
+    first iteration line has the extra keys of ``start`` and, after a resume, resumed_from. guard: as LineFile's.
 
     Each line is one unbuffered write. What a full disk does not take waits in memory (LineFile); training goes on.
     """
@@ -121,9 +121,10 @@ class MetricsWriter:
         iteration: int,
         undone: Sequence[tuple[int, int]] = (),
         start: Mapping[str, Any] | None = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = Path(log_dir) / METRICS_FILE
-        self._file = LineFile(self.path, lambda: _supersede(self.path, iteration, undone))
+        self._file = LineFile(self.path, lambda: _supersede(self.path, iteration, undone), guard=guard)
         self._first = {**({"resumed_from": iteration} if iteration else {}), **(start or {})}
 
     def undo(self, first: int, last: int) -> None:

@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 from megazero.config import RunConfig, World
 from megazero.files import replacing
-from megazero.log.exit_status import ExitStatus, status_of
+from megazero.log.exit_status import ExitStatus, end_folder, status_of
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.ops import health_links
 from megazero.ops.health_probes import Facts, find_facts, free_bytes, missing_bytes, probe_folder
 from megazero.plan.memory import checkpoint_bytes
 
-BAD_NODES_FILE = "bad_nodes"  # in LOG_DIR: the names to exclude, one a line, for the batch script
+BAD_NODES_FILE = "bad_nodes"  # beside exit_status: the names to exclude, one a line, for the batch script
 CLOCK_BOUND_S = 2.0  # that a node's clock may differ from the median
 LEAST_MEMORY = 0.7  # of what is free on the median node
 GIB = 2**30
@@ -242,8 +242,8 @@ def differences(every: Sequence[Facts]) -> Iterator[str]:
 
 
 def record_bad_nodes(log_dir: str, nodes: Sequence[str]) -> None:
-    """Write LOG_DIR/bad_nodes for the batch script, or remove it. Errors of the disk are ignored."""
-    path = Path(log_dir) / BAD_NODES_FILE
+    """Write the file bad_nodes for the batch script, or remove it. Errors of the disk are ignored."""
+    path = (end_folder(log_dir) or Path(log_dir)) / BAD_NODES_FILE
     try:
         path.unlink(missing_ok=True)
         if nodes:

@@ -124,7 +124,9 @@ class Holder:
         """Tell whether it is an earlier start of the other's job, which has ended because that one has begun."""
         if not self.run or self.run != other.run:
             return False
-        return other.restarts > self.restarts or bool(self.start and other.start and self.start != other.start)
+        return other.restarts > self.restarts or bool(
+            self.start and other.start and self.start != other.start
+        )
 
 
 def read_lease(folder: str | os.PathLike[str]) -> Holder | None:
@@ -213,8 +215,8 @@ class Lease:
     def take(self, note: Callable[[str], None] = lambda text: None) -> None:
         """Take the lease of every folder, and renew them until ``release``. Touches nothing else in the folders.
 
-        note: called with a sentence before a wait of up to SILENT_S. Raises FolderInUse if another run holds a folder,
-        and OSError if a lease cannot be written.
+        note: called with a sentence before a wait of up to SILENT_S. Raises FolderInUse if another run holds a
+        folder, and OSError if a lease cannot be written.
         """
         try:
             for place in self.places:
@@ -243,16 +245,25 @@ class Lease:
         On a rank that was not told yet what the first rank holds: who else seems to hold it.
         """
         for place in self.places:
+            own = self.numbers.get(str(place.folder))
             with suppress(OSError):  # of a disk that does not answer: it takes no writes either
+                if own is not None and self._is_there(_file(place.folder, own)):
+                    continue
                 number, text = _newest(self._files, place.folder)
                 holder = Holder.read(text)
-                own = self.numbers.get(str(place.folder))
                 free = number == 0 or (holder is not None and bool(holder.released))
-                if own is None and (free or (holder is not None and holder.run == self.holder.run != "")):
+                if free if own is None else number == 0:  # else it was deleted by hand, and nobody took it
                     continue
-                if number not in (0, own) or (holder is not None and holder.owner != self.holder.owner):
-                    return holder or Holder("")
+                if own is None and holder is not None and holder.run == self.holder.run != "":
+                    continue
+                return holder or Holder("")
         return None
+
+    def _is_there(self, file: Path) -> bool:
+        """Whether the file of a lease is still this run's. Who takes over deletes it: a listing may be an old one."""
+        text = self._files.read(file)
+        holder = Holder.read(text)
+        return text is not None and (holder is None or holder.owner == self.holder.owner)
 
     def check(self, fresh: bool = False) -> None:
         """Call this before a write: it ends the run (``lost``) if another one has taken a folder.
@@ -322,13 +333,13 @@ class Lease:
                 if self._clock() - since < SILENT_S:
                     self._sleep(LOOK_S)
                     continue
-            self._settled = self._clock() + (0 if gone else SETTLE_S)
             if self._files.create(_file(place.folder, number + 1), self.holder.write()):
                 numbers = self._files.numbers(place.folder)
                 if max(numbers, default=number + 1) == number + 1:
                     for older in numbers:
                         if older <= number:
                             self._files.remove(_file(place.folder, older))
+                    self._settled = max(self._settled, self._clock() + (0 if gone else SETTLE_S))
                     return number + 1
                 self._files.remove(_file(place.folder, number + 1))  # it acted on an old look
             watched = None

@@ -29,11 +29,16 @@ OWN_SECTIONS = {"logging"}
 
 
 def start_rank(
-    training: TrainingConfig, launch: Launch, timeout: timedelta, met: Callable[[], None] | None = None
+    training: TrainingConfig,
+    launch: Launch,
+    timeout: timedelta,
+    met: Callable[[], None] | None = None,
+    patience: float = 0.0,
 ) -> tuple[torch.device, tuple[str, ...]]:
     """Choose the device and join the other ranks. Returns the device and notes for the user. Collective.
 
-    timeout: of a collective. met: called when all ranks are there, before the first collective.
+    timeout: of a collective. met: called when all ranks are there, before the first collective. patience: seconds to
+    wait for the others beyond --distributed-init-timeout-minutes.
 
     Raises ValueError if the device that was asked for is not there, RankFailure if ranks do not come.
     """
@@ -43,19 +48,19 @@ def start_rank(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first use
         torch.use_deterministic_algorithms(True)
     if launch.world_size > 1 and not dist.is_initialized():
-        store = _meet(training.distributed_init_timeout_minutes, launch)
+        store = _meet(training.distributed_init_timeout_minutes * 60 + patience, launch)
         if met is not None:
             met()
         init_distributed(launch, device, timeout, store)
     return device, notes if device.type == "cuda" else ()
 
 
-def _meet(minutes: float, launch: Launch) -> dist.Store:
+def _meet(seconds: float, launch: Launch) -> dist.Store:
     try:
-        return meet(launch, minutes * 60)
+        return meet(launch, seconds)
     except RanksMissing as error:
         raise RankFailure(
-            f"{error}. Waited {minutes * 60:g} s (--distributed-init-timeout-minutes); look for the first error in "
+            f"{error}. Waited {seconds:g} s (--distributed-init-timeout-minutes); look for the first error in "
             "the logs of those ranks, or for a node to exclude",
             reported_elsewhere=error.told,
         ) from error

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from megazero.config import RunConfig
-from megazero.log.exit_status import ExitStatus, end_folder, process_status, record_status, status_of
+from megazero.log.exit_status import ExitStatus, end_folder, process_status, record_status
 from megazero.log.history import record_end
 from megazero.mesh.launch import Launch
 from megazero.ops.exit_conditions import NotStarted, StopSignals
@@ -32,8 +32,8 @@ def run(config: RunConfig, launch: Launch) -> int:
         except KeyboardInterrupt:
             lost = "interrupted: what was not saved is lost (--exit-signal-handler saves at the first Ctrl-C)"
             _leave(config, launch, lease, ExitStatus.INTERRUPTED, lost)
-        except Exception as error:  # main() reports its own: torch cannot be loaded on this node, say
-            record_status(end_folder(None), status_of(error))
+        except Exception:  # main() reports its own: torch cannot be loaded on this node, say
+            record_status(end_folder(None), ExitStatus.UNEXPECTED)
             raise
 
 
@@ -41,8 +41,9 @@ def _leave(config: RunConfig, launch: Launch, lease: Lease, status: ExitStatus, 
     """End at once: other ranks may be waiting for this one in a collective. The first rank says why."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if launch.rank == 0:
-        with suppress(OSError):  # perhaps nobody reads it any more
-            print(why, flush=True)
+        if status != ExitStatus.IN_USE:  # which was said when the folder was found in use
+            with suppress(OSError):  # perhaps nobody reads it any more
+                print(why, flush=True)
         record_end(config.logging.log_dir if lease.taker() is None else None, status, why)
         lease.release()
     os._exit(process_status(status))

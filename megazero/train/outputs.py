@@ -97,9 +97,17 @@ def agree_on_start(config: RunConfig, launch: Launch, progress: Progress) -> Sta
 
 
 def open_outputs(
-    config: RunConfig, progress: Progress, start: Start, last_iteration: int, stack: ExitStack, *, first: bool
+    config: RunConfig,
+    progress: Progress,
+    start: Start,
+    last_iteration: int,
+    stack: ExitStack,
+    guard: Callable[[], None] = lambda: None,
+    *,
+    first: bool,
 ) -> Outputs:
     """Open what this rank writes to; ``stack`` closes it. first: this is the first rank, the only one that writes.
+    guard: called before lines are written.
 
     Raises ValueError if a logger that was asked for cannot run.
     """
@@ -110,9 +118,11 @@ def open_outputs(
     if not first:
         return Outputs(start, console, Loggers(), None)
     undone = [(each.first, each.last) for each in progress.left_out if each.rollback]
-    metrics = MetricsWriter(log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts())
+    metrics = MetricsWriter(
+        log.log_dir, iteration=progress.iteration, undone=undone, start=start.facts(), guard=guard
+    )
     stack.callback(metrics.close)
-    events = LineFile(Path(log.log_dir) / EVENTS_FILE)
+    events = LineFile(Path(log.log_dir) / EVENTS_FILE, guard=guard)
     stack.callback(events.close)
     resolved = redact(config.to_dict())
     loggers = Loggers(opened(_asked_for(log, start.run_id, progress.iteration, resolved)))

@@ -10,6 +10,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ from megazero.models import Decoder
 from megazero.ops.exit_conditions import ExitConditions, NotStarted, StopSignals
 from megazero.ops.failures import NonFiniteLoss, RankFailure, readable_failures
 from megazero.ops.health import Unhealthy, healthy_mesh, record_bad_nodes
-from megazero.ops.lease import FolderInUse, Lease
+from megazero.ops.lease import BEAT_S, SILENT_S, FolderInUse, Lease
 from megazero.ops.stragglers import Stragglers
 from megazero.ops.watchdog import judging_s
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
@@ -80,7 +81,8 @@ def main(
         except Exception as error:  # unexpected: the trace is what helps
             traceback.print_exc()
             _fail(supervisor, error, signals)
-    supervisor.report_end(status, trainer.exit_reason or "the last iteration is done")
+    if launch.rank == 0:
+        supervisor.report_end(status, trainer.exit_reason or "the last iteration is done")
     if dist.is_initialized():
         dist.barrier()
         supervisor.stop_watchdog()
@@ -127,12 +129,14 @@ def _is_own_account(error: Exception, supervisor: Supervisor) -> bool:
 
 
 def _take_folders(config: RunConfig, supervisor: Supervisor) -> None:
-    """Take the lease of the run's folders, on the first rank; if another run has it, leave that to ``_share_lease``."""
+    """Take the lease of the run's folders, on the first rank. If another run has it, ``_share_lease`` tells all."""
     try:
         supervisor.lease.take(lambda text: print(text, flush=True))
     except FolderInUse as error:
-        supervisor.refused = f"{error}"
-        record_status(end_folder(None), ExitStatus.IN_USE, lambda: print(error, file=sys.stderr, flush=True))
+        supervisor.refused = refused = f"{error}"
+        record_status(
+            end_folder(None), ExitStatus.IN_USE, lambda: print(refused, file=sys.stderr, flush=True)
+        )
         return
     forget_status(config.logging.log_dir, supervisor.launch.attempt)
     record_bad_nodes(config.logging.log_dir, ())
@@ -195,7 +199,9 @@ def _join(
     timeout = limit + timedelta(seconds=judging_s(launch.world_size))
     # First of all the ranks join: from then on they notice when one of them fails alone (a file that its node does
     # not see).
-    device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog)
+    held = launch.rank != 0 and supervisor.lease.taker() is not None  # so the first may have to wait
+    patience = SILENT_S + BEAT_S if held else 0.0
+    device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
@@ -211,7 +217,7 @@ def _join(
 
 
 def _checkpointing(
-    config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder
+    config: RunConfig, tokenizer: TokenizerInfo, engine: Engine, decoder: Decoder, lease: Lease
 ) -> Checkpointing:
     """Return what saves and loads this engine's state, and all else that a checkpoint holds."""
     named, first = tokenizer_options(vars(config.data)), engine.mesh.rank == 0
@@ -223,6 +229,7 @@ def _checkpointing(
         SavedTokenizer(tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
         SpikeMonitor(config.skipping),
+        partial(lease.check, fresh=True),
     )
 
 
@@ -253,7 +260,7 @@ def prepare(
     decoder = build_decoder(config, mesh, Traffic(), bill.span)
     engine = shard_decoder(decoder, config, mesh, bill.span)
     pipeline = build_pipeline(decoder, engine, config, mesh, bill.span)
-    checkpointing = _checkpointing(config, tokenizer, engine, decoder)
+    checkpointing = _checkpointing(config, tokenizer, engine, decoder, supervisor.lease)
     if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
         checkpointing.try_saving()
     checkpointing.load(origin)
@@ -263,7 +270,8 @@ def prepare(
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     start = agree_on_start(config, launch, progress)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
-    outputs = open_outputs(config, progress, start, length.last_iteration, stack, first=mesh.rank == 0)
+    first, guard = mesh.rank == 0, supervisor.lease.check
+    outputs = open_outputs(config, progress, start, length.last_iteration, stack, guard, first=first)
     report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
     exits = ExitConditions.of(config.training, signals, length.halt, began)
     profiler = Profiler(config, decoder, engine, pipeline, bill, outputs.console.note)

@@ -37,6 +37,7 @@ class Supervisor:
         self.lease.lost = self.lose
         self.joining: str | None = "the start"
         self.trainer: Trainer | None = None
+        self.refused: str | None = None  # on the first rank: which run holds a folder of this one
         self._watchdog: Watchdog | None = None
 
     @property

@@ -1,14 +1,20 @@
 # What the batch scripts beside this one share. sbatch runs a copy of a script, so they look for this file, and for
 # megazero's programs, in the folder that they are submitted from: the checkout.
 STOPPED=75 RANK_LOST=76                   # exit statuses after which the same command goes on (docs/slurm.md)
+IN_USE=73                                 # another job writes into RUN
 MOST_RESTARTS=${MOST_RESTARTS:-3}         # in a row, without a new checkpoint in between
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "this is a batch script: sbatch --nodes=N $0 FLAGS of pretrain_gpt.py" >&2
+    return 2
+fi
 # This job, or this task of an array. By number alone, SLURM takes the task that has the array's number for all of it.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
-# Checkpoints and logs, on a disk that every node sees. Each task of a job array has its own.
-RUN=${RUN:-runs/$SLURM_JOB_NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
+# Checkpoints and logs, on a disk that every node sees. Each job, and each task of a job array, has its own.
+RUN=${RUN:-runs/$SLURM_JOB_NAME-$job}
 mkdir -p "$RUN"
-rm -f "$RUN/logs/exit_status" "$RUN/logs/bad_nodes"  # of an earlier job, or an earlier start of this one
+rm -rf "$RUN/.end-$SLURM_JOB_ID".*        # of an earlier start of this job
+echo "$(date -Is) job $job: RUN=$RUN"
 series=$job                               # whose restarts are counted together
 restarts=0
 # What every run is given besides its own flags.
@@ -27,11 +33,14 @@ hear() {
 }
 for name in USR1 TERM; do trap "hear $name" $name; done
 
-# Run a command until it ends, and leave its exit status in $status. Once told to stop, nothing is run.
+# Run a command until it ends, and leave its exit status in $status, and the nodes that its health check named in $named.
+# Once told to stop, nothing is run.
 run() {
-    rm -f "$RUN/logs/exit_status" "$RUN/logs/bad_nodes"  # of an earlier start
-    status=$STOPPED
+    status=$STOPPED named="" said=""
     [ -z "$told" ] || return
+    # Ranks say here how they end: no earlier start and no other job has this folder.
+    export MEGAZERO_END_FOLDER
+    MEGAZERO_END_FOLDER=$(mktemp -d "$RUN/.end-$SLURM_JOB_ID.XXXXXX")
     "$@" &
     step=$!
     [ -z "$told" ] || kill -"$told" $step  # it came before there was a step
@@ -41,17 +50,26 @@ run() {
     step=""
     # The run's own word, where it had time to write it: a launcher's may be of the ranks that it ended. Ranks that
     # were all killed have said nothing.
-    if [ -s "$RUN/logs/exit_status" ]; then
-        status=$(<"$RUN/logs/exit_status")
+    if [ -s "$MEGAZERO_END_FOLDER/exit_status" ]; then
+        status=$(<"$MEGAZERO_END_FOLDER/exit_status") said=1
     elif [ "$status" -gt 128 ]; then
         status=$RANK_LOST
     fi
+    named=$(cat "$MEGAZERO_END_FOLDER/bad_nodes" 2>/dev/null)
+    [ -z "$MEGAZERO_END_FOLDER" ] || rm -rf "$MEGAZERO_END_FOLDER"
 }
 
 newest() { ls -d "$RUN"/iter_* 2>/dev/null | grep -v superseded | tail -1; }
 
 # The nodes that the health check of the last start named, one a line.
-bad_nodes() { cat "$RUN/logs/bad_nodes" 2>/dev/null; }
+bad_nodes() { [ -z "$named" ] || echo "$named"; }
+
+# Say what becomes of the job, and note it among the run's own events: "true" if it goes back into the queue.
+decide() {
+    say "${@:2}"
+    printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "again": %s, "why": "%s"}\n' \
+        "$(date -u +%FT%T.%3N+00:00)" "$job" "$status" "$1" "${*:2}" >> "$RUN/logs/events.jsonl"
+} 2>/dev/null
 
 say() { echo "$(date -Is) job $job: exit status $status, newest checkpoint $(newest): $*"; }
 
@@ -59,6 +77,7 @@ say() { echo "$(date -Is) job $job: exit status $status, newest checkpoint $(new
 # holds the row of starts that got none, and the jobs that it is of; any other end ends the row.
 goes_on() {
     local before=- of="" newest
+    [ "$status" != $IN_USE ] || return 1  # the files below are another job's
     newest=$(newest)
     newest=${newest##*/}
     [ -f "$RUN/restarts" ] && read -r restarts before of < "$RUN/restarts"
@@ -69,7 +88,7 @@ goes_on() {
     fi
     echo "$restarts ${newest:-none} $series" > "$RUN/restarts"
     [ "$restarts" -lt "$MOST_RESTARTS" ] && return 0
-    say "$restarts restarts without a new checkpoint: not again"
+    decide false "$restarts restarts without a new checkpoint: not again"
     rm -f "$RUN/restarts"
     return 1
 }
@@ -84,7 +103,7 @@ requeue() {
     if [[ $record == *JobState=RUNNING* ]]; then
         only=(incomplete)
     elif [[ $record != *Reason=TimeLimit* ]]; then
-        say "not again: it was cancelled, or SLURM itself requeues it"
+        decide false "not again: it was cancelled, or SLURM itself requeues it"
         return
     fi
     excluded=$(sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p' <<< "$record")
@@ -96,7 +115,7 @@ requeue() {
     bad=$(bad_nodes | paste -sd,)
     [ "$restarts" -eq 0 ] || users=$excluded
     bad+=${users:+${bad:+,}$users}
-    say "back into the queue${bad:+, without $bad}"
+    decide true "back into the queue${bad:+, without $bad}"
     scontrol requeue "${only[@]}" "$job" || return
     # Only a job that waits takes another list.
     [ "$bad" = "$excluded" ] || scontrol update JobId="$job" ExcNodeList="$bad"

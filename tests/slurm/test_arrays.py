@@ -26,7 +26,7 @@ TRAINING = """#!/bin/bash
 [ "$1" != tools/check_nodes.py ] || exit 0
 mkdir -p "${RUN:?}/logs"
 echo x >> "$RUN/starts"
-leave() { echo "$1" > "$RUN/logs/exit_status"; exit "$1"; }
+leave() { echo "$1" > "$MEGAZERO_END_FOLDER/exit_status"; exit "$1"; }
 save() { trap "" USR1 TERM; touch "$RUN/at"; sleep 3; mkdir -p "$RUN/iter_0000001"; leave 75; }
 [ "$SLURM_ARRAY_TASK_ID" = 0 ] || [ "$(wc -l < "$RUN/starts")" -gt 1 ] && leave 0
 [ "$MOMENT" = training ] && trap save USR1 TERM || trap "leave 75" USR1 TERM
@@ -138,7 +138,7 @@ def test_a_task_that_is_cancelled_while_it_asks_for_its_requeue_stays_so(slurm, 
     """It is cancelled between the script's question for its state and its request: SLURM itself decides."""
     array = Array(slurm, tmp_path, "training")
     task, program = f"{array.number}_{TASK}", array.runs / "scontrol"
-    late = f'[ "$1" != requeue ] || {{ scancel {task}; sleep 1; trap "touch {array.runs}/asked" EXIT; }}'
+    late = f'trap "" TERM; [ "$1" != requeue ] || {{ scancel {task}; sleep 1; trap "touch {array.runs}/asked" EXIT; }}'
     program.write_text(f'#!/bin/bash\n{late}\n{shutil.which("scontrol")} "$@"\n')
     program.chmod(0o755)
     told_to_stop(slurm, task)

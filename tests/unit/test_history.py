@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megazero.log.exit_status import ExitStatus, read_status, record_status
+from megazero.log.exit_status import ExitStatus, read_status
 from megazero.log.history import RUN_FILE, Start, identify, read_events
 from megazero.log.metrics import read_metrics
 from megazero.log.units import duration
@@ -125,18 +125,31 @@ def test_the_end_of_a_run_is_one_line_with_the_reason(tmp_path: Path, capsys: An
     assert event["consumed_tokens"] == 3 * SMALL["global_batch_size"] * SMALL["seq_length"]
     assert event["checkpoint"].endswith("iter_0000003")
     assert read_status(str(tmp_path / "logs")) == ExitStatus.STOPPED
-    supervisor[0].report_end(ExitStatus.RANK_LOST, "what others see of it", first=True)  # counts no more
+    supervisor[0].report_end(ExitStatus.RANK_LOST, "what others see of it")  # counts no more
     assert [event["event"] for event in read_events(tmp_path / "logs")] == ["start", "save", "end"]
 
 
-def test_a_rank_that_is_not_the_first_reports_an_end_only_where_none_is_recorded(tmp_path: Path) -> None:
+def test_the_first_end_counts_but_a_loss_gives_way_to_a_ranks_own_account(tmp_path: Path) -> None:
     config = run(chain(tmp_path))
-    record_status(str(tmp_path / "logs"), None)
-    other = Supervisor(config, Launch(1, 2))
-    other.report_end(ExitStatus.UNEXPECTED, "of its own")
-    assert read_status(str(tmp_path / "logs")) is None
-    other.report_end(ExitStatus.RANK_LOST, "missing: rank 0", first=True)
-    assert read_events(tmp_path / "logs")[-1]["why"] == "missing: rank 0"
+    first, other = Supervisor(config, Launch()), Supervisor(config, Launch(1, 2))
+    for supervisor, status, stays in (
+        (
+            other,
+            ExitStatus.RANK_LOST,
+            ExitStatus.RANK_LOST,
+        ),  # the watchdog's: it found the first rank missing
+        (first, ExitStatus.STOPPED, ExitStatus.RANK_LOST),  # the launcher's signal
+        (other, ExitStatus.UNEXPECTED, ExitStatus.RANK_LOST),  # a collective's error in unknown words
+        (first, ExitStatus.STORAGE, ExitStatus.STORAGE),  # why it was silent
+        (other, ExitStatus.MISTAKE, ExitStatus.STORAGE),
+        (first, ExitStatus.RANK_LOST, ExitStatus.STORAGE),
+    ):
+        supervisor.report_end(status, status.name)
+        assert read_status(str(tmp_path / "logs")) == stays
+    assert [e["why"] for e in read_events(tmp_path / "logs") if e["event"] == "end"] == [
+        "RANK_LOST",
+        "STORAGE",
+    ]
 
 
 def test_times_in_words() -> None:

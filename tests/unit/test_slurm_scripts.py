@@ -28,8 +28,8 @@ PROGRAMS = {
         mkdir -p "$RUN/logs" "$RUN/iter_$NEWEST"
         trap 'echo "handed on USR1" >> "$CALLS"; exit 75' USR1
         [ "$ENDS" = waits ] && { touch "$RUN/waits"; for i in $(seq 200); do /bin/sleep 0.05; done; }
-        [[ "$*" == *"$BAD"* ]] && { echo "$BAD" > "$RUN/logs/bad_nodes"; exit 76; }
-        [ -n "$SAID" ] && echo "$SAID" > "$RUN/logs/exit_status"
+        [[ "$*" == *"$BAD"* ]] && { echo "$BAD" > "$MEGAZERO_END_FOLDER/bad_nodes"; exit 76; }
+        [ -n "$SAID" ] && echo "$SAID" > "$MEGAZERO_END_FOLDER/exit_status"
         exit $ENDS""",
     "scontrol": """echo "scontrol $*" >> "$CALLS"
         [ "$1 $2" = "show hostnames" ] && printf 'node%s\\n' 0 1 2
@@ -80,7 +80,7 @@ def scripts(tmp_path: Path) -> Scripts:
 
 
 @pytest.mark.parametrize("script", ["pretrain.sbatch", "torchrun.sbatch"])
-@pytest.mark.parametrize("status", [0, 1, 2, 65, 74, 75, 76, 77])
+@pytest.mark.parametrize("status", [0, 1, 2, 65, 73, 74, 75, 76, 77])
 def test_a_job_is_requeued_after_a_stop_or_a_lost_rank_alone(scripts, script, status) -> None:
     assert scripts.end(script, ends=1, SAID=status)[0] == status  # the run's word, not the launcher's
     again = ExitStatus(status) in (ExitStatus.STOPPED, ExitStatus.RANK_LOST)
@@ -178,13 +178,30 @@ def test_flags_arrive_as_they_are_with_the_scripts_own_behind(scripts, script) -
     assert call.endswith(f"pretrain/pretrain_gpt.py --lr 1 e {own}")
 
 
-def test_tasks_of_an_array_have_runs_of_their_own_and_a_chain_has_one(scripts) -> None:
-    scripts.end(
-        "pretrain.sbatch", ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/a", SLURM_ARRAY_TASK_ID=4
+@pytest.mark.parametrize(
+    "script, array, run",
+    [
+        ("pretrain.sbatch", {}, "-7"),  # a second job of that name has another
+        ("pretrain.sbatch", {"SLURM_ARRAY_JOB_ID": 5, "SLURM_ARRAY_TASK_ID": 4}, "-5_4"),
+        ("chain.sbatch", {}, ""),  # one for the jobs of a name, or of an array
+        ("chain.sbatch", {"SLURM_ARRAY_JOB_ID": 5, "SLURM_ARRAY_TASK_ID": 4}, "-5"),
+    ],
+)
+def test_the_run_that_is_not_named_is_the_jobs_or_the_chains_own(scripts, script, array, run) -> None:
+    scripts.end(script, ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/a", **array)
+    assert f"--save runs/{scripts.folder}/a{run} " in scripts.calls[0]
+
+
+def test_a_job_whose_folder_is_in_use_leaves_the_other_jobs_files_alone(scripts) -> None:
+    (scripts.run / "logs").mkdir(parents=True)
+    names = ("restarts", "excluded", "logs/exit_status", "logs/bad_nodes")
+    for name in names:
+        (scripts.run / name).write_text("of the other\n")
+    assert scripts.end("pretrain.sbatch", ends=143, SAID=73)[0] == ExitStatus.IN_USE
+    assert {name: (scripts.run / name).read_text() for name in names} == dict.fromkeys(
+        names, "of the other\n"
     )
-    scripts.end("chain.sbatch", ends=0, RUN="", SLURM_JOB_NAME=f"{scripts.folder}/b", SLURM_ARRAY_TASK_ID=4)
-    assert f"--save runs/{scripts.folder}/a-4 " in scripts.calls[0]
-    assert f"--save runs/{scripts.folder}/b " in scripts.calls[1]
+    assert not list(scripts.run.glob(".end-*"))
 
 
 @pytest.mark.parametrize("status, goes_on", [(0, False), (2, False), (75, True), (76, True)])

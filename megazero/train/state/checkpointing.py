@@ -9,7 +9,7 @@ error feedback, its own residuals.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,10 @@ class SavedTokenizer:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and what is known of spikes."""
+    """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and what is known of spikes.
+
+    guard: called on the first rank before it changes the folder; it does not return if another run has taken that.
+    """
 
     config: RunConfig
     engine: Engine
@@ -67,6 +70,7 @@ class Checkpointing:
     tokenizer: SavedTokenizer = SavedTokenizer()
     scaling: LossScaling = field(default_factory=LossScaling)
     spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
+    guard: Callable[[], None] = lambda: None
 
     @property
     def mesh(self) -> Mesh:
@@ -167,7 +171,7 @@ class Checkpointing:
         way_back = self.spikes.began or None
         retention = store.Retention(options.save_keep_last, options.save_retain_interval, way_back)
         # A run that resumed from an older checkpoint writes its iterations again.
-        return {"group": world_group(), "retention": retention, "overwrite": True}
+        return {"group": world_group(), "retention": retention, "overwrite": True, "guard": self.guard}
 
     def load(self, origin: Origin) -> None:
         """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.

@@ -1,0 +1,288 @@
+"""The lease on a folder: its rule, and thousands of interleavings of simulated starts on a simulated file system."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from megazero.log.exit_status import END_FOLDER
+from megazero.mesh.launch import Launch
+from megazero.ops import lease as module
+from megazero.ops.lease import BEAT_S, LOOK_S, SIZE, FolderInUse, Holder, Lease, Place, read_lease
+
+SILENT_S = module.SILENT_S
+FOLDER = Path("/save")
+DELAY_S = 0.3  # the longest that a running process takes between two operations
+LISTING_S = 30.0  # for which NFS may show a process an old listing
+
+
+class Gone(BaseException):
+    """The process was killed, or the run ended because it lost its lease."""
+
+
+@dataclass
+class Process:
+    """A simulated process: threads that pass a baton. Its clock has an offset and a rate of its own."""
+
+    name: str
+    host: str
+    offset: float
+    rate: float
+    begins: float
+    killed: float | None = None
+    stopped_until: float = 0.0
+    may_stop: bool = True
+    outcome: str = ""
+    decided: float = 0.0
+    stopped_for: float = 0.0  # while it asked for the lease
+
+
+@dataclass
+class Thread:
+    process: Process
+    wakes: float
+    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ended: bool = False
+
+
+class Simulation:
+    """Runs threads one operation at a time, in an order that the seed decides."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.files: dict[Path, str] = {}
+        self.threads: list[Thread] = []
+        self.processes: list[Process] = []
+        self.back = threading.Semaphore(0)
+        self.local = threading.local()
+        self.writes: list[str] = []
+        self.listings: dict[str, tuple[float, list[int]]] = {}
+
+    def start(self, process: Process, body: Callable[[], None], at: float) -> None:
+        thread = Thread(process, at)
+
+        def run() -> None:
+            self.local.thread = thread
+            thread.baton.acquire()
+            try:
+                if process.killed is None:
+                    body()
+            except Gone:
+                pass
+            thread.ended = True
+            self.back.release()
+
+        self.threads.append(thread)
+        threading.Thread(target=run, daemon=True).start()
+
+    @property
+    def process(self) -> Process:
+        return self.local.thread.process
+
+    def pause(self, seconds: float | None = None) -> None:
+        """End this operation; the next one comes after a delay, or after a sleep by the process's own clock."""
+        thread = self.local.thread
+        delay = self.random.uniform(0, DELAY_S) if self.random.random() < 0.2 else 0.001
+        thread.wakes = self.now + delay + (seconds or 0.0) / thread.process.rate
+        self.back.release()
+        thread.baton.acquire()
+        if thread.process.killed is not None:
+            raise Gone
+
+    def run(self, faults: list[tuple[float, str, Process, float]]) -> None:
+        faults = sorted(faults, key=lambda fault: fault[0])
+        while any(not thread.ended for thread in self.threads):
+            ready = [
+                (max(t.wakes, t.process.stopped_until), i) for i, t in enumerate(self.threads) if not t.ended
+            ]
+            at = min(ready)[0]
+            if faults and faults[0][0] <= at:
+                self._strike(*faults.pop(0))
+                continue
+            self.now = max(self.now, at)
+            chosen = self.random.choice([i for when, i in ready if when <= self.now])
+            self.threads[chosen].baton.release()
+            self.back.acquire()
+
+    def _strike(self, at: float, kind: str, process: Process, seconds: float) -> None:
+        self.now = max(self.now, at)
+        if not process.may_stop and kind == "stop":
+            return
+        if kind == "stop":
+            process.stopped_until = self.now + seconds
+            if not process.outcome:
+                process.stopped_for += seconds
+        elif process.killed is None:
+            process.killed = self.now
+            for thread in self.threads:  # they end when they get the baton
+                if thread.process is process:
+                    thread.wakes = min(thread.wakes, self.now)
+
+
+class Disk(module.Files):
+    """Each call is one atomic operation. A listing may be as old as LISTING_S, unless the process wrote since."""
+
+    def __init__(self, world: Simulation) -> None:
+        self.world = world
+
+    def numbers(self, folder: Path) -> list[int]:
+        self.world.pause()
+        world, name = self.world, self.world.process.name
+        taken, listing = world.listings.get(name, (-LISTING_S, []))
+        if world.now - taken >= LISTING_S or world.random.random() < 0.7:
+            listing = [int(path.suffix[1:]) for path in world.files]
+            world.listings[name] = (world.now, listing)
+        return listing
+
+    def create(self, path: Path, text: str) -> bool:
+        self.world.pause()
+        self.world.listings.pop(self.world.process.name, None)
+        if path in self.world.files:
+            return False
+        self.world.files[path] = ""
+        self.world.pause()
+        if path in self.world.files:
+            self.world.files[path] = text
+        return True
+
+    def read(self, path: Path) -> str | None:
+        self.world.pause()
+        return self.world.files.get(path)
+
+    def write(self, path: Path, text: str) -> None:
+        self.world.pause()
+        if path not in self.world.files:
+            raise FileNotFoundError
+        self.world.files[path] = text
+
+    def remove(self, path: Path) -> None:
+        self.world.pause()
+        self.world.listings.pop(self.world.process.name, None)
+        self.world.files.pop(path, None)
+
+
+def start(world: Simulation, process: Process, holder: Holder, iterations: int, leaves: bool) -> None:
+    """Start a run that takes the lease, writes a line per iteration, and ends, or hangs on until it is killed."""
+
+    def clock() -> float:
+        return process.offset + world.now * process.rate
+
+    lease = Lease((Place(FOLDER, "--save"),), holder, files=Disk(world), clock=clock, sleep=world.pause)
+
+    def lose(text: str) -> None:
+        process.outcome, process.killed = "lost", world.now
+        raise Gone
+
+    def renew() -> None:
+        while not lease._ended.is_set():
+            world.pause(BEAT_S)
+            if not lease._ended.is_set():
+                lease.beat()
+
+    class Renewal:
+        def start(self) -> None:
+            world.start(process, renew, world.now)
+
+        def is_alive(self) -> bool:
+            return False
+
+    def body() -> None:
+        try:
+            lease.take()
+        except FolderInUse as error:
+            process.outcome, process.decided = f"refused: {error}", world.now
+            return
+        process.outcome, process.decided = "holds", world.now
+        lease.settle()
+        for _ in range(iterations):
+            process.may_stop = False  # between a look and its write: stated as what remains
+            lease.check()
+            world.pause()
+            world.writes.append(process.name)
+            process.may_stop = True
+            world.pause(world.random.choice([0.2, 1.0, 7.0]))
+        if leaves:
+            lease.release()
+            process.outcome = "released"
+        else:
+            process.outcome, process.killed = "killed", world.now
+
+    lease.lost = lose
+    lease._thread = Renewal()  # type: ignore[assignment]
+    world.start(process, body, process.begins)
+
+
+def trial(seed: int, monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    """Two to four starts, of two jobs on two hosts, with kills, stops of up to 5 minutes and clocks that differ."""
+    world = Simulation(seed)
+    rng = world.random
+    monkeypatch.setattr(module, "_kernel", lambda: world.process.host)
+    monkeypatch.setattr(
+        module, "is_gone", lambda pid, began: world.processes[pid - 1].killed is not None and world.now > 0
+    )
+    faults: list[tuple[float, str, Process, float]] = []
+    for number in range(1, rng.randint(3, 5)):
+        host, job = rng.choice(["a", "b", "c"]), rng.choice(["job 1", "job 2", ""])
+        earlier = [p for p in world.processes if job and p.name.startswith(job)]
+        begins = rng.choice([0.0, rng.uniform(0, 3), rng.uniform(0, 200)])
+        if earlier:  # a job is started again when it has ended; its node may be cut off and still write
+            begins = max(begins, *(p.begins for p in earlier)) + rng.uniform(1, 100)
+        process = Process(f"{job}/{number}", host, rng.uniform(-1e6, 1e6), rng.uniform(0.99, 1.01), begins)
+        world.processes.append(process)
+        holder = Holder(
+            f"{number}",
+            job,
+            host,
+            pid=number,
+            kernel=host,
+            began=1,
+            run=job,
+            restarts=len(earlier),
+            started="then",
+        )
+        start(world, process, holder, rng.choice([0, 3, 40]), rng.random() < 0.6)
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            kind = rng.choice(["stop", "stop", "kill"])
+            faults.append((rng.uniform(0, 300), kind, process, rng.choice([1, 30, 70, 300])))
+    world.run(faults)
+    return world
+
+
+def broken(world: Simulation) -> Iterator[str]:
+    """What must never be, and is."""
+    order = [name for at, name in enumerate(world.writes) if at == 0 or world.writes[at - 1] != name]
+    if len(set(order)) < len(order):
+        yield f"two writers at once: {order}"
+    dead = sum(each.killed is not None or each.outcome == "" for each in world.processes)
+    for each in world.processes:
+        waited = each.decided - each.begins - each.stopped_for
+        if each.decided and waited > (SILENT_S / 0.99 + BEAT_S + LISTING_S + 5) * max(1, dead):
+            yield f"{each.name} waited {waited:.0f} s, {dead} others died"
+        if each.outcome.startswith("refused"):
+            by = next(
+                p for p in world.processes if f"process {world.processes.index(p) + 1})" in each.outcome
+            )
+            if (
+                by.killed is not None
+                and by.killed < each.decided - 3 - each.stopped_for
+                and by.outcome != "lost"
+            ):
+                yield f"{each.name} was refused for {by.name}, which was dead"
+
+
+@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 10_000), marks=pytest.mark.slow)])
+def test_there_are_never_two_writers_and_nobody_waits_longer_than_stated(seeds, monkeypatch) -> None:
+    worlds = {seed: trial(seed, monkeypatch) for seed in seeds}
+    assert {seed: found for seed, world in worlds.items() if (found := list(broken(world)))} == {}
+    outcomes = [each.outcome.split(":")[0] for world in worlds.values() for each in world.processes]
+    for outcome in ("refused", "released", "lost", "killed"):  # the trials do what they are for
+        assert outcomes.count(outcome) > len(seeds) / 20, (outcome, outcomes.count(outcome))
