@@ -4,6 +4,9 @@
 # The split files hold "NAME: WEIGHT START:END PREFIX, ..." (README.md, Data). FLAGS replace those below. SUBMIT starts
 # the run; pretrain.sbatch adds --save, --load and --log-dir, and goes on until the last iteration.
 set -eu
+missing=""
+for name in TOKENIZER TRAIN VALID; do [ -n "${!name:-}" ] || missing+="${missing:+ and }$name"; done
+[ -z "$missing" ] || { echo "$0: set $missing, as its first lines say" >&2; exit 2; }
 SUBMIT=${SUBMIT:-sbatch --job-name=bloom-176b --nodes=48 pretrain/slurm/pretrain.sbatch}
 
 SIZES=(--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 --max-position-embeddings 2048

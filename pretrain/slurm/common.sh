@@ -64,10 +64,11 @@ newest() { ls -d "$RUN"/iter_* 2>/dev/null | grep -v superseded | tail -1; }
 # The nodes that the health check of the last start named, one a line.
 bad_nodes() { [ -z "$named" ] || echo "$named"; }
 
-# Say what becomes of the job, and note it among the run's own events: "true" if it goes back into the queue.
+# Say what becomes of the run, and note it among its own events: queue (its job goes back there), chain (another job
+# goes on) or end.
 decide() {
     say "${@:2}"
-    printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "again": %s, "why": "%s"}\n' \
+    printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "then": "%s", "why": "%s"}\n' \
         "$(date -u +%FT%T.%3N+00:00)" "$job" "$status" "$1" "${*:2}" >> "$RUN/logs/events.jsonl"
 } 2>/dev/null
 
@@ -88,7 +89,7 @@ goes_on() {
     fi
     echo "$restarts ${newest:-none} $series" > "$RUN/restarts"
     [ "$restarts" -lt "$MOST_RESTARTS" ] && return 0
-    decide false "$restarts restarts without a new checkpoint: not again"
+    decide end "$restarts restarts without a new checkpoint: not again"
     rm -f "$RUN/restarts"
     return 1
 }
@@ -103,7 +104,7 @@ requeue() {
     if [[ $record == *JobState=RUNNING* ]]; then
         only=(incomplete)
     elif [[ $record != *Reason=TimeLimit* ]]; then
-        decide false "not again: it was cancelled, or SLURM itself requeues it"
+        decide end "not again: it was cancelled, or SLURM itself requeues it"
         return
     fi
     excluded=$(sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p' <<< "$record")
@@ -115,7 +116,7 @@ requeue() {
     bad=$(bad_nodes | paste -sd,)
     [ "$restarts" -eq 0 ] || users=$excluded
     bad+=${users:+${bad:+,}$users}
-    decide true "back into the queue${bad:+, without $bad}"
+    decide queue "back into the queue${bad:+, without $bad}"
     scontrol requeue "${only[@]}" "$job" || return
     # Only a job that waits takes another list.
     [ "$bad" = "$excluded" ] || scontrol update JobId="$job" ExcNodeList="$bad"

@@ -138,8 +138,8 @@ def test_a_task_that_is_cancelled_while_it_asks_for_its_requeue_stays_so(slurm, 
     """It is cancelled between the script's question for its state and its request: SLURM itself decides."""
     array = Array(slurm, tmp_path, "training")
     task, program = f"{array.number}_{TASK}", array.runs / "scontrol"
-    late = f'trap "" TERM; [ "$1" != requeue ] || {{ scancel {task}; sleep 1; trap "touch {array.runs}/asked" EXIT; }}'
-    program.write_text(f'#!/bin/bash\n{late}\n{shutil.which("scontrol")} "$@"\n')
+    late = f'[ "$1" != requeue ] || {{ scancel {task}; sleep 1; trap "touch {array.runs}/asked" EXIT; }}'
+    program.write_text(f'#!/bin/bash\ntrap "" TERM\n{late}\n{shutil.which("scontrol")} "$@"\n')
     program.chmod(0o755)
     told_to_stop(slurm, task)
     until((array.runs / "asked").exists, 60, lambda: array.log)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from megazero.log.exit_status import END_FOLDER
-from megazero.mesh.launch import Launch
 from megazero.ops import lease as module
-from megazero.ops.lease import BEAT_S, LOOK_S, SIZE, FolderInUse, Holder, Lease, Place, read_lease
+from megazero.ops.lease import BEAT_S, FolderInUse, Holder, Lease, Place
 
 SILENT_S = module.SILENT_S
 FOLDER = Path("/save")
