@@ -68,6 +68,7 @@ bad_nodes() { [ -z "$named" ] || echo "$named"; }
 # goes on) or end.
 decide() {
     say "${@:2}"
+    mkdir -p "$RUN/logs"
     printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "then": "%s", "why": "%s"}\n' \
         "$(date -u +%FT%T.%3N+00:00)" "$job" "$status" "$1" "${*:2}" >> "$RUN/logs/events.jsonl"
 } 2>/dev/null
@@ -85,6 +86,7 @@ goes_on() {
     [ "$of" = "$series" ] && [ "${newest:-none}" = "$before" ] && restarts=$((restarts + 1)) || restarts=0
     if [ "$status" != $STOPPED ] && [ "$status" != $RANK_LOST ]; then
         rm -f "$RUN/restarts"
+        [ "$status" = 0 ] || decide end "it is not started again"
         return 1
     fi
     echo "$restarts ${newest:-none} $series" > "$RUN/restarts"

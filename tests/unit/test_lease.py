@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from megazero.log.exit_status import END_FOLDER
+from megazero.mesh.launch import Launch
 from megazero.ops import lease as module
-from megazero.ops.lease import BEAT_S, FolderInUse, Holder, Lease, Place
+from megazero.ops.lease import BEAT_S, LOOK_S, SIZE, FolderInUse, Holder, Lease, Place, read_lease
 
 SILENT_S = module.SILENT_S
 FOLDER = Path("/save")
@@ -28,6 +30,7 @@ class Process:
     """A simulated process: threads that pass a baton. Its clock has an offset and a rate of its own."""
 
     name: str
+    job: str
     host: str
     offset: float
     rate: float
@@ -38,6 +41,7 @@ class Process:
     outcome: str = ""
     decided: float = 0.0
     stopped_for: float = 0.0  # while it asked for the lease
+    longest_stop: float = 0.0
 
 
 @dataclass
@@ -114,6 +118,7 @@ class Simulation:
             return
         if kind == "stop":
             process.stopped_until = self.now + seconds
+            process.longest_stop = max(process.longest_stop, seconds)
             if not process.outcome:
                 process.stopped_for += seconds
         elif process.killed is None:
@@ -231,7 +236,9 @@ def trial(seed: int, monkeypatch: pytest.MonkeyPatch) -> Simulation:
         begins = rng.choice([0.0, rng.uniform(0, 3), rng.uniform(0, 200)])
         if earlier:  # a job is started again when it has ended; its node may be cut off and still write
             begins = max(begins, *(p.begins for p in earlier)) + rng.uniform(1, 100)
-        process = Process(f"{job}/{number}", host, rng.uniform(-1e6, 1e6), rng.uniform(0.99, 1.01), begins)
+        process = Process(
+            f"{job}/{number}", job, host, rng.uniform(-1e6, 1e6), rng.uniform(0.99, 1.01), begins
+        )
         world.processes.append(process)
         holder = Holder(
             f"{number}",
@@ -262,6 +269,11 @@ def broken(world: Simulation) -> Iterator[str]:
         waited = each.decided - each.begins - each.stopped_for
         if each.decided and waited > (SILENT_S / 0.99 + BEAT_S + LISTING_S + 5) * max(1, dead):
             yield f"{each.name} waited {waited:.0f} s, {dead} others died"
+        again = any(p.decided > each.decided and p.job and p.job == each.job for p in world.processes)
+        if each.outcome == "lost" and each.longest_stop < SILENT_S - BEAT_S - LISTING_S / 10 and not again:
+            yield f"{each.name} lost its lease, though it lived"
+        if each.killed is None and not each.outcome:
+            yield f"{each.name} never ended"
         if each.outcome.startswith("refused"):
             by = next(
                 p for p in world.processes if f"process {world.processes.index(p) + 1})" in each.outcome
@@ -281,3 +293,146 @@ def test_there_are_never_two_writers_and_nobody_waits_longer_than_stated(seeds, 
     outcomes = [each.outcome.split(":")[0] for world in worlds.values() for each in world.processes]
     for outcome in ("refused", "released", "lost", "killed"):  # the trials do what they are for
         assert outcomes.count(outcome) > len(seeds) / 20, (outcome, outcomes.count(outcome))
+
+
+# -- the rule, case by case, on a real folder ------------------------------------------------------------------
+
+NEVER = 2**22 + 1  # above the largest process id
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
+
+
+def holder(launch: Launch | None = None, environ: dict[str, str] | None = None, **changes: object) -> Holder:
+    launch = launch or Launch(job="7" if environ else "", node="gpu01")
+    return replace(Holder.of(launch, environ or {}), **changes)
+
+
+def lease(
+    folder: Path, own: Holder, during: Callable[[float], None] = lambda now: None
+) -> tuple[Lease, list[float]]:
+    """A lease on ``folder``, and its clock, which sleeps move on. during: called in every sleep."""
+    clock = [random.uniform(0, 1e6)]
+    began = clock[0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        during(clock[0] - began)
+
+    return Lease((Place(folder, "--save"),), own, clock=lambda: clock[0], sleep=sleep), clock
+
+
+ELSEWHERE = {"kernel": "another", "pid": 1}
+CASES = {
+    "none": (None, holder(), 0.0),
+    "released": (holder(**ELSEWHERE, released="2026"), holder(), 0.0),
+    "its process is gone": (holder(pid=NEVER), holder(), 0.0),
+    "its number was given to another process": (holder(began=1), holder(), 0.0),
+    "its process is on another host, or in another container": (
+        holder(kernel="another", pid=NEVER), holder(), SILENT_S,
+    ),
+    "a requeue of its job": (
+        holder(environ=SLURM, **ELSEWHERE), holder(environ=SLURM, restarts=1), 0.0,
+    ),
+    "the same job of another cluster": (
+        holder(environ=SLURM, **ELSEWHERE), holder(environ=SLURM | {"SLURM_CLUSTER_NAME": "d"}, restarts=1), SILENT_S,
+    ),
+    "another step of its job": (holder(environ=SLURM, **ELSEWHERE), holder(environ=SLURM), SILENT_S),
+    "the next step of its script": (
+        holder(environ=SLURM | {END_FOLDER: "a"}, **ELSEWHERE), holder(environ=SLURM | {END_FOLDER: "b"}), 0.0,
+    ),
+    "a restart by torchrun": (
+        holder(Launch(job="x", agent_store=True, master_addr="h"), **ELSEWHERE),
+        holder(Launch(job="x", agent_store=True, master_addr="h", restarts=1)), 0.0,
+    ),
+    "another torchrun of that id": (
+        holder(Launch(job="x", agent_store=True, master_addr="h"), **ELSEWHERE),
+        holder(Launch(job="x", agent_store=True, master_addr="g", restarts=1)), SILENT_S,
+    ),
+    "silent": (holder(**ELSEWHERE), holder(), SILENT_S),
+    "nothing yet": ("", holder(), SILENT_S),  # it died between two calls
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_lease_is_taken_at_once_or_when_its_holder_was_silent(case, tmp_path) -> None:
+    before, own, waits = CASES[case]
+    if before is not None:
+        (tmp_path / "lease.4").write_text(before if isinstance(before, str) else before.write())
+    notes: list[str] = []
+    taken, clock = lease(tmp_path, own)
+    began = clock[0]
+    taken.take(notes.append)
+    assert clock[0] - began == pytest.approx(waits, abs=LOOK_S) and len(notes) == (waits > 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.1" if before is None else "lease.5"]
+    file = next(tmp_path.iterdir())
+    assert file.stat().st_size == SIZE and read_lease(tmp_path) == own and taken.taker() is None
+    taken.release()
+    found = read_lease(tmp_path)
+    assert found is not None and found.released and found.owner == own.owner
+
+
+def test_who_beats_is_alive_and_is_named(tmp_path) -> None:
+    other = holder(
+        Launch(job="4711", node="gpu07"), kernel="another", pid=12, started="2026-05-04T11:02:13+00:00"
+    )
+    path = tmp_path / "lease.9"
+    path.write_text(other.write())
+    # It is stopped for a while, and its clock is a year behind.
+    asking, clock = lease(
+        tmp_path, holder(), lambda now: path.write_text(replace(other, beat=int(now > 40)).write())
+    )
+    began = clock[0]
+    with pytest.raises(
+        FolderInUse, match=r"job 4711 on gpu07 \(process 12\), started 2026-05-04T11:02:13"
+    ) as error:
+        asking.take()
+    assert "--save" in f"{error.value}" and 40 <= clock[0] - began < 41
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.9"]
+
+
+def test_of_two_folders_none_is_kept_when_one_is_in_use(tmp_path) -> None:
+    other = holder(**ELSEWHERE)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "lease.1").write_text(other.write())
+    asking, _ = lease(
+        tmp_path,
+        holder(),
+        lambda now: (tmp_path / "logs" / "lease.1").write_text(replace(other, beat=1).write()),
+    )
+    asking.places = (*asking.places, Place(tmp_path / "logs", "--log-dir"))
+    with pytest.raises(FolderInUse, match="--log-dir"):
+        asking.take()
+    free = read_lease(tmp_path)
+    assert free is not None and free.released and asking.numbers == {}
+
+
+def test_a_start_that_acts_on_an_old_look_takes_nothing(tmp_path) -> None:
+    """NFS may list a folder as it was up to a minute ago."""
+    now = holder(**ELSEWHERE)
+    (tmp_path / "lease.7").write_text(now.write())
+    asking, _ = lease(
+        tmp_path, holder(), lambda seconds: (tmp_path / "lease.7").write_text(replace(now, beat=1).write())
+    )
+    looks = iter([[4], [7]])
+    asking._files.numbers = lambda folder: next(looks, [7])  # type: ignore[method-assign]
+    (tmp_path / "lease.4").write_text(holder(**ELSEWHERE, released="2026").write())
+    with pytest.raises(FolderInUse):
+        asking.take()
+    assert {path.name for path in tmp_path.iterdir()} == {"lease.4", "lease.7"}
+
+
+def test_a_lease_that_was_deleted_by_hand_is_written_again(tmp_path) -> None:
+    mine, _ = lease(tmp_path, holder())
+    mine.take()
+    (tmp_path / "lease.1").unlink()
+    mine.check(fresh=True)
+    mine.beat()
+    assert (found := read_lease(tmp_path)) is not None and found.beat == 1
+    other, _ = lease(tmp_path, holder(), lambda now: mine.beat())
+    with pytest.raises(FolderInUse):
+        other.take()
+    (tmp_path / "lease.2").write_text(replace(other.holder, host="gpu02").write())
+    (tmp_path / "lease.1").unlink()
+    with pytest.raises(FolderInUse, match="taken over by a run on gpu02"):
+        mine.check(fresh=True)
+    mine.release()
+    assert (found := read_lease(tmp_path)) is not None and not found.released
