@@ -43,6 +43,7 @@ class State(Enum):
     UNDER_WAY = "under way", False
     SAVING = "saving", False
     STOPPING = "stopping", False
+    LOST = "lost", False
     STOPPED = "stopped", False
     FINISHED = "finished", False
     HELD = "held", True
@@ -163,7 +164,8 @@ def _silent(run: Vitals) -> Judgement:
     if job and job.state == "CANCELLED":
         return Judgement(State.STOPPED, f"{of}; killed before it could save")
     if job and job.state in _RUNS:
-        return Judgement(State.SILENT, f"{silence}: killed, or its node or the link to it was lost; {of}")
+        state = State.SILENT if (run.heard_s or 0.0) > ACT_S else State.LOST
+        return Judgement(state, f"{silence}: killed, or its node or the link to it was lost; {of}")
     over = f"; {of if job.state != GONE else f'SLURM does not know job {job.number} any more'}" if job else ""
     return Judgement(State.KILLED, f"{silence}: its ranks were killed, or its node lost{over}")
 

@@ -28,6 +28,7 @@ from tests.slurm.cluster import OVER, Cluster, until
 from tests.slurm.jobs import ROOT, curve, iterations, log, nodes_of, submit, words
 
 ITERATIONS, SAVE_INTERVAL, SLOWLY = 1400, 25, 0.5  # the last in seconds per iteration
+ACT_S = 120.0  # that SLURM has to act: here it notices a lost node after some 10 s, and nodes share 2 cores
 PAUSE = (3.0, 45.0)  # seconds of a running job before the next thing happens
 
 
@@ -140,7 +141,7 @@ class Soak:
         self.watcher.expected = state
         try:
             until(
-                lambda: state in self.watcher.alerts[self.watcher.seen :], 200, lambda: f"no alert of {state}"
+                lambda: state in self.watcher.alerts[self.watcher.seen :], 300, lambda: f"no alert of {state}"
             )
         except TimeoutError as error:
             self.watcher.problems.append(f"missed: {error}")
@@ -158,7 +159,8 @@ class Watcher(threading.Thread):
         self.states = Counter[str]()
 
     def run(self) -> None:
-        program = [sys.executable, str(ROOT / "tools" / "status.py"), str(self.it.run / "logs"), "--no-chart"]
+        main = f"from megazero.ops import status; status.ACT_S = {ACT_S}; from tools.status import main; exit(main())"
+        program = [sys.executable, "-c", main, str(self.it.run / "logs"), "--no-chart"]
         command = f'echo "$MEGAZERO_STATE: $MEGAZERO_WHY" >> {self.file}'
         while True:
             inside = [*self.it.slurm.lab.members[0].inside, "env", f"--chdir={ROOT}", f"PYTHONPATH={ROOT}"]

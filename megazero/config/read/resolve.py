@@ -42,6 +42,10 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
     errors += _complete_batch(values, accumulation, world, notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
+    if values.get("save") and not values.get("save_interval"):
+        notes.append(
+            "--save without --save-interval: saved only at the end and at planned stops; a lost rank costs all since"
+        )
     notes += _unused_loss_scaling(values)
     notes += _complete_tokenizer(values)
     errors += read_data_files(values, notes)
