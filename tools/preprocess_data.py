@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megazero.config.options.data_inputs import TOKENIZERS
+from megazero.config.options.data_inputs import GPT2BPE, TOKENIZERS, tokenizer_type
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import find_inputs
 
@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pattern", default="*", help="which files of a directory to take, such as '*.py'")
     add("--output-prefix", required=True, help="outputs are called PREFIX_KEY_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], help="keys of the JSON lines to take, a dataset each")
-    add("--tokenizer-type", required=True, choices=tuple(TOKENIZERS))
+    add("--tokenizer-type", choices=tuple(TOKENIZERS), help=f"default with --vocab-file: {GPT2BPE}")
     add("--tokenizer-model", help=".model file, or tokenizer.json or a directory that holds it")
     add("--vocab-file", help="vocab.json of the GPT2BPETokenizer")
     add("--merge-file", help="merges.txt of the GPT2BPETokenizer")
@@ -48,10 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.workers < 1:
             raise ValueError(f"--workers {options.workers}: at least 1")
+        given = [name for name, value in vars(options).items() if value is not None]
+        kind = tokenizer_type(options.tokenizer_type, given)
+        if kind is None:
+            raise ValueError(
+                f"--tokenizer-type is required: {', '.join(TOKENIZERS)}; {GPT2BPE} with --vocab-file"
+            )
         job = Job(
             files=find_inputs(options.input, options.pattern),
             json_keys=tuple(options.json_keys),
-            tokenizer_type=options.tokenizer_type,
+            tokenizer_type=kind,
             tokenizer_model=options.tokenizer_model,
             vocab_size=options.vocab_size,
             append_eod=options.append_eod,

@@ -6,7 +6,8 @@ Each rule yields error lines with the nearest legal choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout import pipeline_rules, wire_rules
@@ -15,14 +16,7 @@ from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
 from megazero.config.model.published import is_published
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.options.data_inputs import (
-    SPLITS,
-    TOKENIZERS,
-    parse_blend,
-    parse_data_path,
-    parse_split,
-    parse_weighted_splits,
-)
+from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
 from megazero.config.options.fields import show
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
@@ -139,14 +133,8 @@ def _source(config: RunConfig) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if len(data.train_weighted_split_paths) > 1:
-        yield "--train-weighted-split-paths takes one value, in one pair of quotes; only evaluations may be several"
-    for name, read in (
-        ("data_path", parse_data_path),
-        ("split", parse_split),
-        *((name, parse_blend) for name in _APART.values()),
-        *((name, parse_weighted_splits) for name in _WEIGHTED.values()),
-    ):
+    readers: Mapping[str, Callable[[Any], object]] = {"split": parse_split, **DATA_WORDS}
+    for name, read in readers.items():
         try:
             read(getattr(data, name))
         except ValueError as error:

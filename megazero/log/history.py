@@ -33,7 +33,7 @@ class Start:
 
     run_id: the run's id at outside loggers, the same over all starts. restarts: how often it was started before.
     job: the batch system's name of the job, or ''. hosts: the host of every rank. iteration: the last one before it.
-    notes: for the user.
+    notes: for the user. lease: of the folders that this start writes into, by its owner.
     """
 
     run_id: str
@@ -42,6 +42,7 @@ class Start:
     hosts: tuple[str, ...] = ()
     iteration: int = 0
     notes: tuple[str, ...] = ()
+    lease: str = ""
 
     def facts(self) -> dict[str, Any]:
         """Return the keys that this start adds to its first line of metrics and to its line in events.jsonl."""

@@ -8,6 +8,9 @@ spaces to 1 KiB:
     started     when that took the lease, by its clock: ISO 8601 in UTC
     owner       random: names this start and no other
     beat        grows by one every ``every_s`` seconds while the start lives
+    at          when it was written last, by its clock
+    phase       what the first rank is doing, in words, and phase_s: for how many seconds
+    still_s     seconds for which it has not moved: it computes nothing, sends nothing, reads and writes nothing
     released    '' while the lease is held; when the start ended it, by its clock
     kernel      boot id and process namespace in which ``pid`` means something
     began       when the process began, in clock ticks since boot
@@ -47,7 +50,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from megazero.log.exit_status import END_FOLDER
 from megazero.log.line_file import NO_ROOM
@@ -74,6 +77,10 @@ class Leaseholder:
     started: str = ""
     beat: int = 0
     every_s: float = BEAT_S
+    at: str = ""
+    phase: str = ""
+    phase_s: float = 0.0
+    still_s: float = 0.0
     released: str = ""
     kernel: str = ""
     began: int = 0
@@ -134,6 +141,12 @@ def read_lease(folder: str | os.PathLike[str]) -> Leaseholder | None:
     return Leaseholder.read(_newest(Files(), Path(folder))[1])
 
 
+def lease_file(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the file of that lease."""
+    number = max(Files().numbers(Path(folder)), default=0)
+    return _file(Path(folder), number) if number else None
+
+
 class Files:
     """What leases need of a file system. A method that raises OSError has changed nothing that others rely on."""
 
@@ -185,6 +198,7 @@ class Place(NamedTuple):
 class Lease:
     """A run's hold on its folders, taken and renewed by the first rank.
 
+    look: called before each beat, from another thread; returns the values of phase, phase_s and still_s.
     numbers: of the lease held on each folder, by its name; on other ranks from ``adopt``. lost: called once, from any
     thread, with a sentence, when another run has taken a folder; it ends the process.
     """
@@ -201,6 +215,7 @@ class Lease:
         self.places, self.holder = places, holder
         self.numbers: dict[str, int] = {}
         self.lost: Callable[[str], None] = _refuse
+        self.look: Callable[[], Mapping[str, Any]] = dict
         self._files, self._clock, self._sleep = files or Files(), clock, sleep
         self._looked, self._settled = -SILENT_S, clock()
         self._ended = threading.Event()
@@ -283,7 +298,7 @@ class Lease:
     def beat(self) -> None:
         """Look whether the leases are still held, and renew them."""
         self.check(fresh=True)
-        self.holder = replace(self.holder, beat=self.holder.beat + 1)
+        self.holder = replace(self.holder, beat=self.holder.beat + 1, at=_now(), **self.look())
         self._write(self.holder)
 
     def release(self) -> None:
@@ -291,7 +306,8 @@ class Lease:
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(BEAT_S)
-        self._write(replace(self.holder, released=_now()))
+        now = _now()
+        self._write(replace(self.holder, at=now, released=now))
         self.numbers = {}
 
     def _write(self, holder: Leaseholder) -> None:

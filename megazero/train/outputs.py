@@ -134,6 +134,7 @@ def open_outputs(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
         last_iteration=last_iteration,
+        lease=start.lease,
         **start.facts(),
     )
     return outputs

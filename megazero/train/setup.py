@@ -268,7 +268,7 @@ def prepare(
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
-    start = agree_on_start(config, launch, progress)
+    start = replace(agree_on_start(config, launch, progress), lease=supervisor.lease.holder.owner)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
     first, guard = mesh.rank == 0, supervisor.lease.check
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, guard, first=first)

@@ -19,7 +19,7 @@ from megazero.ops.lease import Lease
 from megazero.ops.watchdog import Limit, Watchdog, connect
 from megazero.train.trainer import Trainer
 
-LONGEST = 500  # characters of a reason
+LONGEST, LONGEST_PHASE = 500, 100  # characters of a reason, and of a phase in the lease
 
 
 class Supervisor:
@@ -34,7 +34,8 @@ class Supervisor:
     def __init__(self, config: RunConfig, launch: Launch, lease: Lease | None = None) -> None:
         self.config, self.launch, self.began = config, launch, time.monotonic()
         self.lease = lease or Lease.of(config.checkpoint.save, config.logging.log_dir, launch)
-        self.lease.lost = self.lose
+        self.lease.lost, self.lease.look = self.lose, self.look
+        self._seen: dict[str, tuple[object, float]] = {}  # name -> value, and since when
         self.joining: str | None = "the start"
         self.trainer: Trainer | None = None
         self.refused: str | None = None  # on the first rank: which run holds a folder of this one
@@ -88,6 +89,16 @@ class Supervisor:
         files = time.monotonic() if self.phase.startswith(("saving", "writing", "going back")) else 0
         return self.phase, sent, program.at, order.position if order else 0, files
 
+    def look(self) -> dict[str, Any]:
+        """Return what the lease says of this rank to those who watch the run (``Holder``)."""
+        seconds = {}
+        for name, value in (("phase_s", self.phase), ("still_s", self.progress())):
+            seen, since = self._seen.get(name, (None, 0.0))
+            since = since if value == seen else time.monotonic()
+            self._seen[name] = value, since
+            seconds[name] = round(time.monotonic() - since, 1)
+        return {"phase": self.phase[:LONGEST_PHASE], **seconds}
+
     def awaits(self) -> tuple[int, str, float] | None:
         return None if self.trainer is None else self.trainer.pipeline.links.awaited
 
@@ -126,7 +137,10 @@ class Supervisor:
             self.lease.release()
 
     def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"seconds": round(time.monotonic() - self.began, 3)}
+        facts: dict[str, Any] = {
+            "seconds": round(time.monotonic() - self.began, 3),
+            "lease": self.lease.holder.owner,
+        }
         if self.trainer is None:
             return facts
         progress, start = self.trainer.progress, self.trainer.outputs.start

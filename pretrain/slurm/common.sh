@@ -3,12 +3,19 @@
 STOPPED=75 RANK_LOST=76                   # exit statuses after which the same command goes on (docs/slurm.md)
 IN_USE=73                                 # another job writes into RUN
 MOST_RESTARTS=${MOST_RESTARTS:-3}         # in a row, without a new checkpoint in between
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "this is a batch script: sbatch --nodes=N $0 FLAGS of pretrain_gpt.py" >&2
+    return 2
+fi
+# This job, or this task of an array. By number alone, SLURM takes the task that has the array's number for all of it.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 # Checkpoints and logs, on a disk that every node sees. Each job, and each task of a job array, has its own.
-RUN=${RUN:-runs/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}
+RUN=${RUN:-runs/$SLURM_JOB_NAME-$job}
 mkdir -p "$RUN"
 rm -rf "$RUN/.end-$SLURM_JOB_ID".*        # of an earlier start of this job
-echo "$(date -Is) job $SLURM_JOB_ID: RUN=$RUN"
-series=$SLURM_JOB_ID                      # whose restarts are counted together
+echo "$(date -Is) job $job: RUN=$RUN"
+series=$job                               # whose restarts are counted together
 restarts=0
 # What every run is given besides its own flags.
 ALWAYS=(--save "$RUN" --load "$RUN" --log-dir "$RUN/logs" --exit-signal-handler)
@@ -57,7 +64,16 @@ newest() { ls -d "$RUN"/iter_* 2>/dev/null | grep -v superseded | tail -1; }
 # The nodes that the health check of the last start named, one a line.
 bad_nodes() { [ -z "$named" ] || echo "$named"; }
 
-say() { echo "$(date -Is) job $SLURM_JOB_ID: exit status $status, newest checkpoint $(newest): $*"; }
+# Say what becomes of the run, and note it among its own events: queue (its job goes back there), chain (another job
+# goes on) or end.
+decide() {
+    say "${@:2}"
+    mkdir -p "$RUN/logs"
+    printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "then": "%s", "why": "%s"}\n' \
+        "$(date -u +%FT%T.%3N+00:00)" "$job" "$status" "$1" "${*:2}" >> "$RUN/logs/events.jsonl"
+} 2>/dev/null
+
+say() { echo "$(date -Is) job $job: exit status $status, newest checkpoint $(newest): $*"; }
 
 # Whether to start the same command again: it was told to stop or lost a rank, and checkpoints do get newer. The file
 # holds the row of starts that got none, and the jobs that it is of; any other end ends the row.
@@ -70,11 +86,12 @@ goes_on() {
     [ "$of" = "$series" ] && [ "${newest:-none}" = "$before" ] && restarts=$((restarts + 1)) || restarts=0
     if [ "$status" != $STOPPED ] && [ "$status" != $RANK_LOST ]; then
         rm -f "$RUN/restarts"
+        [ "$status" = 0 ] || decide end "it is not started again"
         return 1
     fi
     echo "$restarts ${newest:-none} $series" > "$RUN/restarts"
     [ "$restarts" -lt "$MOST_RESTARTS" ] && return 0
-    say "$restarts restarts without a new checkpoint: not again"
+    decide end "$restarts restarts without a new checkpoint: not again"
     rm -f "$RUN/restarts"
     return 1
 }
@@ -82,25 +99,38 @@ goes_on() {
 # Put the job back into the queue, without nodes named bad by this start, or by one of its row (see goes_on). Those that
 # the user excludes stay so. SLURM ends this shell meanwhile.
 requeue() {
-    local job excluded of="" users="" bad
-    job=$(scontrol show job "$SLURM_JOB_ID")
-    # SLURM would requeue a job that it is about to end, too: one that was cancelled has to stay so.
-    if [[ $job != *JobState=RUNNING* && $job != *Reason=TimeLimit* ]]; then
-        say "not again: it was cancelled, or SLURM itself requeues it"
+    local record excluded of="" users="" bad only=()
+    record=$(patiently scontrol show job "$job")
+    # SLURM would requeue a job that it is about to end, too: one that was cancelled has to stay so. It may be cancelled
+    # between these two calls, so SLURM is to look again; a job at its time limit is over for it.
+    if [[ $record == *JobState=RUNNING* ]]; then
+        only=(incomplete)
+    elif [[ $record != *Reason=TimeLimit* ]]; then
+        decide end "not again: it was cancelled, or SLURM itself requeues it"
         return
     fi
-    excluded=$(sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p' <<< "$job")
+    excluded=$(sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p' <<< "$record")
     [ -f "$RUN/excluded" ] && read -r of users < "$RUN/excluded"
-    if [ "$of" != "$SLURM_JOB_ID" ]; then  # nothing was added yet
+    if [ "$of" != "$job" ]; then           # nothing was added yet
         users=$excluded
-        echo "$SLURM_JOB_ID $users" > "$RUN/excluded"
+        echo "$job $users" > "$RUN/excluded"
     fi
     bad=$(bad_nodes | paste -sd,)
     [ "$restarts" -eq 0 ] || users=$excluded
     bad+=${users:+${bad:+,}$users}
-    say "back into the queue${bad:+, without $bad}"
-    scontrol requeue "$SLURM_JOB_ID" || return
+    decide queue "back into the queue${bad:+, without $bad}"
+    scontrol requeue "${only[@]}" "$job" || return
     # Only a job that waits takes another list.
-    [ "$bad" = "$excluded" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad"
+    [ "$bad" = "$excluded" ] || scontrol update JobId="$job" ExcNodeList="$bad"
     sleep 60
+}
+
+# Run a command again until it succeeds: the controller may be away for some minutes.
+patiently() {
+    local left
+    for left in {29..0}; do
+        "$@" && return
+        [ "$left" = 0 ] || sleep 10
+    done
+    return 1
 }

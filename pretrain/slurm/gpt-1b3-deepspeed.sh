@@ -4,6 +4,9 @@
 # FLAGS replace those below, and what the file says. SUBMIT starts the run; pretrain.sbatch adds --save, --load and
 # --log-dir, and goes on until the last iteration.
 set -eu
+missing=""
+for name in VOCAB MERGES DATA_PATH; do [ -n "${!name:-}" ] || missing+="${missing:+ and }$name"; done
+[ -z "$missing" ] || { echo "$0: set $missing, as its first lines say" >&2; exit 2; }
 SUBMIT=${SUBMIT:-sbatch --job-name=gpt-1b3 --nodes=2 pretrain/slurm/pretrain.sbatch}
 DEEPSPEED=${DEEPSPEED:-pretrain/slurm/gpt-1b3-deepspeed.json}
 

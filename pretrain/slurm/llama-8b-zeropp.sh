@@ -4,6 +4,9 @@
 # FLAGS replace those below. SUBMIT starts the run; pretrain.sbatch adds --save, --load and --log-dir, and goes on until
 # the last iteration. Without the line ZERO, the flags are those of Megatron's own script for this model.
 set -eu
+missing=""
+for name in TOKENIZER DATA_PATH; do [ -n "${!name:-}" ] || missing+="${missing:+ and }$name"; done
+[ -z "$missing" ] || { echo "$0: set $missing, as its first lines say" >&2; exit 2; }
 SUBMIT=${SUBMIT:-sbatch --job-name=llama-8b --nodes=4 pretrain/slurm/pretrain.sbatch}
 
 SIZES=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32

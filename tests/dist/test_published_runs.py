@@ -19,6 +19,7 @@ from megazero.config import World, parse
 from megazero.data.preprocess import Job, preprocess
 from megazero.data.text import stdlib_sources
 from megazero.data.tokenizer_training import train_tokenizer
+from megazero.train.outputs import export_note
 from tests.dist.pool import run_ranks
 from tests.dist.published_runs import PUBLISHED
 from tests.dist.runs import train_flags
@@ -160,5 +161,6 @@ def test_a_script_that_people_copy_trains(name: str, files: dict[str, str], tmp_
     words = script(name, files[f"data of {kind}"], given, tmp_path)
     whole = parse([*words, "--save", "c", "--load", "c", "--log-dir", "l"], World(8 * nodes, 8))
     assert whole.data_parallel_size(World(8 * nodes, 8)) == {48: 8, 4: 32, 2: 8}[nodes]
+    assert export_note(whole) is None
     folders = ["--save", str(tmp_path / "c"), "--load", str(tmp_path / "c"), "--log-dir", str(tmp_path / "l")]
     check([*words, *folders, *sizes.split(), "--device", "cpu"], 4, FEW, 0.0)

@@ -137,12 +137,12 @@ class Cluster:
         """Submit a batch script, with sbatch's own options before it. Returns the job's number."""
         return int(self.call("sbatch", "--parsable", *options, str(script), *arguments, environ=environ))
 
-    def job(self, number: int) -> dict[str, str]:
-        """What ``scontrol show job`` says: JobState, Restarts, ExitCode, NodeList and so on."""
+    def job(self, number: int | str) -> dict[str, str]:
+        """What ``scontrol show job`` says of a job, or of a task (12_3): JobState, Restarts and so on."""
         text = self.call("scontrol", "-o", "show", "job", str(number))
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
-    def wait(self, number: int, *states: str, timeout: float = 240.0) -> dict[str, str]:
+    def wait(self, number: int | str, *states: str, timeout: float = 240.0) -> dict[str, str]:
         """Wait until the job is in one of the states (default: any in which it is over), and return ``job``."""
         wanted = states or OVER
         job: dict[str, str] = {}

@@ -1,8 +1,11 @@
 """A run under fire: ranks killed and stopped, preemptions, node losses, requeues, at random times, on a real SLURM.
 
     python -m tests.slurm.soak --minutes 20 --seed 1 --out soak.jsonl      # as root; slurm-wlm and munge installed
+    python -m tests.slurm.soak --minutes 30 --seed 1 --watch --out soak.jsonl
 
-It ends with 0 if the job came to its end by itself, and its curve is that of an undisturbed run, bit by bit.
+It ends with 0 if the job came to its end by itself, and its curve is that of an undisturbed run, bit by bit. --watch
+adds what a job does not come back from by itself, each repaired when ``tools/status.py --alert`` has told of it, and
+counts the alerts that are missing and those that came although all was well.
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import OVER, Cluster
+from tests.slurm.cluster import OVER, Cluster, until
 from tests.slurm.jobs import ROOT, curve, iterations, log, nodes_of, submit, words
 
 ITERATIONS, SAVE_INTERVAL, SLOWLY = 1400, 25, 0.5  # the last in seconds per iteration
+ACT_S = 120.0  # that SLURM has to act: here it notices a lost node after some 10 s, and nodes share 2 cores
 PAUSE = (3.0, 45.0)  # seconds of a running job before the next thing happens
 
 
@@ -33,11 +38,13 @@ class Soak:
     def __init__(self, slurm: Cluster, folder: Path, seed: int) -> None:
         self.slurm, self.run, self.random = slurm, folder / "run", random.Random(seed)
         self.hands = 0  # how often somebody had to submit the job again
+        self.watcher: Watcher | None = None
         self.number = self.submit()
 
-    def submit(self) -> int:
+    def submit(self, **flags: Any) -> int:
         environ = {"SLOWLY": str(SLOWLY), "MOST_RESTARTS": "20"}
-        return start(self.slurm, self.run, environ, "--partition=graceful", distributed_timeout_minutes=0.5)
+        flags = {"distributed_timeout_minutes": 0.5, **flags}
+        return start(self.slurm, self.run, environ, "--partition=graceful", **flags)
 
     def state(self) -> str:
         return self.slurm.job(self.number)["JobState"]
@@ -47,6 +54,8 @@ class Soak:
         things: list[Callable[[list[int]], str]] = [
             self._kill, self._kill_all, self._stop, self._lose, self._preempt, self._signal, self._requeue
         ]  # fmt: skip
+        if self.watcher is not None:
+            things += [self._hold, self._freeze, self._end, self._cancel, self._mistake]
         try:
             return self.random.choice(things)(nodes_of(self.slurm, self.number))
         except RuntimeError as error:  # of SLURM: the job has just lost its nodes by itself
@@ -89,6 +98,87 @@ class Soak:
         self.slurm.call("scontrol", "requeue", str(self.number))
         return "requeued"
 
+    # -- what a job does not come back from -----------------------------------------------------------------
+
+    def _hold(self, nodes: list[int]) -> str:
+        self.slurm.call("scontrol", "requeuehold", str(self.number))
+        self._await("held")
+        self.slurm.call("scontrol", "release", str(self.number))
+        return "held"
+
+    def _freeze(self, nodes: list[int]) -> str:
+        for node in nodes:
+            self._inside(node, "pkill", "-STOP", "-f", "pausing.py")
+        self._await("silent")
+        for node in nodes:
+            self._inside(node, "pkill", "-CONT", "-f", "pausing.py")
+        return "all ranks frozen"
+
+    def _end(self, nodes: list[int]) -> str:
+        for node in nodes:
+            self._inside(node, "pkill", "-KILL", "-f", "slurm_script|srun|pausing.py")
+        self._await("killed")
+        self.number = self.submit()
+        return "script and ranks killed"
+
+    def _cancel(self, nodes: list[int]) -> str:
+        self.slurm.call("scancel", str(self.number))
+        self.slurm.wait(self.number)
+        time.sleep(20)
+        self.number = self.submit()
+        return "cancelled"
+
+    def _mistake(self, nodes: list[int]) -> str:
+        self.slurm.call("scancel", str(self.number))
+        self.slurm.wait(self.number)
+        self.number = self.submit(lr=-1)
+        self._await("failed")
+        self.number = self.submit()
+        return "a mistake in the flags"
+
+    def _await(self, state: str) -> None:
+        assert self.watcher is not None
+        self.watcher.expected = state
+        try:
+            until(
+                lambda: state in self.watcher.alerts[self.watcher.seen :], 300, lambda: f"no alert of {state}"
+            )
+        except TimeoutError as error:
+            self.watcher.problems.append(f"missed: {error}")
+        self.watcher.seen, self.watcher.expected = len(self.watcher.alerts), ""
+
+
+class Watcher(threading.Thread):
+    """Runs tools/status.py every few seconds, as cron would. Alerts that are not ``expected`` are problems."""
+
+    def __init__(self, it: Soak, say: Callable[[dict], None]) -> None:
+        super().__init__(daemon=True)
+        self.it, self.say, self.file = it, say, it.run.parent / "alerts"
+        self.alerts: list[str] = []
+        self.seen, self.looks, self.expected, self.problems = 0, 0, "", list[str]()
+        self.states = Counter[str]()
+
+    def run(self) -> None:
+        main = f"from megazero.ops import status; status.ACT_S = {ACT_S}; from tools.status import main; exit(main())"
+        program = [sys.executable, "-c", main, str(self.it.run / "logs"), "--no-chart"]
+        command = f'echo "$MEGAZERO_STATE: $MEGAZERO_WHY" >> {self.file}'
+        while True:
+            inside = [*self.it.slurm.lab.members[0].inside, "env", f"--chdir={ROOT}", f"PYTHONPATH={ROOT}"]
+            words = [*inside, *program, "--job", str(self.it.number), "--alert", command]
+            environ = {**os.environ, **self.it.slurm.environ}
+            expected = self.expected
+            done = subprocess.run(words, env=environ, capture_output=True, text=True)
+            self.looks += 1
+            state = next((line for line in done.stdout.splitlines() if line.startswith("state")), done.stderr)
+            self.states[state.removeprefix("state").strip().partition(":")[0]] += 1
+            told = self.file.read_text().splitlines() if self.file.exists() else []
+            for line in told[len(self.alerts) :]:
+                self.alerts.append(line.partition(":")[0])
+                self.say({"alert": line, "expected": expected or self.expected})
+                if self.alerts[-1] not in (expected, self.expected):
+                    self.problems.append(f"false: {line}")
+            time.sleep(3)
+
 
 def start(slurm: Cluster, run: Path, environ: dict[str, str], *options: str, **flags: Any) -> int:
     """Submit the job. ``run``'s folder has the program that stands for python."""
@@ -100,7 +190,9 @@ def start(slurm: Cluster, run: Path, environ: dict[str, str], *options: str, **f
     )
 
 
-def soak(slurm: Cluster, folder: Path, minutes: float, seed: int, say: Callable[[dict], None]) -> bool:
+def soak(
+    slurm: Cluster, folder: Path, minutes: float, seed: int, say: Callable[[dict], None], watch: bool = False
+) -> bool:
     """Run it. Returns whether the run came to its end by itself with the curve of an undisturbed one."""
     (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/slurm/pausing.py "$@"\n')
     (folder / "python").chmod(0o755)
@@ -108,6 +200,9 @@ def soak(slurm: Cluster, folder: Path, minutes: float, seed: int, say: Callable[
     whole = curve(folder / "whole")
     say({"undisturbed": len(whole)})
     began, seen, it = time.monotonic(), Counter[str](), Soak(slurm, folder, seed)
+    if watch:
+        it.watcher = Watcher(it, say)
+        it.watcher.start()
     while True:
         state = it.state()
         if state == "RUNNING" and time.monotonic() - began < 60 * minutes:
@@ -140,6 +235,12 @@ def soak(slurm: Cluster, folder: Path, minutes: float, seed: int, say: Callable[
             "same bits": same,
         }
     )
+    if it.watcher is not None:
+        time.sleep(10)  # it sees the end
+        watcher = it.watcher
+        say({"looks": watcher.looks, "states": dict(watcher.states), "alerts": dict(Counter(watcher.alerts))})
+        say({"problems": watcher.problems})
+        return same and it.hands == 0 and not watcher.problems
     return same and it.hands == 0
 
 
@@ -150,6 +251,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON lines of what happened")
+    parser.add_argument("--watch", action="store_true", help="with alerts, and what needs a person")
     options = parser.parse_args()
 
     def say(line: dict) -> None:
@@ -162,7 +264,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder) / "slurm", nodes=4, grace=30) as slurm:
         jobs = Path(folder) / "jobs"
         jobs.mkdir()
-        return 0 if soak(slurm, jobs, options.minutes, options.seed, say) else 1
+        return 0 if soak(slurm, jobs, options.minutes, options.seed, say, options.watch) else 1
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from megazero.data.tokenizer import GPT2BPETokenizer, load_tokenizer
 from megazero.log.metrics import read_metrics
 from megazero.train.generate import generate, load_text_model
 from tests.unit.test_train_seams import run
+from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = "<|endoftext|>"
@@ -112,7 +113,7 @@ def test_preprocessing_makes_data_of_this_tokenizer(files: tuple[Path, Path], tm
         str(tmp_path / "in.jsonl"),
         "--append-eod",
     ]
-    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "GPT2BPETokenizer"]
+    command += ["--output-prefix", str(tmp_path / "out")]  # and Megatron's default, by --vocab-file
     done = subprocess.run([*command, "--vocab-file", str(files[0])], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "GPT2BPETokenizer needs its merge file" in done.stderr
     command += ["--vocab-file", str(files[0]), "--merge-file", str(files[1])]
@@ -120,6 +121,11 @@ def test_preprocessing_makes_data_of_this_tokenizer(files: tuple[Path, Path], tm
     data, tokenizer = IndexedDataset(tmp_path / "out_text_document"), GPT2BPETokenizer(*files)
     wanted = [[*tokenizer.encode(text), tokenizer.info.eod] for text in TRICKY if text]
     assert [data.get(i).tolist() for i in range(len(data))] == wanted
+
+
+def test_preprocessing_asks_for_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preprocess_data.main(["--input", "in.jsonl", "--output-prefix", str(tmp_path / "out")]) == 1
+    assert "--tokenizer-type is required: SentencePieceTokenizer, " in capsys.readouterr().err
 
 
 def test_the_files_are_checked(files: tuple[Path, Path], tmp_path: Path) -> None:

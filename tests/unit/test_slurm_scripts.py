@@ -5,7 +5,9 @@ tests/slurm runs them on a real SLURM.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -17,6 +19,7 @@ from megazero.log.exit_status import ExitStatus
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
+REQUEUE = "scontrol requeue incomplete 7"
 SCRIPTS = sorted(path.name for path in (ROOT / "pretrain" / "slurm").glob("*.sbatch"))
 # Each says how it was called. srun ends as ENDS says, and leaves what a run leaves.
 PROGRAMS = {
@@ -74,6 +77,25 @@ class Scripts:
         return process.returncode, text
 
 
+@pytest.mark.parametrize(
+    "script, names",
+    [
+        ("bloom-176b.sh", ["TOKENIZER", "TRAIN", "VALID"]),
+        ("gpt-1b3-deepspeed.sh", ["VOCAB", "MERGES", "DATA_PATH"]),
+        ("llama-8b-zeropp.sh", ["TOKENIZER", "DATA_PATH"]),
+    ],
+)
+def test_a_script_names_all_variables_that_are_not_set(script, names) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    for given in ({}, {names[-1]: "x"}):
+        done = subprocess.run(
+            [f"pretrain/slurm/{script}"], cwd=ROOT, env={**environ, **given}, capture_output=True, text=True
+        )
+        missing = " and ".join(name for name in names if name not in given)
+        assert done.returncode == 2 and f"set {missing}, as its first lines say" in done.stderr, done.stderr
+        assert "unbound" not in done.stderr and done.stdout == ""
+
+
 @pytest.fixture
 def scripts(tmp_path: Path) -> Scripts:
     return Scripts(tmp_path)
@@ -84,37 +106,61 @@ def scripts(tmp_path: Path) -> Scripts:
 def test_a_job_is_requeued_after_a_stop_or_a_lost_rank_alone(scripts, script, status) -> None:
     assert scripts.end(script, ends=1, SAID=status)[0] == status  # the run's word, not the launcher's
     again = ExitStatus(status) in (ExitStatus.STOPPED, ExitStatus.RANK_LOST)
-    assert ("scontrol requeue 7" in scripts.calls) == again
+    assert (REQUEUE in scripts.calls) == again
 
 
 @pytest.mark.parametrize(
     "state, again",
-    [("RUNNING", True), ("COMPLETING Reason=TimeLimit", True), ("COMPLETING Reason=None", False)],
+    [
+        ("RUNNING", "incomplete "),  # it may be cancelled meanwhile: SLURM is to look again
+        ("COMPLETING Reason=TimeLimit", ""),  # it is over for SLURM
+        *((state, None) for state in ("COMPLETING Reason=None", "CANCELLED Reason=None", "")),
+    ],
 )
-def test_a_job_that_is_cancelled_stays_so(scripts, state, again) -> None:
-    """It is COMPLETING: its ranks were told to stop, and its script runs on."""
-    assert scripts.end("pretrain.sbatch", ends=75, STATE=state)[0] == 75
-    assert ("scontrol requeue 7" in scripts.calls) == again
+@pytest.mark.parametrize(
+    "task, job", [({}, "7"), ({"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 2}, "7_2")]
+)
+def test_a_job_that_is_cancelled_stays_so(scripts, state, again, task, job) -> None:
+    """It is COMPLETING: its ranks were told to stop, and its script runs on. A task asks about itself alone."""
+    for script in ("pretrain.sbatch", "torchrun.sbatch", "spare.sbatch"):
+        status, text = scripts.end(script, ends=75, STATE=state, **task)
+        requeues = [call for call in scripts.calls if call.startswith("scontrol requeue")]
+        assert status == 75 and requeues == ([] if again is None else [f"scontrol requeue {again}{job}"]), (
+            text
+        )
+        assert {call for call in scripts.calls if "show job" in call} == {f"scontrol show job {job}"}
+        last = json.loads((scripts.run / "logs" / "events.jsonl").read_text().splitlines()[-1])
+        assert (last["event"], last["job_id"]) == ("job", job)
+        assert last["then"] == ("end" if again is None else "queue")
+        assert last["why"] in text and last["status"] == 75
+        shutil.rmtree(scripts.run)
+        (scripts.folder / "calls").unlink()
+
+
+def test_a_script_that_was_not_submitted_says_how(scripts) -> None:
+    for script in SCRIPTS:
+        status, text = scripts.end(script, ends=0, SLURM_JOB_ID="")
+        assert status == 2 and "sbatch --nodes=N" in text and not scripts.calls, text
 
 
 def test_a_launchers_status_counts_where_the_run_said_none(scripts) -> None:
     (scripts.run / "logs").mkdir(parents=True)
     (scripts.run / "logs" / "exit_status").write_text("75\n")  # of an earlier job
     assert scripts.end("pretrain.sbatch", ends=1)[0] == 1
-    assert "scontrol requeue 7" not in scripts.calls
+    assert REQUEUE not in scripts.calls
 
 
 def test_torchruns_success_does_not_count_where_the_run_said_nothing(scripts) -> None:
     """It is that of a planned stop, too, which could not be written down."""
     assert scripts.end("torchrun.sbatch", ends=0)[0] == 1
     assert scripts.end("torchrun.sbatch", ends=0, SAID=75)[0] == 75
-    assert "scontrol requeue 7" in scripts.calls
+    assert REQUEUE in scripts.calls
     assert scripts.end("torchrun.sbatch", ends=0, SAID=0)[0] == 0
 
 
 def test_ranks_that_were_all_killed_are_lost(scripts) -> None:
     assert scripts.end("pretrain.sbatch", ends=137)[0] == ExitStatus.RANK_LOST
-    assert "scontrol requeue 7" in scripts.calls
+    assert REQUEUE in scripts.calls
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
@@ -125,11 +171,11 @@ def test_restarts_without_a_new_checkpoint_have_an_end(scripts, checkpoints) -> 
         return
     for _ in range(3):
         scripts.end("pretrain.sbatch", ends=76)
-    assert scripts.calls.count("scontrol requeue 7") == 3
+    assert scripts.calls.count(REQUEUE) == 3
     _, text = scripts.end("pretrain.sbatch", ends=76)
     assert "3 restarts without a new checkpoint: not again" in text
     scripts.end("pretrain.sbatch", ends=76, NEWEST="0000002")  # by hand, and it got on
-    assert scripts.calls.count("scontrol requeue 7") == 4
+    assert scripts.calls.count(REQUEUE) == 4
 
 
 def test_only_restarts_of_one_job_in_a_row_are_counted(scripts) -> None:
@@ -156,7 +202,7 @@ def test_a_signal_while_nodes_are_tried_is_a_stop(scripts, name) -> None:
     (scripts.run / "go").touch()
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 75, text
-    assert "scontrol requeue 7" in scripts.calls and "pretrain_gpt.py" not in "".join(scripts.calls)
+    assert REQUEUE in scripts.calls and "pretrain_gpt.py" not in "".join(scripts.calls)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -235,7 +281,7 @@ def test_nodes_stay_excluded_until_there_is_a_new_checkpoint_and_the_users_for_g
 
     update = "scontrol update JobId=7 ExcNodeList="
     assert start("pretrain", "user", "0000001") == f"{update}pretrain,user"
-    assert start("srun", "b1,user", "0000001") == "scontrol requeue 7"  # nothing bad, in the row: as it is
+    assert start("srun", "b1,user", "0000001") == REQUEUE  # nothing bad, in the row: as it is
     assert start("srun", "b1,user", "0000002") == f"{update}user"
     assert start("pretrain", "user", "0000002") == f"{update}pretrain,user"
 
@@ -249,12 +295,12 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost_or_named_bad(scripts) 
     status, text = scripts.end("spare.sbatch", ends=0, NODES=2, BAD="node1")
     runs = [line.split("--nodelist=")[1].split()[0] for line in scripts.calls if "pretrain_gpt.py" in line]
     assert status == 0 and runs[2:] == ["node0,node1", "node0,node2"] and "again, inside the job" in text
-    assert "scontrol requeue 7" not in scripts.calls
+    assert REQUEUE not in scripts.calls
 
 
 def test_without_enough_good_nodes_the_job_goes_back_into_the_queue(scripts) -> None:
     status, text = scripts.end("spare.sbatch", ends=0, NODES=2, LOST="node0 node2")
-    assert status == 76 and scripts.calls[-1] == "scontrol requeue 7", text
+    assert status == 76 and scripts.calls[-1] == REQUEUE, text
     assert "node2 is left out" in text and "1 nodes are good, 2 are needed" in text
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -21,6 +21,12 @@ TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "NullTokenizer": ("vocab_size",),
     }
 )
+
+
+def tokenizer_type(said: str | None, given: Collection[str]) -> str | None:
+    """Return the type that is said, else Megatron's default, GPT2BPETokenizer, if an option of it is given."""
+    return said or (GPT2BPE if set(given) & set(TOKENIZERS[GPT2BPE]) else None)
+
 
 SPLITS = ("train", "valid", "test")
 WHOLE = (0.0, 1.0)
@@ -78,6 +84,13 @@ def parse_weighted_splits(texts: Sequence[str]) -> dict[str, Blend]:
             raise ValueError(f"has the name {name} twice; results are told by name, so give each its own")
         groups[name] = blend
     return groups
+
+
+def _one_group(texts: Sequence[str]) -> dict[str, Blend]:
+    """Return the blend of the training data. Raises ValueError for several groups, too."""
+    if len(texts) > 1:
+        raise ValueError("takes one value, in one pair of quotes; only evaluations may be several")
+    return parse_weighted_splits(texts)
 
 
 def _blend(
@@ -139,3 +152,15 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+# What the words of each option mean.
+DATA_WORDS: Mapping[str, Callable[[Sequence[str]], object]] = MappingProxyType(
+    {
+        "data_path": parse_data_path,
+        **{f"{split}_data_path": parse_blend for split in SPLITS},
+        "train_weighted_split_paths": _one_group,
+        "valid_weighted_split_paths": parse_weighted_splits,
+        "test_weighted_split_paths": parse_weighted_splits,
+    }
+)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megazero.config.options.data_inputs import SPLITS
+from megazero.config.options.data_inputs import DATA_WORDS, SPLITS
 from megazero.config.options.fields import show
 from megazero.config.run import all_options
 
@@ -31,7 +32,14 @@ def _per_split(text: str) -> Words:
 
 
 def _groups(name: str) -> Callable[[str], Words]:
-    return lambda text: {name: tuple(shlex.split(text))}
+    """Read groups in quotes, as a shell does, or without any: then each line is one, and goes on after a comma."""
+
+    def read(text: str) -> Words:
+        lines = re.sub(r",\s*\n", ", ", text).splitlines()
+        bare = [line.strip() for line in lines if line.strip()]
+        return {name: tuple(shlex.split(text) if re.search("['\"]", text) else bare)}
+
+    return read
 
 
 # What the file of an option holds.
@@ -56,6 +64,8 @@ def read_data_files(values: dict[str, Any], notes: list[str]) -> list[str]:
         try:
             with open(path, encoding="utf-8") as file:
                 words = {key: value for key, value in read(file.read()).items() if value}
+            for key, value in words.items():
+                DATA_WORDS[key](value)  # here, so that its error names the file
         except OSError as error:
             errors.append(f"{flag} {path} cannot be read: {error.strerror or error}")
             continue

@@ -13,7 +13,7 @@ from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.model.loaded import batch_to_keep, take_architecture
 from megazero.config.model.section import ModelConfig, complete, has_gelu
-from megazero.config.options.data_inputs import GPT2BPE, SPLITS, TOKENIZERS
+from megazero.config.options.data_inputs import SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import show, stand_in
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
@@ -42,6 +42,10 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
     errors += _complete_batch(values, accumulation, world, notes)
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel changes nothing at tensor-parallel size 1")
+    if values.get("save") and not values.get("save_interval"):
+        notes.append(
+            "--save without --save-interval: saved only at the end and at planned stops; a lost rank costs all since"
+        )
     notes += _unused_loss_scaling(values)
     notes += _complete_tokenizer(values)
     errors += read_data_files(values, notes)
@@ -124,10 +128,11 @@ def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
     """
     files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if values.get(name) is not None]
     notes = []
-    if values.get("tokenizer_type") is None and set(files) & set(TOKENIZERS[GPT2BPE]):
-        values["tokenizer_type"] = GPT2BPE
-        notes.append(f"--vocab-file, --merge-file: the tokenizer is {GPT2BPE}, Megatron's default")
-    kind = values.get("tokenizer_type", "")
+    said = values.get("tokenizer_type")
+    kind = tokenizer_type(said, files) or ""
+    if kind and said is None:
+        values["tokenizer_type"] = kind
+        notes.append(f"--vocab-file, --merge-file: the tokenizer is {kind}, Megatron's default")
     if kind in TOKENIZERS and kind != "NullTokenizer":
         unused = [all_options()[name].flag for name in files if name not in TOKENIZERS[kind]]
         plural = "" if len(unused) > 1 else "s"

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megazero.charts import new_figure, png, stacked_bars
-from megazero.log.status import Line, RunStatus, facts, restarts
 from megazero.log.time_bill import ITEMS
+from megazero.ops.status import facts, restarts
+from megazero.ops.vitals import Line, Vitals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +36,7 @@ figure{display:inline-block;margin:0 1em 1em 0}figcaption{font-weight:600}
 Points = Sequence[tuple[float, float]]
 
 
-def page(runs: Sequence[RunStatus]) -> str:
+def page(runs: Sequence[Vitals]) -> str:
     """Return the page of these runs. Text from their files is escaped. Raises ValueError without matplotlib."""
     parts = [_run(run) for run in runs]
     title = html.escape(", ".join(str(run.folder) for run in runs))
@@ -46,7 +47,7 @@ def page(runs: Sequence[RunStatus]) -> str:
     )
 
 
-def _run(run: RunStatus) -> str:
+def _run(run: Vitals) -> str:
     rows = "".join(
         f"<tr><th>{html.escape(name)}<td>{html.escape(words)}" for name, words in facts(run).items()
     )
@@ -63,7 +64,7 @@ def _run(run: RunStatus) -> str:
     )
 
 
-def _loss(run: RunStatus) -> str:
+def _loss(run: Vitals) -> str:
     curves = {"training": of(run.iterations, "lm_loss")}
     for line in run.evaluations:
         name = f"evaluation {line.get('eval_data', '')}".strip()
@@ -73,7 +74,7 @@ def _loss(run: RunStatus) -> str:
     return lines("loss, nats per token", curves, _marks(run))
 
 
-def _rank_times(run: RunStatus) -> str:
+def _rank_times(run: Vitals) -> str:
     rows = [{"iteration": m["iteration"], **m["rank_times"]} for m in run.iterations if "rank_times" in m]
     if not rows:
         return ""
@@ -81,12 +82,12 @@ def _rank_times(run: RunStatus) -> str:
     return lines("seconds that a rank works in an iteration", curves, _marks(run))
 
 
-def _bill(run: RunStatus) -> str:
+def _bill(run: Vitals) -> str:
     bills = [m["time_bill"] for m in run.iterations if "time_bill" in m]
     return bars("time bill: seconds of a mean iteration", _means(bills, ITEMS), "s")
 
 
-def _bytes(run: RunStatus) -> str:
+def _bytes(run: Vitals) -> str:
     sent = [m["bytes"] for m in run.iterations if "bytes" in m]
     names = sorted({name for row in sent for name in row})
     return bars("bytes that one rank sends in a mean iteration", _means(sent, names), "B")
@@ -102,7 +103,7 @@ def of(rows: Sequence[Line], key: str) -> Points:
     return [(r["iteration"], float(r[key])) for r in rows if key in r and math.isfinite(float(r[key]))]
 
 
-def _marks(run: RunStatus) -> list[float]:
+def _marks(run: Vitals) -> list[float]:
     return [float(start["iteration"]) for start in run.starts[1:]]
 
 
