@@ -21,7 +21,7 @@ from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key
+from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key, soft_cap
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
@@ -58,12 +58,7 @@ class Embedding(nn.Module):
         self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
     ) -> Tensor:
         """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
-        length, window = tokens.shape[1], self.config.sliding_window
-        if window is not None and length > window:
-            raise ValueError(
-                f"sequence length {length} exceeds sliding_window {window}, within which attention is causal; "
-                "shorten the sequence"
-            )
+        length = tokens.shape[1]
         x = self.tokens(tokens.t())
         if self.positions is not None:
             if length > self.positions.shape[0]:
@@ -94,7 +89,7 @@ class Head(nn.Module):
         self, config: ModelConfig, tp: TensorParallel, tied: nn.Parameter | None, **factory: Any
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.cap = tp, config.final_logit_softcapping
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
@@ -108,6 +103,8 @@ class Head(nn.Module):
         padded vocabulary's logits, [b, s, rows].
         """
         (logits,) = column_parallel(self.norm(x), [(self.weight, None)], self.tp)
+        if self.cap is not None:
+            logits = soft_cap(logits, self.cap)
         if labels is None:
             return logits.transpose(0, 1)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp).t()

@@ -10,12 +10,18 @@ import torch
 
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
+from megazero.families.layer_kinds import layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Documents, Positions, rotary_frequencies
 from megazero.tp import TensorParallel
+
+
+def frequencies(config):
+    return rotary_frequencies(config, layer_kind(config, 0))
+
 
 SIZES = {
     "attention_dropout": 0.0,
@@ -267,18 +273,19 @@ def test_rms_norm_equals_torch(dtype):
 
 def test_rotary_tables_are_fp64_and_scaled():
     linear = make("llama", kv_channels=64, rotary_scaling="linear", rotary_scaling_factor=4.0)
-    assert torch.equal(rotary_frequencies(linear) * 4, rotary_frequencies(make("llama", kv_channels=64)))
+    assert torch.equal(frequencies(linear) * 4, frequencies(make("llama", kv_channels=64)))
     plain = make("llama", kv_channels=64, rotary_base=500000.0)
     scaled = dataclasses.replace(plain, rotary_scaling="llama3")
-    ratio = rotary_frequencies(scaled) / rotary_frequencies(plain)
+    ratio = frequencies(scaled) / frequencies(plain)
     assert ratio[0] == 1
     assert ratio[-1] == pytest.approx(1 / 8)
     assert torch.all(ratio.diff() <= 0)
     positions = Positions(make("llama"), TensorParallel())
     with torch.inference_mode():
-        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64))
+        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64), layer_kind(positions.config, 0))
     x = torch.randn(8, 1, 4, 12, dtype=torch.float64, requires_grad=True)
-    y = positions.rotate(x)  # tables first made in inference mode can be saved for backward
+    # tables first made in inference mode can be saved for backward
+    y = positions.rotate(x, layer_kind(positions.config, 0))
     y.pow(2).sum().backward()
     assert torch.allclose(x.grad, 2 * x, rtol=1e-14)  # a rotation keeps lengths to fp64
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
@@ -292,7 +299,7 @@ def test_rotary_share_of_a_head_and_squared_relu_are_megatrons():
     angles = theirs.get_freqs_non_repeated(9)
     angles = torch.cat((angles, angles), dim=-1)[:, None, None]
     expected = ropes.rope_utils._apply_rotary_pos_emb_bshd(x, angles)
-    rotated = Positions(config, TensorParallel()).rotate(x)
+    rotated = Positions(config, TensorParallel()).rotate(x, layer_kind(config, 0))
     torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(rotated[..., 8:], x[..., 8:]) and not torch.equal(rotated[1:, ..., :8], x[1:, ..., :8])
 
@@ -307,8 +314,8 @@ def test_rotary_share_of_a_head_and_squared_relu_are_megatrons():
 
 def test_llama3_original_length_is_respected():
     long = make("llama", kv_channels=64, rotary_base=500000.0, rotary_scaling="llama3")
-    short = rotary_frequencies(dataclasses.replace(long, rotary_original_max_position=1024))
-    long = rotary_frequencies(long)
+    short = frequencies(dataclasses.replace(long, rotary_original_max_position=1024))
+    long = frequencies(long)
     assert (short <= long).all()
     assert (short < long).any()
 
