@@ -176,7 +176,14 @@ class Attention(nn.Module):
 
         def attend() -> Tensor:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=probability, is_causal=mask is None, enable_gqa=grouped
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=probability,
+                is_causal=mask is None,
+                scale=self.config.softmax_scale,
+                enable_gqa=grouped,
             )
 
         if key is None or probability == 0:
@@ -258,17 +265,19 @@ class DecoderLayer(nn.Module):
         attended = _normed(
             self.attention_output_norm, self.attention(normed, _at(key, _ATTENTION), documents)
         )
-        attended = x + self._dropout(attended, key, _ATTENTION_OUTPUT)
+        attended = self._added(x, attended, key, _ATTENTION_OUTPUT)
         if not self.config.parallel_block:
             normed = _normed(self.mlp_norm, attended)
         elif self.mlp_norm is not None:
             normed = self.mlp_norm(x)
         fed = _normed(self.mlp_output_norm, self.mlp(normed))
-        return attended + self._dropout(fed, key, _MLP_OUTPUT)
+        return self._added(attended, fed, key, _MLP_OUTPUT)
 
-    def _dropout(self, x: Tensor, key: Key | None, site: int) -> Tensor:
+    def _added(self, x: Tensor, output: Tensor, key: Key | None, site: int) -> Tensor:
+        """Return the residual ``x`` and the layer's ``output`` after dropout, times its multiplier."""
         key = sharded_key(_at(key, site), self.tp, sharded=self.tp.sharded_sequence)
-        return keyed_dropout(x, self.config.hidden_dropout, key)
+        dropped = keyed_dropout(output, self.config.hidden_dropout, key)
+        return torch.add(x, dropped, alpha=self.config.residual_multiplier)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class Positions:
         """Return the additive attention mask for x [s, b, heads, d], or None if the causal mask suffices.
 
         The mask of ALiBi is [1, heads of this rank, s, s]: slope * (key - query), and -inf above the diagonal. With
-        scaled_alibi, slope * key is rounded to bf16 and divided by the root of a head's width. Where
+        scaled_alibi, slope * key is rounded to bf16 and scaled as scores are. Where
         attention stays within documents, the mask is [b, 1 or heads, s, s], with -inf outside of them, and all layers
         of a micro-batch share it.
         """
@@ -164,7 +164,7 @@ class Positions:
             if self.config.scaled_alibi:
                 # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
                 rounded = (slopes.to(at.device, torch.bfloat16)[:, None] * at).to(wide)
-                rounded /= math.sqrt(self.config.kv_channels)
+                rounded *= self.config.attention_scale
                 biases = rounded[:, None, :] - rounded[:, :, None]
             else:
                 distance = (at[None, :] - at[:, None]).to(wide)

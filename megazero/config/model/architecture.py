@@ -93,5 +93,6 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def _value(options: ModelConfig, option: Option) -> Any:
-    """Return the value of an option. Biases of q, k and v may be said twice."""
-    return options.qkv_bias if option.name == "add_qkv_bias" else getattr(options, option.name)
+    """Return the value of an option. Biases of q, k and v may be said twice, and the default of a scale."""
+    meant = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
+    return meant.get(option.name, getattr(options, option.name))
