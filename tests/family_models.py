@@ -37,6 +37,8 @@ LLAMA3_ROPE = {
 }
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+MULTIPLIERS["logits_scaling"] = 1.7
 GPT2 = {
     "n_embd": 48,
     "n_layer": 2,
@@ -81,6 +83,11 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
     "phi3": ("Phi3", LLAMA),
     "phi3-partial-window": ("Phi3", {**LLAMA, "rope_parameters": PARTIAL_ROPE, "sliding_window": 24}),
+    "granite": ("Granite", {**LLAMA, **MULTIPLIERS}),
+    "granite-biases-tied": (
+        "Granite",
+        {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),

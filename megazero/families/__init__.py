@@ -16,6 +16,7 @@ from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, fused_row
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
+from megazero.families.granite import GRANITE
 from megazero.families.huggingface import HuggingFace
 from megazero.families.llama import LLAMA
 from megazero.families.mistral import MISTRAL
@@ -36,6 +37,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             MISTRAL,
             OLMO2,
             PHI3,
+            GRANITE,
             GPT_NEOX,
             FALCON,
         )

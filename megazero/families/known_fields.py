@@ -93,10 +93,9 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 # Of near relatives, by the reason.
 REFUSED = (
-    ("logit_scale", "scales the logits, which the decoder does not"),
-    ("logits_scaling", "scales the logits, which the decoder does not"),
-    ("embedding_multiplier", "scales the embedding, which the decoder does not"),
-    ("residual_multiplier", "scales the residual sums, which the decoder does not"),
+    ("logit*_scal*", "scales the logits, which this family does not here"),
+    ("embedding_multiplier", "scales the embedding, which this family does not here"),
+    ("residual_multiplier", "scales the residual sums, which this family does not here"),
     ("attention_multiplier", "scales attention otherwise than by the width of a head"),
     ("query_pre_attn_scalar", "scales attention otherwise than by the width of a head"),
     ("clip_qkv", "clips queries, keys and values, which the decoder does not"),

@@ -59,7 +59,7 @@ class Embedding(nn.Module):
     ) -> Tensor:
         """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
         length = tokens.shape[1]
-        x = self.tokens(tokens.t())
+        x = _scaled(self.tokens(tokens.t()), self.config.embedding_multiplier)
         if self.positions is not None:
             if length > self.positions.shape[0]:
                 raise ValueError(
@@ -89,7 +89,7 @@ class Head(nn.Module):
         self, config: ModelConfig, tp: TensorParallel, tied: nn.Parameter | None, **factory: Any
     ) -> None:
         super().__init__()
-        self.tp, self.cap = tp, config.final_logit_softcapping
+        self.config, self.tp = config, tp
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
@@ -102,9 +102,10 @@ class Head(nn.Module):
         Returns the loss of each token [b, s] in at least fp32. Without labels it returns this rank's part of the
         padded vocabulary's logits, [b, s, rows].
         """
-        (logits,) = column_parallel(self.norm(x), [(self.weight, None)], self.tp)
-        if self.cap is not None:
-            logits = soft_cap(logits, self.cap)
+        x = _scaled(self.norm(x), 1 / self.config.logits_scaling)  # narrower than the logits
+        (logits,) = column_parallel(x, [(self.weight, None)], self.tp)
+        if self.config.final_logit_softcapping is not None:
+            logits = soft_cap(logits, self.config.final_logit_softcapping)
         if labels is None:
             return logits.transpose(0, 1)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp).t()
@@ -279,6 +280,10 @@ class Decoder(nn.Module):
         Learned positions are not among them.
         """
         return {_EMBEDDING_WEIGHT, "head.weight"} & {name for name, _ in self.named_parameters()}
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:

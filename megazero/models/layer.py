@@ -13,7 +13,6 @@ asked which of them runs.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -201,9 +200,16 @@ class Attention(nn.Module):
         def attend() -> Tensor:
             if cap is not None:
                 assert mask is not None
-                return _capped_attention(q, k, v, mask, cap, probability)
+                return _capped_attention(q, k, v, mask, self.config.attention_scale, cap, probability)
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=probability, is_causal=mask is None, enable_gqa=grouped
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=probability,
+                is_causal=mask is None,
+                scale=self.config.softmax_scale,
+                enable_gqa=grouped,
             )
 
         if key is None or probability == 0:
@@ -214,13 +220,15 @@ class Attention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float, dropout: float) -> Tensor:
-    """Return attention whose scores are capped before the additive ``mask``. All are [b, heads, s, d].
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, dropout: float
+) -> Tensor:
+    """Return attention whose scores are scaled and capped before the additive ``mask``. All are [b, heads, s, d].
 
     Scores are capped and normalised in at least fp32.
     """
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    weights = (soft_cap(scores / math.sqrt(q.shape[-1]), cap) + mask).softmax(-1).to(q.dtype)
+    weights = (soft_cap(scores * scale, cap) + mask).softmax(-1).to(q.dtype)
     return F.dropout(weights, dropout) @ v
 
 
@@ -299,17 +307,19 @@ class DecoderLayer(nn.Module):
         attended = _normed(
             self.attention_output_norm, self.attention(normed, _at(key, _ATTENTION), documents)
         )
-        attended = x + self._dropout(attended, key, _ATTENTION_OUTPUT)
+        attended = self._added(x, attended, key, _ATTENTION_OUTPUT)
         if not self.config.parallel_block:
             normed = _normed(self.mlp_norm, attended)
         elif self.mlp_norm is not None:
             normed = self.mlp_norm(x)
         fed = _normed(self.mlp_output_norm, self.mlp(normed))
-        return attended + self._dropout(fed, key, _MLP_OUTPUT)
+        return self._added(attended, fed, key, _MLP_OUTPUT)
 
-    def _dropout(self, x: Tensor, key: Key | None, site: int) -> Tensor:
+    def _added(self, x: Tensor, output: Tensor, key: Key | None, site: int) -> Tensor:
+        """Return the residual ``x`` and the layer's ``output`` after dropout, times its multiplier."""
         key = sharded_key(_at(key, site), self.tp, sharded=self.tp.sharded_sequence)
-        return keyed_dropout(x, self.config.hidden_dropout, key)
+        dropped = keyed_dropout(output, self.config.hidden_dropout, key)
+        return torch.add(x, dropped, alpha=self.config.residual_multiplier)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -144,9 +144,9 @@ class Positions:
         """Return the additive attention mask for x [s, b, heads, d], or None if the causal mask of torch suffices.
 
         The mask of ALiBi is [1, heads of this rank, s, s]: slope * (key - query), and -inf above the diagonal. With
-        scaled_alibi, slope * key is rounded to bf16 and divided by the root of a head's width. With a window that is
-        shorter than s, or scores that are capped before the mask, it is [1, 1 or heads, s, s]; where attention stays
-        within documents, [b, 1 or heads, s, s], and -inf outside of window and documents. Layers with the same window
+        scaled_alibi, slope * key is rounded to bf16 and scaled as scores are. With a window that is shorter than s,
+        or scores that are capped before the mask, it is [1, 1 or heads, s, s]; where attention stays within
+        documents, [b, 1 or heads, s, s]. It is -inf outside of window and documents. Layers with the same window
         share it; with documents, those of one micro-batch.
         """
         length = x.shape[0]
@@ -178,7 +178,7 @@ class Positions:
             if self.config.scaled_alibi:
                 # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
                 rounded = (slopes.to(at.device, torch.bfloat16)[:, None] * at).to(wide)
-                rounded /= math.sqrt(self.config.kv_channels)
+                rounded *= self.config.attention_scale
                 biases = rounded[:, None, :] - rounded[:, :, None]
             else:
                 distance = (at[None, :] - at[:, None]).to(wide)

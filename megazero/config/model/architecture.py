@@ -92,7 +92,10 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def _value(options: ModelConfig, option: Option) -> Any:
-    """Return the value of an option. Biases of q, k and v may be said twice, and layers be listed in two ways."""
-    if option.name in ("window_attn_skip_freq", "no_rope_freq"):
-        return layer_kinds(options)
-    return options.qkv_bias if option.name == "add_qkv_bias" else getattr(options, option.name)
+    """Return the value of an option.
+
+    Biases of q, k and v may be said twice, the default of a scale, and a choice of layers in two ways.
+    """
+    meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
+    meant |= dict.fromkeys(("window_attn_skip_freq", "no_rope_freq"), layer_kinds(options))
+    return meant.get(option.name, getattr(options, option.name))

@@ -79,7 +79,7 @@ class ModelConfig:
     )
     scaled_alibi: bool = option(
         False,
-        "ALiBi is added before scores are divided by the root of a head's width, in bf16 (Falcon; by family)",
+        "ALiBi is added before scores are scaled, in bf16 (Falcon; by family)",
     )
     sliding_window: int | None = option(
         None,
@@ -136,6 +136,16 @@ class ModelConfig:
         MISSING, "a head with its own weights, else the embedding's (by family)"
     )
     embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
+    embedding_multiplier: float = option(1.0, "factor of the tokens' embeddings", above=0)
+    residual_multiplier: float = option(
+        1.0, "factor of attention's and of the MLP's output before each residual sum", above=0
+    )
+    softmax_scale: float | None = option(
+        None,
+        "factor of attention's scores before their softmax (default: 1 / sqrt(width of a head))",
+        above=0,
+    )
+    logits_scaling: float = option(1.0, "divisor of the logits", above=0)
     attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
     hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
@@ -177,6 +187,10 @@ class ModelConfig:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def attention_scale(self) -> float:
+        """Return the factor of scores: softmax_scale, or 1 / sqrt(width of a head)."""
+        return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
+
     def rotary_channels(self) -> int:
         """Return how many of the first channels of a head are turned by rotary positions."""
         return int(self.kv_channels * self.rotary_percent)
