@@ -20,7 +20,7 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _agreed(spellings: Mapping[str, Any], absent: Any) -> Any:
+def agreed(spellings: Mapping[str, Any], absent: Any) -> Any:
     """Return the value that is given under several names, or ``absent`` where none is given.
 
     Raises ValueError where they differ.
@@ -36,19 +36,21 @@ def _agreed(spellings: Mapping[str, Any], absent: Any) -> Any:
 class _Rotary:
     """``base`` and ``share`` are the family's names of rope_theta and partial_rotary_factor in transformers 4.
 
-    ``absent_share`` is what an absent share means. Without a name of it, 1 is the only value.
+    ``absent_share`` is what an absent share means. Without a name of it, 1 is the only value. ``absent_base`` is what
+    an absent base means; None if releases of transformers disagree.
     """
 
     base: str = "rope_theta"
     share: str | None = None
     absent_share: float = 1.0
+    absent_base: float | None = 10000.0
 
     def read(self, config: Config) -> dict[str, Any]:
         """Return the options of rotary positions that config.json states, in the spelling of transformers 4 or 5.
 
         Raises ValueError, which names a kind, a field or a share that the decoder does not have.
         """
-        rope = _agreed({name: config.get(name) for name in ("rope_scaling", "rope_parameters")}, {})
+        rope = agreed({name: config.get(name) for name in ("rope_scaling", "rope_parameters")}, {})
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in _SCALINGS:
             raise ValueError(f"rope_type = {kind!r} is none of {', '.join(_SCALINGS)}")
@@ -61,9 +63,12 @@ class _Rotary:
         share = self._value("partial_rotary_factor", self.share, config, rope, self.absent_share)
         if self.share is None and share != 1:
             raise ValueError(f"partial_rotary_factor = {share!r} is not supported (only 1)")
+        theta = self._value("rope_theta", self.base, config, rope, self.absent_base)
+        if theta is None:
+            raise ValueError("rope_theta is missing")
         return {
             "position_embedding_type": "rope",
-            "rotary_base": self._value("rope_theta", self.base, config, rope, 10000.0),
+            "rotary_base": theta,
             "rotary_percent": share,
             "rotary_scaling": "none" if kind == "default" else kind,
             **{name: rope[there] for name, there in scaling.items()},
@@ -71,7 +76,7 @@ class _Rotary:
 
     def _value(self, name: str, own: str | None, config: Config, rope: Config, absent: Any) -> Any:
         spellings = {name: config.get(name), f"{name} of the rotary positions": rope.get(name)}
-        return _agreed(spellings | ({own: config.get(own)} if own else {}), absent)
+        return agreed(spellings | ({own: config.get(own)} if own else {}), absent)
 
     def write(self, options: Any) -> dict[str, Any]:
         fields: dict[str, Any] = {self.base: options.rotary_base, "rope_scaling": None}
@@ -84,13 +89,19 @@ class _Rotary:
         return fields
 
 
-def rotary(base: str = "rope_theta", share: str | None = None, absent_share: float = 1.0) -> FieldGroup:
+def rotary(
+    base: str = "rope_theta",
+    share: str | None = None,
+    absent_share: float = 1.0,
+    absent_base: float | None = 10000.0,
+) -> FieldGroup:
     """Return the fields of rotary positions, in the spelling of transformers 4 or 5.
 
-    ``base`` and ``share`` are the family's own names of rope_theta and partial_rotary_factor in transformers 4.
+    ``base`` and ``share`` are the family's own names of rope_theta and partial_rotary_factor in transformers 4. An
+    ``absent_base`` of None is an error.
     """
     names = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", base}
-    group = _Rotary(base, share, absent_share)
+    group = _Rotary(base, share, absent_share, absent_base)
     return FieldGroup(names | ({share} if share else set()), group.read, group.write)
 
 
@@ -120,24 +131,17 @@ def gelu(name: str, absent: str) -> FieldGroup:
             raise ValueError(f"{name} = {kind!r} is not supported (only {', '.join((*_EXACT, *_TANH))})")
         return {"openai_gelu": kind in _TANH}
 
-    return FieldGroup((name,), read, lambda options: {name: "gelu_new" if options.openai_gelu else "gelu"})
+    tanh = absent if absent in _TANH else "gelu_new"
+    return FieldGroup((name,), read, lambda options: {name: tanh if options.openai_gelu else "gelu"})
 
 
-def _full_attention(config: Config) -> dict[str, Any]:
-    others = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window = True is not supported (only False)")
-    if others:
-        raise ValueError(f"layer_types with {', '.join(others)} is not supported (only full_attention)")
-    return {}
-
-
-# Qwen's: the width of a window means nothing where windows are not switched on.
-NO_WINDOW = FieldGroup(
-    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-    _full_attention,
-    lambda _: {"use_sliding_window": False},
-)
+def soft_caps(**absent: float | None) -> FieldGroup:
+    """Return the caps of attention's scores and of logits. ``absent`` is what an absent field means, by its name."""
+    return FieldGroup(
+        tuple(absent),
+        lambda config: {name: config.get(name, value) or 0.0 for name, value in absent.items()},
+        lambda options: {name: getattr(options, name) or None for name in absent},
+    )
 
 
 def _whole_heads(config: Config) -> dict[str, Any]:

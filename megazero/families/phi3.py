@@ -8,6 +8,7 @@ from megazero.families import llama
 from megazero.families.family import FILLING_HEADS, Family
 from megazero.families.field_groups import rotary
 from megazero.families.huggingface import FieldGroup, HuggingFace
+from megazero.families.layer_groups import window
 
 NAMES = replace(
     llama.NAMES,
@@ -36,12 +37,8 @@ NAMES = replace(
     },
     equal=FILLING_HEADS,
 )
-WINDOW = FieldGroup(
-    # The original length scales longrope alone, which rotary positions refuse.
-    ("sliding_window", "original_max_position_embeddings"),
-    lambda config: {"sliding_window": config.get("sliding_window")},
-    lambda options: {"sliding_window": options.sliding_window},
-)
+# The original length scales longrope alone, which rotary positions refuse.
+ORIGINAL_LENGTH = FieldGroup(("original_max_position_embeddings",), lambda _: {}, lambda _: {})
 PHI3 = Family(
     name="phi3",
     defaults=llama.DEFAULTS,
@@ -53,6 +50,6 @@ PHI3 = Family(
         absent={"num_query_groups": None, "max_position_embeddings": 4096, "norm_epsilon": 1e-5},
         tied=False,
         only=llama.SILU,
-        groups=(rotary(share="partial_rotary_factor"), WINDOW),
+        groups=(rotary(share="partial_rotary_factor"), window(None), ORIGINAL_LENGTH),
     ),
 )
