@@ -26,7 +26,12 @@ def in_fp64() -> Iterator[None]:
         patch.object(torch.Tensor, "float", torch.Tensor.double),
         patch.object(BloomGelu, "forward", gelu),
     ):
-        yield
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(double)  # of quotients of integers, as in dynamic rotary scaling
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def megatron_batch_sizes(size: int, micro: int, ranks: int, ramp: tuple[int, int, int] | None) -> Any:

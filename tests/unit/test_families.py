@@ -85,7 +85,7 @@ def test_what_transformers_4_writes_of_generation_changes_nothing():
 
 
 def config_of(family: str, **changes) -> dict:
-    sizes = {"Llama": LLAMA, "Qwen2": LLAMA, "Mistral": LLAMA, "GPT2": GPT2, "Bloom": BLOOM}
+    sizes = {"Llama": LLAMA, "Qwen2": LLAMA, "Mistral": LLAMA, "Phi3": LLAMA, "GPT2": GPT2, "Bloom": BLOOM}
     values = {**sizes, "GPTNeoX": NEOX, "Falcon": FALCON}[family]
     return {**getattr(transformers, f"{family}Config")(**values).to_dict(), **changes}
 
@@ -97,8 +97,19 @@ def config_of(family: str, **changes) -> dict:
         ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope_type = 'yarn' is none of default, linear",
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_type = 'proportional' is none of default, linear, dynamic, llama3, yarn, longrope",
+        ),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "of type yarn: factor is missing"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "short_factor is missing, long_factor is mis",
+        ),
+        (
+            "Phi3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type = 'linear' is none of default, longrope",
         ),
         (
             "Llama",
@@ -144,13 +155,13 @@ def test_all_errors_come_at_once_and_fields_can_be_set_aside():
         "logits_scaling": 8.0,
         "moe_top_k": 2,
         "hidden_act": "relu",
-        "rope_parameters": {"type": "yarn"},
+        "rope_parameters": {"type": "llama4"},
     }
     config = config_of("Llama", **strange)
     del config["hidden_size"]
     with pytest.raises(ValueError) as error:
         from_hf_config(config)
-    for part in ("logits_scaling = 8.0", "moe_top_k = 2", "hidden_act", "'yarn'", "hidden_size is missing"):
+    for part in ("logits_scaling = 8.0", "moe_top_k = 2", "hidden_act", "'llama4'", "hidden_size is missing"):
         assert part in str(error.value)
     plain = config_of("Llama")
     strange = {**plain, "logits_scaling": 8.0, "hidden_act": "relu"}
