@@ -37,6 +37,19 @@ LLAMA3_ROPE = {
 }
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_MSCALE = {
+    **YARN,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.4,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
+YARN_FACTOR = {**YARN, "attention_factor": 1.2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 7.0]}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 MULTIPLIERS["logits_scaling"] = 1.7
 GPT2 = {
@@ -57,10 +70,13 @@ NEOX["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "parti
 NORMED = {**LLAMA, "rms_norm_eps": 1e-2}
 WINDOW = {**LLAMA, "use_sliding_window": True, "sliding_window": 5}
 OLMO3_ROPE = {
-    "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    "full_attention": {**YARN, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
-GEMMA3_ROPE = {**OLMO3_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+GEMMA3_ROPE = {
+    "full_attention": LINEAR_ROPE,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 GEMMA = {
     **NORMED,
     "head_dim": 16,
@@ -84,9 +100,12 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama-mlp-bias": ("Llama", {**LLAMA, "mlp_bias": True}),
     "llama-rope-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
     "llama-rope-llama3": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE}),
+    "llama-rope-yarn": ("Llama", {**LLAMA, "rope_parameters": YARN}),
+    "llama-rope-dynamic": ("Llama", {**LLAMA, "rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
     "mistral": ("Mistral", {**LLAMA, "sliding_window": None, "head_dim": 16}),
     "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 5}),
     "qwen2": ("Qwen2", LLAMA),
+    "qwen2-yarn": ("Qwen2", {**LLAMA, "rope_parameters": YARN_MSCALE}),
     "qwen2-tied-linear": ("Qwen2", {**LLAMA, "tie_word_embeddings": True, "rope_parameters": LINEAR_ROPE}),
     "qwen2-window": ("Qwen2", {**WINDOW, "max_window_layers": 1}),
     "qwen3-layer-types": (
@@ -96,7 +115,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**NORMED, "head_dim": 16}),
     "qwen3-biases-tied": (
         "Qwen3",
-        {**NORMED, "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+        {
+            **NORMED,
+            "rope_parameters": YARN_FACTOR,
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "olmo2": ("Olmo2", NORMED),
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
@@ -122,6 +147,14 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {**STARCODER2, "sliding_window": 5}),
     "starcoder2-plain": ("Starcoder2", {**STARCODER2, "use_bias": False, "hidden_act": "gelu"}),
+    "phi3-longrope-short": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "phi3-longrope-long": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
     "granite": ("Granite", {**LLAMA, **MULTIPLIERS}),
     "granite-biases-tied": (
         "Granite",

@@ -8,16 +8,41 @@ from typing import Any
 
 from megazero.families.huggingface import Config, FieldGroup
 
+_FACTOR = {"rotary_scaling_factor": "factor"}
+_ORIGINAL = {"rotary_original_max_position": "original_max_position_embeddings"}
+# By type: an option and its field of the scaling.
 _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "default": {},
-    "linear": {"rotary_scaling_factor": "factor"},
+    "linear": _FACTOR,
+    "dynamic": _FACTOR,
     "llama3": {
-        "rotary_scaling_factor": "factor",
+        **_FACTOR,
         "rotary_low_freq_factor": "low_freq_factor",
         "rotary_high_freq_factor": "high_freq_factor",
-        "rotary_original_max_position": "original_max_position_embeddings",
+        **_ORIGINAL,
+    },
+    "yarn": {
+        **_FACTOR,
+        **_ORIGINAL,
+        "rotary_attention_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+        "yarn_mscale": "mscale",
+        "yarn_mscale_all_dim": "mscale_all_dim",
+        "yarn_correction_range_round_to_int": "truncate",
+    },
+    "longrope": {
+        "rotary_short_factor": "short_factor",
+        "rotary_long_factor": "long_factor",
+        **_FACTOR,
+        **_ORIGINAL,
+        "rotary_attention_factor": "attention_factor",
     },
 }
+# Fields that may be absent or null, and what that means. Without both mscales the attention factor is as with these.
+_ABSENT = {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+_ABSENT |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+_LENGTH, _ORIGINAL_LENGTH = "max_position_embeddings", "original_max_position_embeddings"
 
 
 def agreed(spellings: Mapping[str, Any], absent: Any) -> Any:
@@ -54,12 +79,6 @@ class _Rotary:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in _SCALINGS:
             raise ValueError(f"rope_type = {kind!r} is none of {', '.join(_SCALINGS)}")
-        scaling = _SCALINGS[kind]
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *scaling.values()}
-        errors = [f"{name} = {rope[name]!r} is not known" for name in rope.keys() - known if rope[name]]
-        errors += [f"{name} is missing" for name in scaling.values() if name not in rope]
-        if errors:
-            raise ValueError(f"rotary positions of type {kind}: {', '.join(errors)}")
         share = self._value("partial_rotary_factor", self.share, config, rope, self.absent_share)
         if self.share is None and share != 1:
             raise ValueError(f"partial_rotary_factor = {share!r} is not supported (only 1)")
@@ -71,7 +90,7 @@ class _Rotary:
             "rotary_base": theta,
             "rotary_percent": share,
             "rotary_scaling": "none" if kind == "default" else kind,
-            **{name: rope[there] for name, there in scaling.items()},
+            **_scaling(kind, config, rope),
         }
 
     def _value(self, name: str, own: str | None, config: Config, rope: Config, absent: Any) -> Any:
@@ -82,11 +101,59 @@ class _Rotary:
         fields: dict[str, Any] = {self.base: options.rotary_base, "rope_scaling": None}
         if self.share:
             fields[self.share] = options.rotary_percent
-        kind = options.rotary_scaling
-        if kind != "none":
-            values = {there: getattr(options, name) for name, there in _SCALINGS[kind].items()}
-            fields["rope_scaling"] = {"rope_type": kind, **values}
+        if options.rotary_scaling != "none":
+            fields |= _written_scaling(options)
         return fields
+
+
+def _scaling(kind: str, config: Config, rope: Config) -> dict[str, Any]:
+    """Return the options of a scaling of this type. ``rope`` has its fields.
+
+    Raises ValueError, which names fields that are missing or not known.
+    """
+    there, scaled = _SCALINGS[kind], dict(rope)
+    if _ORIGINAL.items() <= there.items():
+        spellings = {"of the rotary positions": rope.get(_ORIGINAL_LENGTH), "": config.get(_ORIGINAL_LENGTH)}
+        spellings = {f"{_ORIGINAL_LENGTH} {where}".strip(): value for where, value in spellings.items()}
+        length = config.get(_LENGTH)
+        scaled[_ORIGINAL_LENGTH] = original = agreed(spellings, None if kind == "llama3" else length)
+        by_lengths = kind == "longrope" or (kind == "yarn" and "factor" in rope)
+        if by_lengths and rope.get("factor") is None and length and original:
+            scaled["factor"] = length / original
+    if not (scaled.get("mscale") and scaled.get("mscale_all_dim")) or scaled.get("attention_factor"):
+        scaled = {name: value for name, value in scaled.items() if "mscale" not in name}
+    values = {name: scaled.get(field) for name, field in there.items()}
+    values = {name: _ABSENT.get(there[name]) if value is None else value for name, value in values.items()}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *there.values()}
+    errors = [f"{name} = {rope[name]!r} is not known" for name in rope.keys() - known if rope[name]]
+    errors += [f"{f} is missing" for name, f in there.items() if values[name] is None and f not in _ABSENT]
+    if errors:
+        raise ValueError(f"rotary positions of type {kind}: {', '.join(errors)}")
+    if kind == "dynamic":
+        if _LENGTH not in config:
+            raise ValueError(f"{_LENGTH} is missing")
+        # There it is the length from which on frequencies change, and no longest one.
+        original, factor = config[_LENGTH], values["rotary_scaling_factor"]
+        values |= {
+            "rotary_original_max_position": original,
+            "max_position_embeddings": int(factor * original),
+        }
+    return {n: tuple(map(float, value)) if isinstance(value, list) else value for n, value in values.items()}
+
+
+def _written_scaling(options: Any) -> dict[str, Any]:
+    """Return rope_scaling, and the lengths that transformers takes from outside of it."""
+    kind, original = options.rotary_scaling, options.rotary_original_max_position
+    values = {field: getattr(options, name) for name, field in _SCALINGS[kind].items()}
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
+    if not (values.get("mscale") and values.get("mscale_all_dim")):
+        values = {name: value for name, value in values.items() if "mscale" not in name}
+    fields = {"rope_scaling": {"rope_type": kind, **values}}
+    if kind == "dynamic":
+        fields[_LENGTH] = original
+    if kind == "longrope":  # transformers 4 computes the factor from these
+        fields |= {_ORIGINAL_LENGTH: original, _LENGTH: round(options.rotary_scaling_factor * original)}
+    return fields
 
 
 def rotary(
@@ -100,7 +167,7 @@ def rotary(
     ``base`` and ``share`` are the family's own names of rope_theta and partial_rotary_factor in transformers 4. An
     ``absent_base`` of None is an error.
     """
-    names = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", base}
+    names = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL_LENGTH, base}
     group = _Rotary(base, share, absent_share, absent_base)
     return FieldGroup(names | ({share} if share else set()), group.read, group.write)
 

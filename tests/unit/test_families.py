@@ -85,8 +85,7 @@ def test_what_transformers_4_writes_of_generation_changes_nothing():
 
 
 def config_of(family: str, **changes) -> dict:
-    sizes = {"Llama": LLAMA, "Qwen2": LLAMA, "Mistral": LLAMA, "GPT2": GPT2, "Bloom": BLOOM}
-    values = {**sizes, "GPTNeoX": NEOX, "Falcon": FALCON}[family]
+    values = {"GPT2": GPT2, "Bloom": BLOOM, "GPTNeoX": NEOX, "Falcon": FALCON}.get(family, LLAMA)
     return {**getattr(transformers, f"{family}Config")(**values).to_dict(), **changes}
 
 
@@ -97,8 +96,19 @@ def config_of(family: str, **changes) -> dict:
         ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope_type = 'yarn' is none of default, linear",
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_type = 'proportional' is none of default, linear, dynamic, llama3, yarn, longrope",
+        ),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "of type yarn: factor is missing"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "short_factor is missing, long_factor is mis",
+        ),
+        (
+            "Phi3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type = 'linear' is none of default, longrope",
         ),
         (
             "Llama",
@@ -120,8 +130,25 @@ def config_of(family: str, **changes) -> dict:
             {"auto_map": {}},
             "is custom code, which is not run (--accept-field NAME sets a field aside",
         ),
-        ("Qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with sliding_att"),
+        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "needs use_sliding_window"),
+        ("Qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types with chunked_attention is not"),
+        ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, and num_hidden_layers = 2"),
+        ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers has 1 layers, and num_hidden_layers = 2"),
+        (
+            "Gemma3Text",
+            {"attn_logit_softcapping": 9.0},
+            "attn_logit_softcapping = 9.0 is not supported (only",
+        ),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("Gemma2", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported (only gelu"),
+        ("Gemma2", {"sliding_window": None}, "layer_types with sliding_attention needs sliding_window"),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_type": "yarn"}}},
+            "yarn",
+        ),
+        ("Olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "transformers 4 and 5 differ on layers with"),
+        ("Olmo3", {"rope_parameters": None}, "rope_theta is missing"),
         ("Qwen2", {"use_mrope": True}, "use_mrope = True is not supported (only False)"),
         ("GPT2", {"add_cross_attention": True}, "add_cross_attention = True"),
         ("GPT2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported (only gelu"),
@@ -144,13 +171,13 @@ def test_all_errors_come_at_once_and_fields_can_be_set_aside():
         "logits_scaling": 8.0,
         "moe_top_k": 2,
         "hidden_act": "relu",
-        "rope_parameters": {"type": "yarn"},
+        "rope_parameters": {"type": "llama4"},
     }
     config = config_of("Llama", **strange)
     del config["hidden_size"]
     with pytest.raises(ValueError) as error:
         from_hf_config(config)
-    for part in ("logits_scaling = 8.0", "moe_top_k = 2", "hidden_act", "'yarn'", "hidden_size is missing"):
+    for part in ("logits_scaling = 8.0", "moe_top_k = 2", "hidden_act", "'llama4'", "hidden_size is missing"):
         assert part in str(error.value)
     plain = config_of("Llama")
     strange = {**plain, "logits_scaling": 8.0, "hidden_act": "relu"}
@@ -196,7 +223,7 @@ def test_what_an_absent_field_means_and_which_may_not_be():
         ("llama", {"normalization": "LayerNorm"}, "the nearest is llama, without --normalization LayerNorm"),
         ("llama", {"kv_channels": 20, "hidden_size": 46, "ffn_hidden_size": 80}, "mistral"),
         ("olmo2", {"kv_channels": 16}, "the nearest is olmo2, without --kv-channels 16"),
-        ("falcon", {"transformer_block_type": "sequential", "num_query_groups": 2}, "--num-query-groups 2"),
+        ("falcon", {"transformer_block_type": "sequential", "num_query_groups": 2}, "has it as starcoder2"),
         ("falcon", {"num_query_groups": 2}, "falcon"),
         ("gpt_neox", {"add_bias_linear": False}, "without --add-bias-linear off"),
         (

@@ -18,6 +18,7 @@ from tests.unit.command_lines import BASE, base_without, errors, run, write
 from tools.megatron_page import markdown
 
 ROOT = Path(__file__).parents[2]
+ORIGINAL = "rotary_original_max_position"
 WORDS = {"": "", "X": "1", "[X]": "", "[X ...]": "", "X ...": "1"}  # values that stand for each form
 
 
@@ -82,6 +83,7 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "lr-decay-tokens": "3200",
         "min-scale": "1 --fp16",
         "rotary-seq-len-interpolation-factor": "2",
+        "yarn-original-max-position-embeddings": "64",
     }
     for row in (row for name in names(MAP) for row in flags()[name] if row.kind == MAP):
         value = values.get(row.name, WORDS[row.value]) if row.value in COUNTS else row.value
@@ -136,6 +138,11 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
             "rotary_scaling_factor",
             4.0,
         ),
+        ("--position-embedding-type yarn --rotary-scaling-factor 4", "rotary_scaling", "yarn"),
+        ("--position-embedding-type yarn", "rotary_original_max_position", 4096),
+        ("--position-embedding-type yarn --mscale 0.7", "yarn_mscale", 0.7),
+        ("--position-embedding-type yarn --yarn-original-max-position-embeddings 64", ORIGINAL, 64),
+        ("--input-embeddings-multiplier 12", "embedding_multiplier", 12.0),
         ("--split '9,1,0'", "split", "'9,1,0'"),
     ],
 )
@@ -162,6 +169,10 @@ def test_other_names_and_spellings(line, name, value):
         (
             "--position-embedding-type learned_absolute --no-position-embedding",
             "a model without positions is not",
+        ),
+        (
+            "--position-embedding-type yarn --use-rope-scaling",
+            "--position-embedding-type yarn is --rotary-scaling yarn, but --rotary-scaling llama3 is given",
         ),
         ("--position-embedding-type none", "none is Megatron's, not built here"),
         ("--tokenizer-type TokenizerFromFileWithFIM --tokenizer-model t", "not built here"),

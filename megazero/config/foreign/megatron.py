@@ -96,6 +96,8 @@ def respell(layer: Layer) -> None:
         if row is not None and row.kind == MAP:
             layer.values[name] = row.options[name]
             layer.notes.append(f"{option.flag} {value} is {row.options[name]}")
+            for other in row.options.keys() - {name}:
+                layer.notes += _put(layer, other, row.options[other], f"{option.flag} {value}")
         elif row is not None:
             del layer.values[name]
             layer.failed.add(name)

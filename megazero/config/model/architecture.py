@@ -84,6 +84,8 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
         yield str(error)
         return
     idle = {name for names, holds, _ in conditions(options) if not holds for name in names}
+    if options.position_embedding_type != "learned_absolute":  # others go as far as they are asked to
+        idle.add("max_position_embeddings")
     for option in section_options("model", ModelConfig):
         if option.name not in (*_NOT_COMPARED, *idle, "vocab_size"):
             value = _value(options, option)

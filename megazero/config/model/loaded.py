@@ -29,7 +29,7 @@ FREE = (
     "pad_vocab_size_to",
 )
 # Parameters have the same shapes whatever these say: a new run from the weights (--finetune) may change them.
-SHAPELESS = ("rotary_", "norm_epsilon")
+SHAPELESS = ("rotary_", "yarn_", "norm_epsilon")
 _FRESH = (
     "--load {}: the weights come from there; optimizer states, schedule and data start fresh (--finetune)"
 )

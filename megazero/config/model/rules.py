@@ -12,8 +12,27 @@ from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.fields import fault, section_options, show, without_effect
 from megazero.families import FAMILIES
 
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling", "rotary_window_base", "no_rope_freq")
-_LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position")
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_scaling",
+    "rotary_window_base",
+    "no_rope_freq",
+)
+_MSCALES = ("yarn_mscale", "yarn_mscale_all_dim")
+# By option: the scalings of rotary positions that it belongs to.
+_OF_SCALING = {
+    "rotary_scaling_factor": ("linear", "dynamic", "llama3", "yarn", "longrope"),
+    "rotary_original_max_position": ("dynamic", "llama3", "yarn", "longrope"),
+    "rotary_attention_factor": ("yarn", "longrope"),
+    "rotary_low_freq_factor": ("llama3",),
+    "rotary_high_freq_factor": ("llama3",),
+    "rotary_short_factor": ("longrope",),
+    "rotary_long_factor": ("longrope",),
+    **dict.fromkeys((*_MSCALES, "yarn_beta_fast", "yarn_beta_slow"), ("yarn",)),
+    "yarn_correction_range_round_to_int": ("yarn",),
+}
 
 
 def heads(model: ModelConfig) -> Iterator[str]:
@@ -47,11 +66,35 @@ def rotary(model: ModelConfig) -> Iterator[str]:
             "channels, which must be even and above 0; nearest: "
             f"{' or '.join(f'{math.ceil(1e4 * c / width) / 1e4:g}' for c in channels)}"
         )
-    if model.rotary_scaling == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
+    elif model.position_embedding_type == "rope":
+        yield from _rotary_scaling(model)
+
+
+def _rotary_scaling(model: ModelConfig) -> Iterator[str]:
+    kind, pairs = model.rotary_scaling, model.rotary_channels // 2
+    if kind == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
         yield (
             f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
             f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
         )
+    if kind == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
+        yield (
+            f"--yarn-beta-slow {model.yarn_beta_slow:g} must be below --yarn-beta-fast {model.yarn_beta_fast:g}; "
+            "nearest: the defaults 1 and 32"
+        )
+    if kind == "yarn" and model.rotary_base <= 1:
+        yield f"--rotary-base {model.rotary_base:g} must be above 1 with --rotary-scaling yarn; usual: 10000"
+    if kind == "dynamic" and pairs < 2:
+        yield f"--rotary-scaling dynamic needs 4 rotary channels at least, these heads have {2 * pairs}"
+    for option in ("rotary_short_factor", "rotary_long_factor") if kind == "longrope" else ():
+        flag, factors = f"--{option.replace('_', '-')}", getattr(model, option) or ()
+        if len(factors) != pairs:
+            yield (
+                f"{flag} has {len(factors)} numbers, and --rotary-scaling longrope needs one for each of the "
+                f"{pairs} pairs of rotary channels"
+            )
+        elif min(factors) <= 0:
+            yield f"{flag} has {min(factors):g}; its numbers must be above 0"
 
 
 def mlp(model: ModelConfig) -> Iterator[str]:
@@ -156,9 +199,11 @@ def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]
     )
     alibi = model.position_embedding_type == "alibi"
     yield ("scaled_alibi",), alibi, "--position-embedding-type alibi"
-    yield (*_ROTARY, "rotary_scaling_factor", *_LLAMA3), rope, "--position-embedding-type rope"
-    yield ("rotary_scaling_factor",), model.rotary_scaling != "none", "--rotary-scaling linear or llama3"
-    yield _LLAMA3, model.rotary_scaling == "llama3", "--rotary-scaling llama3"
+    yield (*_ROTARY, *_OF_SCALING), rope, "--position-embedding-type rope"
+    for name, kinds in _OF_SCALING.items():
+        yield (name,), model.rotary_scaling in kinds, f"--rotary-scaling {' or '.join(kinds)}"
+    computed = model.rotary_attention_factor is None
+    yield _MSCALES, computed, "the computed attention factor (no --rotary-attention-factor)"
 
 
 def check_model(model: ModelConfig, tp: int = 1) -> None:

@@ -55,18 +55,52 @@ class ModelConfig:
     rotary_percent: float = option(
         1.0, "share of each head's channels, the first ones, that rotary positions turn", above=0, high=1
     )
+    rotary_interleaved: bool = option(
+        False, "rotary positions turn neighbouring channels, not those half of them apart (GLM; by family)"
+    )
     rotary_scaling: str = option(
         "none",
         "scaling of rotary frequencies for long contexts",
-        choices=("none", "linear", "llama3"),
+        choices=("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
         consts={"use-rope-scaling": "llama3"},
     )
     rotary_scaling_factor: float = option(
-        8.0, "factor of that scaling", above=0, aliases=("rope-scaling-factor",)
+        8.0,
+        "factor of that scaling (default with yarn: 1, as in Megatron)",
+        above=0,
+        aliases=("rope-scaling-factor",),
+    )
+    rotary_original_max_position: int = option(
+        8192,
+        "dynamic, llama3, yarn, longrope: context length before scaling (default with yarn: 4096, as in Megatron)",
+        low=2,
+    )
+    rotary_attention_factor: float | None = option(
+        None,
+        "yarn, longrope: factor of rotated queries and of keys (default: by the scaling's factor)",
+        above=0,
     )
     rotary_low_freq_factor: float = option(1.0, "llama3: low-frequency factor", above=0)
     rotary_high_freq_factor: float = option(4.0, "llama3: high-frequency factor", above=0)
-    rotary_original_max_position: int = option(8192, "llama3: context length before scaling", low=1)
+    rotary_short_factor: tuple[float, ...] | None = option(
+        None, "longrope: divisor of each frequency in samples up to the original length"
+    )
+    rotary_long_factor: tuple[float, ...] | None = option(
+        None, "longrope: divisor of each frequency in longer samples"
+    )
+    yarn_beta_fast: float = option(
+        32.0, "yarn: pairs that turn more often over the original length are kept", above=0
+    )
+    yarn_beta_slow: float = option(
+        1.0, "yarn: pairs that turn less often over the original length are scaled wholly", above=0
+    )
+    yarn_mscale: float = option(
+        1.0, "yarn: m in the attention factor (0.1 m ln factor + 1) / (0.1 a ln factor + 1)", low=0
+    )
+    yarn_mscale_all_dim: float = option(0.0, "yarn: a in that attention factor", low=0)
+    yarn_correction_range_round_to_int: bool = option(
+        True, "yarn: the pairs between those two are rounded to whole ones, outwards"
+    )
     rotary_window_base: float | None = option(
         None,
         "base of rotary frequencies in layers with a window, where they are then not scaled (Gemma 3, OLMo 3; "
@@ -241,6 +275,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
     derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
     derived["add_attention_bias"] = done.get("add_bias_linear")
+    if done.get("rotary_scaling") == "yarn":
+        derived |= {"rotary_scaling_factor": 1.0, "rotary_original_max_position": 4096}
     if hidden:
         derived["ffn_hidden_size"] = (
             family.swiglu_width(hidden) if family and done.get("swiglu") else 4 * hidden

@@ -21,7 +21,7 @@ Section = TypeVar("Section")
 class Option:
     """This is one configuration field, seen as an option.
 
-    ``kind`` is 'int', 'float', 'bool', 'str', 'ints' or 'strs' (the last two take one or more values).
+    ``kind`` is 'int', 'float', 'bool', 'str', or 'ints', 'floats' or 'strs', which take one or more values (MANY).
     ``needed``: its section always has a value, and no default. A user says it (``required``), or it is derived.
     ``low`` and ``high`` are inclusive bounds; ``above`` and ``below`` are exclusive ones.
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
@@ -66,7 +66,8 @@ def option(default: Any, help: str, **meta: Any) -> Any:
 
 
 KINDS = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
-KINDS |= {"tuple[int, ...]": "ints", "tuple[str, ...]": "strs"}
+KINDS |= {"tuple[int, ...]": "ints", "tuple[float, ...]": "floats", "tuple[str, ...]": "strs"}
+MANY = ("ints", "floats", "strs")
 
 
 def section_options(section: str, cls: type) -> list[Option]:
@@ -102,7 +103,7 @@ def convert(opt: Option, raw: Any) -> Any:
 
     Raises ValueError with the rule that is broken.
     """
-    if opt.kind in ("ints", "strs"):
+    if opt.kind in MANY:
         return _convert_many(opt, raw)
     if isinstance(raw, list | tuple | dict):
         raise ValueError(f"takes one value, got {raw!r}")
@@ -126,7 +127,7 @@ def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
     ]
     if not pieces:
         raise ValueError("takes at least one number, got none")
-    return tuple(_number("int", piece) for piece in pieces)
+    return tuple(_number(opt.kind.removesuffix("s"), piece) for piece in pieces)
 
 
 def _number(kind: str, raw: Any) -> int | float:
