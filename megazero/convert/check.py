@@ -96,7 +96,7 @@ def compare_logits(source: Source, published: Published) -> Iterator[Line]:
         return
     layers = _layers(source, published)
     model = dataclasses.replace(source.model, num_layers=layers)
-    length = min(_LENGTH, model.longest_context)
+    length = min(_LENGTH, model.max_position_embeddings)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.vocabulary, (_BATCH, length), generator=draw)
     ours = _our_logits(source, published, layers, tokens)

@@ -44,6 +44,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 # Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
-(GENERAL_NAMES,) = LLAMA.names
+GENERAL_NAMES = LLAMA.names
 
 __all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "HuggingFace", "TensorNames", "fused_row"]

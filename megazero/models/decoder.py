@@ -21,7 +21,7 @@ from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key
+from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key, soft_cap
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
@@ -58,12 +58,7 @@ class Embedding(nn.Module):
         self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
     ) -> Tensor:
         """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
-        length, window = tokens.shape[1], self.config.sliding_window
-        if window is not None and length > window:
-            raise ValueError(
-                f"sequence length {length} exceeds sliding_window {window}, within which attention is causal; "
-                "shorten the sequence"
-            )
+        length = tokens.shape[1]
         x = _scaled(self.tokens(tokens.t()), self.config.embedding_multiplier)
         if self.positions is not None:
             if length > self.positions.shape[0]:
@@ -109,6 +104,8 @@ class Head(nn.Module):
         """
         x = _scaled(self.norm(x), 1 / self.config.logits_scaling)  # narrower than the logits
         (logits,) = column_parallel(x, [(self.weight, None)], self.tp)
+        if self.config.final_logit_softcapping is not None:
+            logits = soft_cap(logits, self.config.final_logit_softcapping)
         if labels is None:
             return logits.transpose(0, 1)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp).t()

@@ -261,7 +261,7 @@ def _layer_numel(model: Mapping[str, Any]) -> int:
     """Return the number of elements of a layer's matrices."""
     hidden, width = model["hidden_size"], model["kv_channels"]
     attention = 2 * hidden * width * (model["num_attention_heads"] + model["num_query_groups"])
-    return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] else 2)
+    return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] or model["geglu"] else 2)
 
 
 def _notes(config: RunConfig, world: World) -> list[str]:

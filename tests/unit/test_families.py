@@ -233,10 +233,8 @@ def test_a_run_says_at_its_start_that_it_cannot_be_exported():
     assert note is not None and "--normalization LayerNorm" in note
 
 
-def test_windows_that_do_not_cover_the_sequence_are_refused():
+def test_choices_that_do_not_fit_together_are_refused():
     sizes = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 9}
-    with pytest.raises(ConfigError, match="--seq-length 16 exceeds --sliding-window 8.*nearest: 8"):
-        run("--model-family mistral --seq-length 16 --sliding-window 8")
     with pytest.raises(ConfigError, match="--qk-norm all-heads needs --normalization RMSNorm"):
         check_model(make_model(**sizes, model_family="gpt", max_position_embeddings=8, qk_norm="all-heads"))
     with pytest.raises(ConfigError, match="--no-openai-gelu has no effect"):

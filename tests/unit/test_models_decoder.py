@@ -11,6 +11,7 @@ import torch
 
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
+from megazero.families.layer_kinds import layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
@@ -18,6 +19,11 @@ from megazero.models.norm import RMSNorm
 from megazero.models.positions import Documents, Positions
 from megazero.models.rotary import rotary_frequencies, rotary_tables
 from megazero.tp import TensorParallel
+
+
+def frequencies(config, length=8):
+    return rotary_frequencies(config, layer_kind(config, 0), length)
+
 
 SIZES = {
     "attention_dropout": 0.0,
@@ -272,7 +278,7 @@ def test_rotary_tables_are_fp64_and_scaled():
 
     def ratio(kind, length=0, **changes):
         scaled = dataclasses.replace(plain, rotary_scaling=kind, rotary_scaling_factor=8.0, **changes)
-        return rotary_frequencies(scaled, length) / rotary_frequencies(plain, length)
+        return frequencies(scaled, length) / frequencies(plain, length)
 
     torch.testing.assert_close(ratio("linear"), torch.full((32,), 1 / 8, dtype=torch.float64))
     for kind in ("llama3", "yarn"):
@@ -285,14 +291,16 @@ def test_rotary_tables_are_fp64_and_scaled():
     lists = {"rotary_short_factor": (2.0,) * 32, "rotary_long_factor": (4.0,) * 32}
     assert {ratio("longrope", n, **lists)[5].item() for n in (1, 8192)} == {0.5}
     assert ratio("longrope", 8193, **lists)[5].item() == 0.25
-    cos, _ = rotary_tables(dataclasses.replace(plain, rotary_scaling="longrope", **lists), 4)
+    longrope = dataclasses.replace(plain, rotary_scaling="longrope", **lists)
+    cos, _ = rotary_tables(longrope, layer_kind(longrope, 0), 4)
     assert cos[0, 0].item() == pytest.approx((1 + math.log(8) / math.log(8192)) ** 0.5)
 
     positions = Positions(make("llama"), TensorParallel())
     with torch.inference_mode():
-        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64))
+        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64), layer_kind(positions.config, 0))
     x = torch.randn(8, 1, 4, 12, dtype=torch.float64, requires_grad=True)
-    y = positions.rotate(x)  # tables first made in inference mode can be saved for backward
+    # tables first made in inference mode can be saved for backward
+    y = positions.rotate(x, layer_kind(positions.config, 0))
     y.pow(2).sum().backward()
     assert torch.allclose(x.grad, 2 * x, rtol=1e-14)  # a rotation keeps lengths to fp64
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
@@ -308,7 +316,7 @@ def test_rotary_share_of_a_head_and_its_pairs_are_megatrons(interleaved):
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), dim=-1)
     angles = angles[:, None, None]
     expected = ropes.rope_utils._apply_rotary_pos_emb_bshd(x, angles, rotary_interleaved=interleaved)
-    rotated = Positions(config, TensorParallel()).rotate(x)
+    rotated = Positions(config, TensorParallel()).rotate(x, layer_kind(config, 0))
     torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(rotated[..., 8:], x[..., 8:]) and not torch.equal(rotated[1:, ..., :8], x[1:, ..., :8])
 
@@ -328,9 +336,9 @@ def test_the_sample_and_not_its_documents_decides_a_scaling_by_length():
     config = make("llama", rotary_scaling="longrope", rotary_original_max_position=8, **lists)
     x = torch.randn(12, 2, 4, 12, dtype=torch.float64)
     ids = torch.arange(12).remainder(6).expand(2, -1)
-    positions = Positions(config, TensorParallel())
-    long, packed = positions.rotate(x), positions.rotate(x, Documents(position_ids=ids))
-    assert torch.equal(long[:6], packed[:6]) and not torch.equal(positions.rotate(x[:6]), packed[:6])
+    positions, kind = Positions(config, TensorParallel()), layer_kind(config, 0)
+    long, packed = positions.rotate(x, kind), positions.rotate(x, kind, Documents(position_ids=ids))
+    assert torch.equal(long[:6], packed[:6]) and not torch.equal(positions.rotate(x[:6], kind), packed[:6])
 
 
 def test_learned_positions_have_a_limit_and_others_do_not():

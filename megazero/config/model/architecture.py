@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.config.model.rules import conditions
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, section_options, show
 from megazero.families import FAMILIES, Family
+from megazero.families.layer_kinds import layer_kinds
 
 # They are not part of the function that a model computes.
 _NOT_COMPARED = (
@@ -43,8 +43,7 @@ def _read(
 ) -> ModelConfig:
     read = family.hugging_face.options(config, accept)
     without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    model = make_model(**{"model_family": family.name, **without, **read, **options})
-    return model if "seq_length" in options else replace(model, seq_length=model.longest_context)
+    return make_model(**{"model_family": family.name, **without, **read, **options})
 
 
 def architecture_of(options: ModelConfig) -> Family:
@@ -95,6 +94,10 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def _value(options: ModelConfig, option: Option) -> Any:
-    """Return the value of an option. Biases of q, k and v may be said twice, and the default of a scale."""
-    meant = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
+    """Return the value of an option.
+
+    Biases of q, k and v may be said twice, the default of a scale, and a choice of layers in two ways.
+    """
+    meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
+    meant |= dict.fromkeys(("window_attn_skip_freq", "no_rope_freq"), layer_kinds(options))
     return meant.get(option.name, getattr(options, option.name))

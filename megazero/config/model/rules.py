@@ -7,12 +7,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from megazero.config.errors import ConfigError
-from megazero.config.model.section import ModelConfig, has_gelu
+from megazero.config.model.section import ACTIVATIONS, ModelConfig, has_gelu
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.options.fields import fault, section_options, without_effect
+from megazero.config.options.fields import fault, section_options, show, without_effect
 from megazero.families import FAMILIES
 
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_scaling")
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_scaling",
+    "rotary_window_base",
+    "no_rope_freq",
+)
 _MSCALES = ("yarn_mscale", "yarn_mscale_all_dim")
 # By option: the scalings of rotary positions that it belongs to.
 _OF_SCALING = {
@@ -91,9 +98,25 @@ def _rotary_scaling(model: ModelConfig) -> Iterator[str]:
 
 
 def mlp(model: ModelConfig) -> Iterator[str]:
-    """Report two activations for one MLP."""
-    if model.squared_relu and model.swiglu:
-        yield "--squared-relu and --swiglu exclude each other; leave one out"
+    """Report several activations for one MLP."""
+    flags = [f"--{name.replace('_', '-')}" for name in ACTIVATIONS if getattr(model, name)]
+    if len(flags) > 1:
+        yield f"{' and '.join(flags)} exclude each other; leave {'one' if len(flags) == 2 else 'two'} out"
+
+
+def frequencies(model: ModelConfig) -> Iterator[str]:
+    """Report lists of layers that do not have a number for each layer, or other ones than 0 and 1."""
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        listed, layers = getattr(model, name), model.num_layers
+        if listed is None or (len(listed) == 1 and listed[0] >= 1):
+            continue
+        typed = f"--{name.replace('_', '-')} {show(listed)}"
+        if len(listed) == 1:
+            yield f"{typed} must be at least 1, as every N-th layer is meant; nearest: 1, or leave it out"
+        elif len(listed) != layers:
+            yield f"{typed} has {len(listed)} numbers for --num-layers {layers}; give one for each, or one for all"
+        elif other := sorted(set(listed) - {0, 1}):
+            yield f"{typed} lists layers by 0 and 1, got {show(tuple(other))}"
 
 
 def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
@@ -120,15 +143,10 @@ def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def sequence(model: ModelConfig) -> Iterator[str]:
-    """Report samples that are longer than the positions go, or than the window of attention."""
-    length, longest, window = model.seq_length, model.max_position_embeddings, model.sliding_window
+    """Report samples that are longer than the positions go."""
+    length, longest = model.seq_length, model.max_position_embeddings
     if length > longest:
         yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
-    if window is not None and length > window:
-        yield (
-            f"--seq-length {length} exceeds --sliding-window {window}, within which attention is causal; nearest: "
-            f"{window}"
-        )
 
 
 def query_key_norm(model: ModelConfig) -> Iterator[str]:
@@ -174,6 +192,11 @@ def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]
     """Yield options, whether they have an effect in this model, and what would give them one."""
     rope = model.position_embedding_type == "rope"
     yield ("openai_gelu",), has_gelu(vars(model)), "GELU (--no-swiglu, and no --squared-relu)"
+    yield (
+        ("window_attn_skip_freq", "rotary_window_base"),
+        model.sliding_window is not None,
+        "--sliding-window",
+    )
     alibi = model.position_embedding_type == "alibi"
     yield ("scaled_alibi",), alibi, "--position-embedding-type alibi"
     yield (*_ROTARY, *_OF_SCALING), rope, "--position-embedding-type rope"
@@ -190,7 +213,7 @@ def check_model(model: ModelConfig, tp: int = 1) -> None:
     }
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:
-        errors = [*heads(model), *rotary(model), *mlp(model), *query_key_norm(model)]
+        errors = [*heads(model), *rotary(model), *mlp(model), *frequencies(model), *query_key_norm(model)]
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
         defaults = FAMILIES[model.model_family].defaults
         errors += [line for _, line in without_effect(conditions(model), options, vars(model), defaults)]

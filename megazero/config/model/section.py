@@ -12,12 +12,15 @@ from typing import Any
 from megazero.config.options.fields import option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
+# What an MLP may have instead of GELU behind one matrix, of which it has one.
+ACTIVATIONS = ("squared_relu", "geglu", "swiglu")
 # The norms of a layer, in the order of use.
 LAYER_NORMS = {
     "sequential": ("input_norm", "mlp_norm"),
     "parallel": ("input_norm",),
     "parallel-two-norms": ("input_norm", "mlp_norm"),
     "output-norm": ("attention_output_norm", "mlp_output_norm"),
+    "sandwich": ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
 }
 
 
@@ -98,31 +101,56 @@ class ModelConfig:
     yarn_correction_range_round_to_int: bool = option(
         True, "yarn: the pairs between those two are rounded to whole ones, outwards"
     )
+    rotary_window_base: float | None = option(
+        None,
+        "base of rotary frequencies in layers with a window, where they are then not scaled (Gemma 3, OLMo 3; "
+        "default: as in other layers)",
+        above=0,
+    )
+    no_rope_freq: tuple[int, ...] | None = option(
+        None,
+        "layers without rotary positions: every N-th (SmolLM3), or a number per layer, 1 for one without",
+    )
     scaled_alibi: bool = option(
         False,
         "ALiBi is added before scores are scaled, in bf16 (Falcon; by family)",
     )
     sliding_window: int | None = option(
         None,
-        "tokens that attention looks back through, its own included; at least --seq-length, where it is causal "
-        "attention (Mistral's, kept for Hugging Face)",
+        "tokens that attention looks back through, its own included (default: all)",
         low=1,
+    )
+    window_attn_skip_freq: tuple[int, ...] | None = option(
+        None,
+        "layers without that window: every N-th, or a number per layer, 0 for one without (default: none)",
+    )
+    attn_logit_softcapping: float | None = option(
+        None, "scores s of attention become cap x tanh(s / cap) (Gemma 2; by family)", above=0
+    )
+    final_logit_softcapping: float | None = option(
+        None, "logits s become cap x tanh(s / cap) (Gemma 2; by family)", above=0
     )
     transformer_block_type: str = option(
         "sequential",
         "norms and sums of a layer: attention, then MLP, each behind a norm; both side by side behind one norm, or "
-        "two; or each with a norm behind it (by family)",
+        "two; each with a norm behind it; or each between two norms (by family)",
         choices=tuple(LAYER_NORMS),
     )
     normalization: str = option(MISSING, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
+    apply_layernorm_1p: bool = option(
+        False, "norms multiply by 1 + weight, and weights begin at 0 (Gemma; by family)"
+    )
     qk_norm: str = option(
         "none",
         "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
         choices=("none", "head", "all-heads"),
         consts={"qk-layernorm": "head"},
     )
-    swiglu: bool = option(MISSING, "SwiGLU in the MLP, else GELU (by family; off with --squared-relu)")
+    swiglu: bool = option(
+        MISSING, "SwiGLU in the MLP, else GELU (by family; off with --geglu and --squared-relu)"
+    )
+    geglu: bool = option(False, "GELU as the gate of the MLP instead of SwiGLU's SiLU (Gemma; by family)")
     squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
     openai_gelu: bool = option(
         True,
@@ -173,6 +201,11 @@ class ModelConfig:
         return self.add_attention_bias or self.add_qkv_bias
 
     @property
+    def gated_mlp(self) -> bool:
+        """Tell whether the MLP has a third matrix, which makes its gate."""
+        return self.swiglu or self.geglu
+
+    @property
     def parallel_block(self) -> bool:
         """Tell whether attention and MLP of a layer have the same input."""
         return self.transformer_block_type.startswith("parallel")
@@ -193,11 +226,6 @@ class ModelConfig:
         return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
-    def longest_context(self) -> int:
-        """Return how many tokens the decoder takes at most: those of its positions, and of its attention's window."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
-
-    @property
     def rotary_channels(self) -> int:
         """Return how many of the first channels of a head are turned by rotary positions."""
         return int(self.kv_channels * self.rotary_percent)
@@ -216,17 +244,17 @@ class ModelConfig:
     def layer_matrix_numel(self) -> int:
         """Return the number of elements of a layer's matrices, which are the multiply-adds of one token.
 
-        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 for SwiGLU and otherwise 2. q and kv
+        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 with a gate and otherwise 2. q and kv
         are the widths of the query and key linears.
         """
         h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        return h * self.ffn_hidden_size * (3 if self.swiglu else 2) + h * (q + 2 * kv) + q * h
+        return h * self.ffn_hidden_size * (3 if self.gated_mlp else 2) + h * (q + 2 * kv) + q * h
 
     @property
     def tensor_names(self) -> TensorNames:
         """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's."""
-        own = (names for names in FAMILIES[self.model_family].names if names.can_express(self))
-        return next(own, GENERAL_NAMES)
+        own = FAMILIES[self.model_family].names
+        return next(names for names in (*own, *GENERAL_NAMES) if names.can_express(self))
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,8 +262,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(values.get("model_family") or ModelConfig.model_family)
     said = {name: value for name, value in values.items() if value is not None}
     done = {**(family.defaults if family else {}), **said}
-    if said.get("squared_relu") and "swiglu" not in said:  # one MLP: what is said decides, not the family
-        done["swiglu"] = False
+    if any(said.get(name) for name in ACTIVATIONS):  # one MLP: what is said decides, not the family
+        done |= {name: False for name in ACTIVATIONS if name not in said}
     if (
         family
         and family.exact_gelu_without_biases
