@@ -7,8 +7,9 @@ from typing import Any
 
 from megazero.families import llama
 from megazero.families.family import FILLING_HEADS, Family
-from megazero.families.field_groups import rotary
 from megazero.families.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.layer_groups import window
+from megazero.families.rotary_fields import rotary
 
 NAMES = replace(
     llama.NAMES,
@@ -60,11 +61,6 @@ def _write_rotary(options: Any) -> dict[str, Any]:
     return fields
 
 
-WINDOW = FieldGroup(
-    ("sliding_window",),
-    lambda config: {"sliding_window": config.get("sliding_window")},
-    lambda options: {"sliding_window": options.sliding_window},
-)
 PHI3 = Family(
     name="phi3",
     defaults=llama.DEFAULTS,
@@ -76,6 +72,6 @@ PHI3 = Family(
         absent={"num_query_groups": None, "max_position_embeddings": 4096, "norm_epsilon": 1e-5},
         tied=False,
         only=llama.SILU,
-        groups=(FieldGroup(_ROTARY.names, _read_rotary, _write_rotary), WINDOW),
+        groups=(FieldGroup(_ROTARY.names, _read_rotary, _write_rotary), window(None)),
     ),
 )

@@ -8,6 +8,7 @@ with the same values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ class Embedding(nn.Module):
         """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
         length = tokens.shape[1]
         x = _scaled(self.tokens(tokens.t()), self.config.embedding_multiplier)
+        if self.config.scale_embeddings:
+            x = x * torch.tensor(math.sqrt(self.config.hidden_size), dtype=x.dtype).item()
         if self.positions is not None:
             if length > self.positions.shape[0]:
                 raise ValueError(
@@ -104,7 +107,7 @@ class Head(nn.Module):
         """
         x = _scaled(self.norm(x), 1 / self.config.logits_scaling)  # narrower than the logits
         (logits,) = column_parallel(x, [(self.weight, None)], self.tp)
-        if self.config.final_logit_softcapping is not None:
+        if self.config.final_logit_softcapping:
             logits = soft_cap(logits, self.config.final_logit_softcapping)
         if labels is None:
             return logits.transpose(0, 1)

@@ -124,12 +124,10 @@ class ModelConfig:
         None,
         "layers without that window: every N-th, or a number per layer, 0 for one without (default: none)",
     )
-    attn_logit_softcapping: float | None = option(
-        None, "scores s of attention become cap x tanh(s / cap) (Gemma 2; by family)", above=0
+    attn_logit_softcapping: float = option(
+        0.0, "cap of attention's scores s, which become cap x tanh(s / cap); 0: none (by family)", low=0
     )
-    final_logit_softcapping: float | None = option(
-        None, "logits s become cap x tanh(s / cap) (Gemma 2; by family)", above=0
-    )
+    final_logit_softcapping: float = option(0.0, "the same of logits (by family)", low=0)
     transformer_block_type: str = option(
         "sequential",
         "norms and sums of a layer: attention, then MLP, each behind a norm; both side by side behind one norm, or "
@@ -170,6 +168,9 @@ class ModelConfig:
         MISSING, "a head with its own weights, else the embedding's (by family)"
     )
     embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
+    scale_embeddings: bool = option(
+        False, "tokens' embeddings are multiplied by sqrt(hidden), rounded to their dtype (Gemma; by family)"
+    )
     embedding_multiplier: float = option(1.0, "factor of the tokens' embeddings", above=0)
     residual_multiplier: float = option(
         1.0, "factor of attention's and of the MLP's output before each residual sum", above=0
