@@ -52,6 +52,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_fact
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 7.0]}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 MULTIPLIERS["logits_scaling"] = 1.7
+# Of 16 channels half turn. Without a partial_rotary_factor: half.
+GLM = {**LLAMA, "head_dim": 16, "eos_token_id": None}
 GPT2 = {
     "n_embd": 48,
     "n_layer": 2,
@@ -152,6 +154,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {**STARCODER2, "sliding_window": 5}),
     "starcoder2-plain": ("Starcoder2", {**STARCODER2, "use_bias": False, "hidden_act": "gelu"}),
+    "glm": ("Glm", GLM),
+    "glm-yarn-tied": (
+        "Glm",
+        {**GLM, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}, "attention_bias": False}
+        | {"tie_word_embeddings": True},
+    ),
+    "glm4": ("Glm4", {**GLM, "rms_norm_eps": 1e-2}),
     "granite": ("Granite", {**LLAMA, **MULTIPLIERS}),
     "granite-biases-tied": (
         "Granite",
