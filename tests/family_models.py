@@ -52,6 +52,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_fact
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 7.0]}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 MULTIPLIERS["logits_scaling"] = 1.7
+# Of 16 channels half turn. Without a partial_rotary_factor: half.
+GLM = {**LLAMA, "head_dim": 16, "eos_token_id": None}
 GPT2 = {
     "n_embd": 48,
     "n_layer": 2,
@@ -73,10 +75,8 @@ OLMO3_ROPE = {
     "full_attention": {**YARN, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
-GEMMA3_ROPE = {
-    "full_attention": LINEAR_ROPE,
-    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+GEMMA3_ROPE = {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}
 GEMMA = {
     **NORMED,
     "head_dim": 16,
@@ -127,6 +127,14 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
     "phi3": ("Phi3", LLAMA),
     "phi3-partial-window": ("Phi3", {**LLAMA, "rope_parameters": PARTIAL_ROPE, "sliding_window": 5}),
+    "phi3-longrope-short": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "phi3-longrope-long": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
     "olmo3": (
         "Olmo3",
         {**NORMED, "sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPE},
@@ -147,14 +155,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {**STARCODER2, "sliding_window": 5}),
     "starcoder2-plain": ("Starcoder2", {**STARCODER2, "use_bias": False, "hidden_act": "gelu"}),
-    "phi3-longrope-short": (
-        "Phi3",
-        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    "glm": ("Glm", GLM),
+    "glm-yarn-tied": (
+        "Glm",
+        {**GLM, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}, "attention_bias": False}
+        | {"tie_word_embeddings": True},
     ),
-    "phi3-longrope-long": (
-        "Phi3",
-        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
-    ),
+    "glm4": ("Glm4", {**GLM, "rms_norm_eps": 1e-2}),
     "granite": ("Granite", {**LLAMA, **MULTIPLIERS}),
     "granite-biases-tied": (
         "Granite",

@@ -15,6 +15,7 @@ from megazero.families.bloom import BLOOM
 from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, fused_row
 from megazero.families.gemma import GEMMA2, GEMMA3
+from megazero.families.glm import GLM, GLM4
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.granite import GRANITE
@@ -46,6 +47,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             STARCODER2,
             PHI3,
             GRANITE,
+            GLM,
+            GLM4,
             GPT_NEOX,
             FALCON,
         )

@@ -10,9 +10,10 @@ from typing import Any
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.field_groups import ROTARY, WHOLE_HEADS, biases, gelu, rotary, soft_caps
+from megazero.families.field_groups import WHOLE_HEADS, biases, gelu, soft_caps
 from megazero.families.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.layer_groups import every_nth_full, two_rotaries
+from megazero.families.rotary_fields import ROTARY, rotary
 
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 DEFAULTS = {

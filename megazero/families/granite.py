@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.field_groups import ROTARY, biases
+from megazero.families.field_groups import biases
 from megazero.families.huggingface import FieldGroup, HuggingFace
+from megazero.families.rotary_fields import ROTARY
 
 ATTENTION_MULTIPLIER = FieldGroup(
     ("attention_multiplier",),

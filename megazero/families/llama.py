@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.families.family import Family, TensorNames
-from megazero.families.field_groups import ROTARY, WHOLE_HEADS, biases
+from megazero.families.field_groups import WHOLE_HEADS, biases
 from megazero.families.huggingface import HuggingFace
+from megazero.families.rotary_fields import ROTARY
 
 DEFAULTS = {
     "position_embedding_type": "rope",

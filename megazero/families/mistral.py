@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.field_groups import ROTARY
 from megazero.families.huggingface import HuggingFace
 from megazero.families.layer_groups import window
+from megazero.families.rotary_fields import ROTARY
 
 MISTRAL = Family(
     name="mistral",

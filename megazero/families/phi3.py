@@ -7,9 +7,9 @@ from typing import Any
 
 from megazero.families import llama
 from megazero.families.family import FILLING_HEADS, Family
-from megazero.families.field_groups import rotary
 from megazero.families.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.layer_groups import window
+from megazero.families.rotary_fields import rotary
 
 NAMES = replace(
     llama.NAMES,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.field_groups import biases, rotary
+from megazero.families.field_groups import biases
 from megazero.families.huggingface import HuggingFace
 from megazero.families.layer_groups import UNTURNED_LAYERS
+from megazero.families.rotary_fields import rotary
 
 SMOLLM3 = Family(
     name="smollm3",

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.field_groups import ROTARY, gelu
+from megazero.families.field_groups import gelu
 from megazero.families.huggingface import FieldGroup, HuggingFace
 from megazero.families.layer_groups import window
+from megazero.families.rotary_fields import ROTARY
 
 NAMES = replace(
     llama.NAMES,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.model.section import ModelConfig
+from megazero.families.layer_kinds import LayerKind
 
 # Of unscaled frequencies, fp64 [rotary_channels / 2], and the length of the sample.
 _Scaling = Callable[[ModelConfig, Tensor, int], Tensor]
@@ -68,10 +69,11 @@ _SCALINGS: Mapping[str, _Scaling] = {
 }
 
 
-def rotary_frequencies(config: ModelConfig, length: int) -> Tensor:
+def rotary_frequencies(config: ModelConfig, kind: LayerKind, length: int) -> Tensor:
     """Return the radians per position of each pair of a head's rotary channels, fp64 [rotary_channels / 2].
 
-    rotary_scaling stretches positions beyond the original length, which was trained before:
+    ``kind`` says the base and the scaling of its layers. A scaling stretches positions beyond the original length,
+    which was trained before:
 
     - "linear" divides positions by the factor (Chen et al. 2023).
     - "dynamic" enlarges the base in samples above the original length: the slowest pair turns
@@ -86,21 +88,23 @@ def rotary_frequencies(config: ModelConfig, length: int) -> Tensor:
     ``length`` is that of the samples, in tokens. It matters to "dynamic" and "longrope" alone.
     """
     pairs = torch.arange(0, config.rotary_channels, 2, dtype=torch.float64)
-    frequencies = config.rotary_base ** (-pairs / config.rotary_channels)
-    return _SCALINGS[config.rotary_scaling](config, frequencies, length)
+    frequencies = kind.rotary_base ** (-pairs / config.rotary_channels)
+    return _SCALINGS[kind.rotary_scaling](config, frequencies, length)
 
 
-def attention_factor(config: ModelConfig) -> float:
+def attention_factor(config: ModelConfig, scaling: str) -> float:
     """Return the factor of the cosines and sines, so of rotated queries and keys: 1 without yarn and longrope.
 
     The default is as in Peng et al. (2023), section 3.4, for yarn, and as in Phi-3 for longrope.
     """
-    factor, kind = config.rotary_scaling_factor, config.rotary_scaling
+    factor = config.rotary_scaling_factor
+    if scaling not in ("yarn", "longrope"):
+        return 1.0
     if config.rotary_attention_factor is not None:
         return config.rotary_attention_factor
-    if factor <= 1 or kind not in ("yarn", "longrope"):
+    if factor <= 1:
         return 1.0
-    if kind == "longrope":
+    if scaling == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(config.rotary_original_max_position))
     up, down = (
         0.1 * scale * math.log(factor) + 1 for scale in (config.yarn_mscale, config.yarn_mscale_all_dim)
@@ -108,11 +112,11 @@ def attention_factor(config: ModelConfig) -> float:
     return up / down
 
 
-def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: ModelConfig, kind: LayerKind, length: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of positions 0 .. length - 1, fp64 [length, rotary_channels / 2]."""
-    frequencies = rotary_frequencies(config, length)
+    frequencies = rotary_frequencies(config, kind, length)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-    factor = attention_factor(config)
+    factor = attention_factor(config, kind.rotary_scaling)
     return angles.cos() * factor, angles.sin() * factor
 
 
