@@ -93,7 +93,12 @@ def config_of(family: str, **changes) -> dict:
 @pytest.mark.parametrize(
     "family, change, message",
     [
-        ("Llama", {"model_type": "mamba"}, "'mamba' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        ("Llama", {"model_type": "arcee"}, "'arcee' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        (
+            "Llama",
+            {"n_routed_experts": 8},
+            "n_routed_experts = 8 is of a mixture of experts, which the decoder",
+        ),
         ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
         (
             "Llama",
@@ -148,6 +153,32 @@ def test_what_is_not_understood_is_an_error(family, change, message):
     with pytest.raises(ValueError) as error:
         from_hf_config(config_of(family, **change))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "family, parts",
+    [
+        ("Mixtral", ["a mixture of experts (num_local_experts = 8)"]),
+        ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
+        ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
+        ("GptOss", ["sinks of attention", "a mixture of experts"]),
+        ("Qwen3Next", ["linear attention", "a mixture of experts"]),
+        ("Mamba", ["state space layers"]),
+        ("RecurrentGemma", ["recurrent layers"]),
+        ("Bert", ["attention that looks ahead"]),
+        ("T5", ["an encoder (is_encoder_decoder = True)"]),
+        (
+            "Gemma3",
+            ["images (vision_config)", "its text_config is of gemma3_text, so a folder of that alone"],
+        ),
+        ("OPT", ["ReLU, learned positions that begin at 2"]),
+    ],
+)
+def test_a_family_that_is_not_built_is_refused_by_what_it_has(family, parts):
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    with pytest.raises(ValueError, match=f"model_type = '{config['model_type']}' is not built here") as error:
+        from_hf_config(config)
+    assert all(part in str(error.value) for part in parts), error.value
 
 
 def test_all_errors_come_at_once_and_fields_can_be_set_aside():
