@@ -85,8 +85,7 @@ def test_what_transformers_4_writes_of_generation_changes_nothing():
 
 
 def config_of(family: str, **changes) -> dict:
-    sizes = {"Llama": LLAMA, "Qwen2": LLAMA, "Mistral": LLAMA, "Phi3": LLAMA, "GPT2": GPT2, "Bloom": BLOOM}
-    values = {**sizes, "GPTNeoX": NEOX, "Falcon": FALCON}[family]
+    values = {"GPT2": GPT2, "Bloom": BLOOM, "GPTNeoX": NEOX, "Falcon": FALCON}.get(family, LLAMA)
     return {**getattr(transformers, f"{family}Config")(**values).to_dict(), **changes}
 
 
@@ -136,8 +135,25 @@ def config_of(family: str, **changes) -> dict:
             {"auto_map": {}},
             "is custom code, which is not run (--accept-field NAME sets a field aside",
         ),
-        ("Qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with sliding_att"),
+        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "needs use_sliding_window"),
+        ("Qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types with chunked_attention is not"),
+        ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, and num_hidden_layers = 2"),
+        ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers has 1 layers, and num_hidden_layers = 2"),
+        (
+            "Gemma3Text",
+            {"attn_logit_softcapping": 9.0},
+            "attn_logit_softcapping = 9.0 is not supported (only",
+        ),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("Gemma2", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported (only gelu"),
+        ("Gemma2", {"sliding_window": None}, "layer_types with sliding_attention needs sliding_window"),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_type": "yarn"}}},
+            "yarn",
+        ),
+        ("Olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "transformers 4 and 5 differ on layers with"),
+        ("Olmo3", {"rope_parameters": None}, "rope_theta is missing"),
         ("Qwen2", {"use_mrope": True}, "use_mrope = True is not supported (only False)"),
         ("GPT2", {"add_cross_attention": True}, "add_cross_attention = True"),
         ("GPT2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported (only gelu"),
@@ -238,7 +254,7 @@ def test_what_an_absent_field_means_and_which_may_not_be():
         ("llama", {"normalization": "LayerNorm"}, "the nearest is llama, without --normalization LayerNorm"),
         ("llama", {"kv_channels": 20, "hidden_size": 46, "ffn_hidden_size": 80}, "mistral"),
         ("olmo2", {"kv_channels": 16}, "the nearest is olmo2, without --kv-channels 16"),
-        ("falcon", {"transformer_block_type": "sequential", "num_query_groups": 2}, "--num-query-groups 2"),
+        ("falcon", {"transformer_block_type": "sequential", "num_query_groups": 2}, "has it as starcoder2"),
         ("falcon", {"num_query_groups": 2}, "falcon"),
         ("gpt_neox", {"add_bias_linear": False}, "without --add-bias-linear off"),
         (
@@ -278,6 +294,18 @@ def test_verification_keeps_the_choices_of_a_family():
     kept = ("qk_norm", "transformer_block_type", "sliding_window", "position_embedding_type")
     assert all(getattr(small, name) == getattr(config.model, name) for name in kept)
     assert small.norm_epsilon == 1e-2
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+@pytest.mark.parametrize("length, longer", [(4096, False), (8192, True)])
+def test_verification_keeps_the_side_of_the_original_length(scaling, length, longer):
+    line = f"--rotary-scaling {scaling} --rotary-original-max-position 4096 --kv-channels 16 --rotary-percent 0.5"
+    if scaling == "longrope":
+        line += " --rotary-short-factor 1,1,2,2 --rotary-long-factor 2,2,8,8"
+    small = shrink(run(f"--model-family phi3 --seq-length {length} {line}"), WORLD, 8, 3).config.model
+    assert (small.seq_length > small.rotary_original_max_position) == longer
+    assert len(small.rotary_long_factor or ()) == (small.rotary_channels // 2 if scaling == "longrope" else 0)
+    assert small.rotary_channels >= (4 if scaling == "dynamic" else 2)
 
 
 def test_a_configuration_stored_before_these_options_is_read():

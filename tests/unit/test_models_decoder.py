@@ -20,11 +20,6 @@ from megazero.models.positions import Documents, Positions
 from megazero.models.rotary import rotary_frequencies, rotary_tables
 from megazero.tp import TensorParallel
 
-
-def frequencies(config, length=8):
-    return rotary_frequencies(config, layer_kind(config, 0), length)
-
-
 SIZES = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -209,7 +204,12 @@ def test_names_units_and_sets(family, tied):
     assert all(p.local_shape == tuple(parameters[name].shape) for name, p in placements.items())
     assert decoder.partial_gradients() == decoder.replicated_parameters()
     whole = Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
-    own = {"qwen3": ("q_norm", "k_norm"), "falcon": ("k_proj", "v_proj")}  # of its own heads, or shared ones
+    norms = ("q_norm", "k_norm")
+    own = {
+        "qwen3": norms,
+        "gemma3": norms,
+        "falcon": ("k_proj", "v_proj"),
+    }  # of its own heads, or shared ones
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
     heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
@@ -241,7 +241,7 @@ def test_parameter_count_and_flops(family):
         decoder(*batch()).sum().backward()
     # The counter takes whole score matrices where the formula takes the causal half: leave attention out.
     counted = counter.get_flop_counts()["Global"]
-    attention = sum(v for op, v in counted.items() if "attention" in str(op))
+    attention = sum(v for op, v in counted.items() if "attention" in str(op) or "bmm" in str(op))
     formula = training_flops(config, [16, 16])
     half_attention = 6 * config.query_projection_size * config.num_layers * 2 * 16 * 16
     assert sum(counted.values()) - attention == formula - half_attention
@@ -278,7 +278,7 @@ def test_rotary_tables_are_fp64_and_scaled():
 
     def ratio(kind, length=0, **changes):
         scaled = dataclasses.replace(plain, rotary_scaling=kind, rotary_scaling_factor=8.0, **changes)
-        return frequencies(scaled, length) / frequencies(plain, length)
+        return rotary_frequencies(scaled, length) / rotary_frequencies(plain, length)
 
     torch.testing.assert_close(ratio("linear"), torch.full((32,), 1 / 8, dtype=torch.float64))
     for kind in ("llama3", "yarn"):
@@ -291,8 +291,7 @@ def test_rotary_tables_are_fp64_and_scaled():
     lists = {"rotary_short_factor": (2.0,) * 32, "rotary_long_factor": (4.0,) * 32}
     assert {ratio("longrope", n, **lists)[5].item() for n in (1, 8192)} == {0.5}
     assert ratio("longrope", 8193, **lists)[5].item() == 0.25
-    longrope = dataclasses.replace(plain, rotary_scaling="longrope", **lists)
-    cos, _ = rotary_tables(longrope, layer_kind(longrope, 0), 4)
+    cos, _ = rotary_tables(dataclasses.replace(plain, rotary_scaling="longrope", **lists), 4)
     assert cos[0, 0].item() == pytest.approx((1 + math.log(8) / math.log(8192)) ** 0.5)
 
     positions = Positions(make("llama"), TensorParallel())
@@ -336,7 +335,8 @@ def test_the_sample_and_not_its_documents_decides_a_scaling_by_length():
     config = make("llama", rotary_scaling="longrope", rotary_original_max_position=8, **lists)
     x = torch.randn(12, 2, 4, 12, dtype=torch.float64)
     ids = torch.arange(12).remainder(6).expand(2, -1)
-    positions, kind = Positions(config, TensorParallel()), layer_kind(config, 0)
+    positions = Positions(config, TensorParallel())
+    kind = layer_kind(positions.config, 0)
     long, packed = positions.rotate(x, kind), positions.rotate(x, kind, Documents(position_ids=ids))
     assert torch.equal(long[:6], packed[:6]) and not torch.equal(positions.rotate(x[:6], kind), packed[:6])
 
