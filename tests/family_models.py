@@ -127,14 +127,6 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
     "phi3": ("Phi3", LLAMA),
     "phi3-partial-window": ("Phi3", {**LLAMA, "rope_parameters": PARTIAL_ROPE, "sliding_window": 5}),
-    "phi3-longrope-short": (
-        "Phi3",
-        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
-    ),
-    "phi3-longrope-long": (
-        "Phi3",
-        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
-    ),
     "olmo3": (
         "Olmo3",
         {**NORMED, "sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPE},
@@ -162,6 +154,14 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": True},
     ),
     "glm4": ("Glm4", {**GLM, "rms_norm_eps": 1e-2}),
+    "phi3-longrope-short": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "phi3-longrope-long": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
     "granite": ("Granite", {**LLAMA, **MULTIPLIERS}),
     "granite-biases-tied": (
         "Granite",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,13 +74,14 @@ class Positions:
 
     def rotate(self, x: Tensor, kind: LayerKind, documents: Documents | None = None) -> Tensor:
         """Apply rotary positions to x [s, b, heads, d]. They are 0 .. s-1 unless ``documents`` says others. The
-        tables are computed in fp64; layers with the same base and scaling share them. A scaling that depends on the
-        length depends on s, not on documents.
+        tables are computed in fp64. A scaling that depends on the length depends on s, not on documents. Layers with
+        the same base and scaling share them.
         """
         name = ("rope", kind.rotary_base, kind.rotary_scaling)
 
         def tables(length: int) -> list[Tensor]:
-            return [table[:, None, None].to(x) for table in rotary_tables(self.config, kind, length)]
+            own = replace(self.config, rotary_base=kind.rotary_base, rotary_scaling=kind.rotary_scaling)
+            return [table[:, None, None].to(x) for table in rotary_tables(own, length)]
 
         own = self._cached(name, x, tables)
         if documents is not None and documents.position_ids is not None:

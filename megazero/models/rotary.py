@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megazero.config.model.section import ModelConfig
-from megazero.families.layer_kinds import LayerKind
 
 # Of unscaled frequencies, fp64 [rotary_channels / 2], and the length of the sample.
 _Scaling = Callable[[ModelConfig, Tensor, int], Tensor]
@@ -69,11 +68,10 @@ _SCALINGS: Mapping[str, _Scaling] = {
 }
 
 
-def rotary_frequencies(config: ModelConfig, kind: LayerKind, length: int) -> Tensor:
+def rotary_frequencies(config: ModelConfig, length: int) -> Tensor:
     """Return the radians per position of each pair of a head's rotary channels, fp64 [rotary_channels / 2].
 
-    ``kind`` says the base and the scaling of its layers. A scaling stretches positions beyond the original length,
-    which was trained before:
+    rotary_scaling stretches positions beyond the original length, which was trained before:
 
     - "linear" divides positions by the factor (Chen et al. 2023).
     - "dynamic" enlarges the base in samples above the original length: the slowest pair turns
@@ -88,23 +86,21 @@ def rotary_frequencies(config: ModelConfig, kind: LayerKind, length: int) -> Ten
     ``length`` is that of the samples, in tokens. It matters to "dynamic" and "longrope" alone.
     """
     pairs = torch.arange(0, config.rotary_channels, 2, dtype=torch.float64)
-    frequencies = kind.rotary_base ** (-pairs / config.rotary_channels)
-    return _SCALINGS[kind.rotary_scaling](config, frequencies, length)
+    frequencies = config.rotary_base ** (-pairs / config.rotary_channels)
+    return _SCALINGS[config.rotary_scaling](config, frequencies, length)
 
 
-def attention_factor(config: ModelConfig, scaling: str) -> float:
+def attention_factor(config: ModelConfig) -> float:
     """Return the factor of the cosines and sines, so of rotated queries and keys: 1 without yarn and longrope.
 
     The default is as in Peng et al. (2023), section 3.4, for yarn, and as in Phi-3 for longrope.
     """
-    factor = config.rotary_scaling_factor
-    if scaling not in ("yarn", "longrope"):
-        return 1.0
+    factor, kind = config.rotary_scaling_factor, config.rotary_scaling
     if config.rotary_attention_factor is not None:
         return config.rotary_attention_factor
-    if factor <= 1:
+    if factor <= 1 or kind not in ("yarn", "longrope"):
         return 1.0
-    if scaling == "longrope":
+    if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(config.rotary_original_max_position))
     up, down = (
         0.1 * scale * math.log(factor) + 1 for scale in (config.yarn_mscale, config.yarn_mscale_all_dim)
@@ -112,11 +108,11 @@ def attention_factor(config: ModelConfig, scaling: str) -> float:
     return up / down
 
 
-def rotary_tables(config: ModelConfig, kind: LayerKind, length: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of positions 0 .. length - 1, fp64 [length, rotary_channels / 2]."""
-    frequencies = rotary_frequencies(config, kind, length)
+    frequencies = rotary_frequencies(config, length)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-    factor = attention_factor(config, kind.rotary_scaling)
+    factor = attention_factor(config)
     return angles.cos() * factor, angles.sin() * factor
 
 

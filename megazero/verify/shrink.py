@@ -176,6 +176,7 @@ def _model(config: RunConfig, tp: int, pp: int) -> dict[str, Any]:
         "ffn_hidden_size": tp * like(m.ffn_hidden_size // full_tp, -(-5 * hidden // (2 * tp))),
         "seq_length": length,
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
+        **_rotary(m, width, length),
         **_vocabulary(config, tp),
         **_kinds(m, sum(stage_layers(config, pp))),
         **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
@@ -189,6 +190,18 @@ def _kinds(model: ModelConfig, layers: int) -> dict[str, Any]:
     return some_layers(model, [firsts[i % len(firsts)] for i in range(layers)])
 
 
+def _rotary(m: ModelConfig, width: int, length: int) -> dict[str, Any]:
+    """Keep on which side of the original length samples are, and as many divisors as there are pairs."""
+    values: dict[str, Any] = {}
+    if m.rotary_scaling in ("dynamic", "longrope") and m.seq_length > m.rotary_original_max_position:
+        values["rotary_original_max_position"] = length // 2
+    pairs = int(width * m.rotary_percent) // 2
+    for name in ("rotary_short_factor", "rotary_long_factor"):
+        if divisors := getattr(m, name):
+            values[name] = tuple(divisors[i * len(divisors) // pairs] for i in range(pairs))
+    return values
+
+
 def _head_width(config: RunConfig) -> int:
     """Choose a head width that is odd or even as the configuration's is.
 
@@ -198,8 +211,10 @@ def _head_width(config: RunConfig) -> int:
     widths = count(HEAD + m.kv_channels % 2, 2)
     if m.position_embedding_type != "rope":
         return next(widths)
-    turned = ((width, int(width * m.rotary_percent)) for width in widths)
-    return next(width for width, channels in turned if channels and channels % 2 == 0)
+    turned, least = ((width, int(width * m.rotary_percent)) for width in widths), 2
+    if m.rotary_scaling == "dynamic":
+        least = 4
+    return next(width for width, channels in turned if channels >= least and channels % 2 == 0)
 
 
 def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:

@@ -92,7 +92,12 @@ def config_of(family: str, **changes) -> dict:
 @pytest.mark.parametrize(
     "family, change, message",
     [
-        ("Llama", {"model_type": "mamba"}, "'mamba' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        ("Llama", {"model_type": "arcee"}, "'arcee' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        (
+            "Llama",
+            {"n_routed_experts": 8},
+            "n_routed_experts = 8 is of a mixture of experts, which the decoder",
+        ),
         ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
         (
             "Llama",
@@ -164,6 +169,32 @@ def test_what_is_not_understood_is_an_error(family, change, message):
     with pytest.raises(ValueError) as error:
         from_hf_config(config_of(family, **change))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "family, parts",
+    [
+        ("Mixtral", ["a mixture of experts (num_local_experts = 8)"]),
+        ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
+        ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
+        ("GptOss", ["sinks of attention", "a mixture of experts"]),
+        ("Qwen3Next", ["linear attention", "a mixture of experts"]),
+        ("Mamba", ["state space layers"]),
+        ("RecurrentGemma", ["recurrent layers"]),
+        ("Bert", ["attention that looks ahead"]),
+        ("T5", ["an encoder (is_encoder_decoder = True)"]),
+        (
+            "Gemma3",
+            ["images (vision_config)", "its text_config is of gemma3_text, so a folder of that alone"],
+        ),
+        ("OPT", ["ReLU, learned positions that begin at 2"]),
+    ],
+)
+def test_a_family_that_is_not_built_is_refused_by_what_it_has(family, parts):
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    with pytest.raises(ValueError, match=f"model_type = '{config['model_type']}' is not built here") as error:
+        from_hf_config(config)
+    assert all(part in str(error.value) for part in parts), error.value
 
 
 def test_all_errors_come_at_once_and_fields_can_be_set_aside():
@@ -263,6 +294,18 @@ def test_verification_keeps_the_choices_of_a_family():
     kept = ("qk_norm", "transformer_block_type", "sliding_window", "position_embedding_type")
     assert all(getattr(small, name) == getattr(config.model, name) for name in kept)
     assert small.norm_epsilon == 1e-2
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+@pytest.mark.parametrize("length, longer", [(4096, False), (8192, True)])
+def test_verification_keeps_the_side_of_the_original_length(scaling, length, longer):
+    line = f"--rotary-scaling {scaling} --rotary-original-max-position 4096 --kv-channels 16 --rotary-percent 0.5"
+    if scaling == "longrope":
+        line += " --rotary-short-factor 1,1,2,2 --rotary-long-factor 2,2,8,8"
+    small = shrink(run(f"--model-family phi3 --seq-length {length} {line}"), WORLD, 8, 3).config.model
+    assert (small.seq_length > small.rotary_original_max_position) == longer
+    assert len(small.rotary_long_factor or ()) == (small.rotary_channels // 2 if scaling == "longrope" else 0)
+    assert small.rotary_channels >= (4 if scaling == "dynamic" else 2)
 
 
 def test_a_configuration_stored_before_these_options_is_read():

@@ -20,11 +20,6 @@ from megazero.models.positions import Documents, Positions
 from megazero.models.rotary import rotary_frequencies, rotary_tables
 from megazero.tp import TensorParallel
 
-
-def frequencies(config, length=8):
-    return rotary_frequencies(config, layer_kind(config, 0), length)
-
-
 SIZES = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -328,7 +323,7 @@ def test_rotary_tables_are_fp64_and_scaled():
 
     def ratio(kind, length=0, **changes):
         scaled = dataclasses.replace(plain, rotary_scaling=kind, rotary_scaling_factor=8.0, **changes)
-        return frequencies(scaled, length) / frequencies(plain, length)
+        return rotary_frequencies(scaled, length) / rotary_frequencies(plain, length)
 
     torch.testing.assert_close(ratio("linear"), torch.full((32,), 1 / 8, dtype=torch.float64))
     for kind in ("llama3", "yarn"):
@@ -341,8 +336,7 @@ def test_rotary_tables_are_fp64_and_scaled():
     lists = {"rotary_short_factor": (2.0,) * 32, "rotary_long_factor": (4.0,) * 32}
     assert {ratio("longrope", n, **lists)[5].item() for n in (1, 8192)} == {0.5}
     assert ratio("longrope", 8193, **lists)[5].item() == 0.25
-    longrope = dataclasses.replace(plain, rotary_scaling="longrope", **lists)
-    cos, _ = rotary_tables(longrope, layer_kind(longrope, 0), 4)
+    cos, _ = rotary_tables(dataclasses.replace(plain, rotary_scaling="longrope", **lists), 4)
     assert cos[0, 0].item() == pytest.approx((1 + math.log(8) / math.log(8192)) ** 0.5)
 
     positions = Positions(make("llama"), TensorParallel())
@@ -386,7 +380,8 @@ def test_the_sample_and_not_its_documents_decides_a_scaling_by_length():
     config = make("llama", rotary_scaling="longrope", rotary_original_max_position=8, **lists)
     x = torch.randn(12, 2, 4, 12, dtype=torch.float64)
     ids = torch.arange(12).remainder(6).expand(2, -1)
-    positions, kind = Positions(config, TensorParallel()), layer_kind(config, 0)
+    positions = Positions(config, TensorParallel())
+    kind = layer_kind(positions.config, 0)
     long, packed = positions.rotate(x, kind), positions.rotate(x, kind, Documents(position_ids=ids))
     assert torch.equal(long[:6], packed[:6]) and not torch.equal(positions.rotate(x[:6], kind), packed[:6])
 

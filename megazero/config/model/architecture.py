@@ -10,6 +10,7 @@ from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, section_options, show
 from megazero.families import FAMILIES, Family
 from megazero.families.layer_kinds import layer_kinds
+from megazero.families.missing import missing
 
 # They are not part of the function that a model computes.
 _NOT_COMPARED = (
@@ -34,7 +35,11 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = config.get("model_type")
     if kind not in known:
-        raise ValueError(f"model_type = {kind!r} is none of {', '.join(known)}")
+        parts, inner = missing(config), config.get("text_config")
+        why = f"is not built here: it has {', '.join(parts)}; built are" if parts else "is none of"
+        text = inner.get("model_type") if isinstance(inner, Mapping) else None
+        more = f" (its text_config is of {text}, so a folder of that alone is read)" if text in known else ""
+        raise ValueError(f"model_type = {kind!r} {why} {', '.join(known)}{more}")
     return _read(known[kind], config, accept, options)
 
 
