@@ -37,6 +37,23 @@ LLAMA3_ROPE = {
 }
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_MSCALE = {
+    **YARN,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.4,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
+YARN_FACTOR = {**YARN, "attention_factor": 1.2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 7.0]}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+MULTIPLIERS["logits_scaling"] = 1.7
+# Of 16 channels half turn. Without a partial_rotary_factor: half.
+GLM = {**LLAMA, "head_dim": 16, "eos_token_id": None}
 GPT2 = {
     "n_embd": 48,
     "n_layer": 2,
@@ -53,6 +70,21 @@ NEOX = {**SIZES, "intermediate_size": 112, "max_position_embeddings": 64, "attn_
 NEOX["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # As in verification: with a small epsilon, norms of small queries and keys are ill-conditioned.
 NORMED = {**LLAMA, "rms_norm_eps": 1e-2}
+WINDOW = {**LLAMA, "use_sliding_window": True, "sliding_window": 5}
+OLMO3_ROPE = {
+    "full_attention": {**YARN, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+GEMMA3_ROPE = {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}
+GEMMA = {
+    **NORMED,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 12,
+    "tie_word_embeddings": True,
+}
+STARCODER2 = {**LLAMA, "tie_word_embeddings": True, "norm_epsilon": 1e-4}
 # Not eager: with ALiBi, transformers 5.23 adds the biases twice there.
 FALCON = {**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa"}
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
@@ -68,19 +100,73 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama-mlp-bias": ("Llama", {**LLAMA, "mlp_bias": True}),
     "llama-rope-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
     "llama-rope-llama3": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE}),
+    "llama-rope-yarn": ("Llama", {**LLAMA, "rope_parameters": YARN}),
+    "llama-rope-dynamic": ("Llama", {**LLAMA, "rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
     "mistral": ("Mistral", {**LLAMA, "sliding_window": None, "head_dim": 16}),
-    "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 24}),
+    "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 5}),
     "qwen2": ("Qwen2", LLAMA),
+    "qwen2-yarn": ("Qwen2", {**LLAMA, "rope_parameters": YARN_MSCALE}),
     "qwen2-tied-linear": ("Qwen2", {**LLAMA, "tie_word_embeddings": True, "rope_parameters": LINEAR_ROPE}),
+    "qwen2-window": ("Qwen2", {**WINDOW, "max_window_layers": 1}),
+    "qwen3-layer-types": (
+        "Qwen3",
+        {**NORMED, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "qwen3": ("Qwen3", {**NORMED, "head_dim": 16}),
     "qwen3-biases-tied": (
         "Qwen3",
-        {**NORMED, "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+        {
+            **NORMED,
+            "rope_parameters": YARN_FACTOR,
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "olmo2": ("Olmo2", NORMED),
     "olmo2-biases": ("Olmo2", {**NORMED, "attention_bias": True, "num_key_value_heads": 4}),
     "phi3": ("Phi3", LLAMA),
-    "phi3-partial-window": ("Phi3", {**LLAMA, "rope_parameters": PARTIAL_ROPE, "sliding_window": 24}),
+    "phi3-partial-window": ("Phi3", {**LLAMA, "rope_parameters": PARTIAL_ROPE, "sliding_window": 5}),
+    "olmo3": (
+        "Olmo3",
+        {**NORMED, "sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPE},
+    ),
+    "smollm3": ("SmolLM3", {**LLAMA, "num_hidden_layers": 4}),
+    # No biases of keys: without positions they change no softmax, and their gradient is rounding alone.
+    "smollm3-window": ("SmolLM3", {**WINDOW, "no_rope_layers": [1, 0], "mlp_bias": True}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
+    "gemma2-plain": (
+        "Gemma2",
+        {**GEMMA, "layer_types": ["full_attention"] * 2, "attention_bias": True, "tie_word_embeddings": False}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": ["full_attention", "sliding_attention"]}),
+    "gemma3-linear-capped": (
+        "Gemma3Text",
+        {**GEMMA, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 1.5},
+    ),
+    "starcoder2": ("Starcoder2", {**STARCODER2, "sliding_window": 5}),
+    "starcoder2-plain": ("Starcoder2", {**STARCODER2, "use_bias": False, "hidden_act": "gelu"}),
+    "glm": ("Glm", GLM),
+    "glm-yarn-tied": (
+        "Glm",
+        {**GLM, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}, "attention_bias": False}
+        | {"tie_word_embeddings": True},
+    ),
+    "glm4": ("Glm4", {**GLM, "rms_norm_eps": 1e-2}),
+    "phi3-longrope-short": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "phi3-longrope-long": (
+        "Phi3",
+        {**LLAMA, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "granite": ("Granite", {**LLAMA, **MULTIPLIERS}),
+    "granite-biases-tied": (
+        "Granite",
+        {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 112}),
     "gpt2-pytorch-gelu": ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh"}),
@@ -126,7 +212,7 @@ def make(variant: str, **changes: Any) -> Any:
     """transformers' model of a variant, with random weights."""
     family, values = VARIANTS[variant]
     config = getattr(transformers, f"{family}Config")(**spelled({**values, **changes}))
-    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
     return getattr(transformers, head)(config)
 
 

@@ -14,7 +14,8 @@ import torch
 @contextmanager
 def in_fp64() -> Iterator[None]:
     """transformers hard-codes fp32 in its norms, softmax and rotary tables, and a GELU constant of nine digits in
-    BLOOM: inside this it runs in fp64 throughout. Models must be made inside, too."""
+    BLOOM: inside this it runs in fp64 throughout. Models must be made inside, too. The default dtype is that of
+    quotients of integers, as in dynamic rotary scaling, and of Gemma's scale of embeddings."""
     from transformers.models.bloom.modeling_bloom import BloomGelu
 
     def gelu(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,12 @@ def in_fp64() -> Iterator[None]:
         patch.object(torch.Tensor, "float", torch.Tensor.double),
         patch.object(BloomGelu, "forward", gelu),
     ):
-        yield
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(double)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def megatron_batch_sizes(size: int, micro: int, ranks: int, ramp: tuple[int, int, int] | None) -> Any:

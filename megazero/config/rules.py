@@ -223,6 +223,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ),
     (("kv_channels", "position_embedding_type", "rotary_percent"), lambda c: model_rules.rotary(c.model)),
     ((), lambda c: model_rules.mlp(c.model)),
+    (("num_layers",), lambda c: model_rules.frequencies(c.model)),
     (("qk_norm", "normalization"), lambda c: model_rules.query_key_norm(c.model)),
     (
         ("pad_vocab_size_to", "make_vocab_size_divisible_by", "tensor_model_parallel_size"),

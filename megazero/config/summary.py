@@ -9,6 +9,7 @@ from megazero.config.layout.wire import Coding, Wire, asked_for, quantizes_gradi
 from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import ZeroConfig
+from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTER, INTRA, AxisSpec, make_grid
 
 WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
@@ -16,22 +17,29 @@ WHERE = {INTRA: "inside nodes", INTER: "across nodes"}
 
 def model_summary(model: ModelConfig, tp: int) -> str:
     """Describe the architecture and its size over ``tp`` tensor-parallel ranks. The vocabulary may be unknown."""
-    m = model
+    m, kinds = model, layer_kinds(model)
+
+    def count(choice: str) -> str:
+        """Return how many layers have a choice, in words."""
+        having = sum(bool(getattr(kind, choice)) for kind in kinds)
+        return "all" if having == len(kinds) else f"{having} of {len(kinds)}"
+
     positions = {
         "learned_absolute": f"learned positions ({m.max_position_embeddings})",
         "rope": f"rotary positions (base {m.rotary_base:g}, {m.rotary_percent:g} of each head"
-        f"{f', scaling {m.rotary_scaling}' if m.rotary_scaling != 'none' else ''})",
+        f"{f', scaling {m.rotary_scaling}' if m.rotary_scaling != 'none' else ''}) in {count('rotary')} layers",
         "alibi": "ALiBi",
     }
     biases = "biases" if m.add_bias_linear else "biases of q, k, v only" if m.add_qkv_bias else "no biases"
     gelu = f"GELU ({'tanh form' if m.openai_gelu else 'exact'})"
-    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else gelu
+    activation = "SwiGLU" if m.swiglu else "relu(x)^2" if m.squared_relu else f"{'gate of ' * m.geglu}{gelu}"
     norm = f"{m.normalization} ({m.norm_epsilon:g}{', after the embedding too' if m.embed_layernorm else ''})"
     parts = [
         f"{m.model_family}: {m.num_layers} layers, hidden {m.hidden_size}, MLP {m.ffn_hidden_size}, "
         f"{m.num_attention_heads} heads of {m.kv_channels}, {m.num_query_groups} of keys and values",
         f"{positions[m.position_embedding_type]}, {norm}, {activation}, {biases}, "
         f"{'untied' if m.untie_embeddings_and_output_weights else 'tied'} embeddings",
+        *([f"window of {m.sliding_window} tokens in {count('window')} layers"] if m.sliding_window else []),
         f"dropout: hidden {m.hidden_dropout:g}, attention {m.attention_dropout:g}",
     ]
     if m.vocab_size is None:

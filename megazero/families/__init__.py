@@ -14,15 +14,20 @@ from types import MappingProxyType
 from megazero.families.bloom import BLOOM
 from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, fused_row
+from megazero.families.gemma import GEMMA2, GEMMA3
+from megazero.families.glm import GLM, GLM4
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
+from megazero.families.granite import GRANITE
 from megazero.families.huggingface import HuggingFace
 from megazero.families.llama import LLAMA
 from megazero.families.mistral import MISTRAL
-from megazero.families.olmo2 import OLMO2
+from megazero.families.olmo2 import OLMO2, OLMO3
 from megazero.families.phi3 import PHI3
 from megazero.families.qwen2 import QWEN2
 from megazero.families.qwen3 import QWEN3
+from megazero.families.smollm3 import SMOLLM3
+from megazero.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -35,13 +40,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             QWEN3,
             MISTRAL,
             OLMO2,
+            OLMO3,
+            SMOLLM3,
+            GEMMA2,
+            GEMMA3,
+            STARCODER2,
             PHI3,
+            GRANITE,
+            GLM,
+            GLM4,
             GPT_NEOX,
             FALCON,
         )
     }
 )
 # Llama's names can express every mixture of choices: what another family's names cannot is stored under them.
-(GENERAL_NAMES,) = LLAMA.names
+GENERAL_NAMES = LLAMA.names
 
 __all__ = ["FAMILIES", "GENERAL_NAMES", "Family", "HuggingFace", "TensorNames", "fused_row"]

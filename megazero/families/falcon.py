@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.families.family import FILLING_HEADS, Family, TensorNames
-from megazero.families.field_groups import ROTARY, gelu
+from megazero.families.field_groups import gelu
 from megazero.families.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.rotary_fields import ROTARY
 
 CHOICES = {"normalization": "LayerNorm", "swiglu": False}
 SEQUENTIAL, ONE_NORM, TWO_NORMS = "sequential", "parallel", "parallel-two-norms"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
-from megazero.families.field_groups import biases, gelu, rotary
+from megazero.families.field_groups import biases, gelu
 from megazero.families.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.rotary_fields import rotary
 
 CHOICES = {"position_embedding_type": "rope", "normalization": "LayerNorm", "swiglu": False}
 PARALLEL, SEQUENTIAL = "parallel-two-norms", "sequential"

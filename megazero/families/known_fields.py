@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megazero.families.missing import part_of
+
 # They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, labels of
 # classifiers, the order of sums. Patterns as of file names.
 INERT = (
@@ -32,6 +34,9 @@ INERT = (
     "classifier_dropout",
     "attention_dropout",
     "hidden_dropout",
+    "residual_dropout",
+    "embedding_dropout",
+    "scale_attention_softmax_in_fp32",
     "*_pdrop",
     "pretraining_tp",
     "slow_but_exact",
@@ -93,24 +98,18 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 # Of near relatives, by the reason.
 REFUSED = (
-    ("logit_scale", "scales the logits, which the decoder does not"),
-    ("logits_scaling", "scales the logits, which the decoder does not"),
-    ("embedding_multiplier", "scales the embedding, which the decoder does not"),
-    ("residual_multiplier", "scales the residual sums, which the decoder does not"),
+    ("logit*_scal*", "scales the logits, which this family does not here"),
+    ("embedding_multiplier", "scales the embedding, which this family does not here"),
+    ("residual_multiplier", "scales the residual sums, which this family does not here"),
     ("attention_multiplier", "scales attention otherwise than by the width of a head"),
     ("query_pre_attn_scalar", "scales attention otherwise than by the width of a head"),
     ("clip_qkv", "clips queries, keys and values, which the decoder does not"),
-    ("num_experts*", "is of a mixture of experts, which the decoder is not"),
-    ("moe_*", "is of a mixture of experts, which the decoder is not"),
-    ("n_routed_experts", "is of a mixture of experts, which the decoder is not"),
-    ("*_lora_rank", "is of latent attention, which the decoder does not have"),
-    ("attn_logit_softcapping", "caps scores, which the decoder does not"),
-    ("final_logit_softcapping", "caps logits, which the decoder does not"),
-    ("rope_local_base_freq", "gives some layers other rotary positions"),
-    ("no_rope_layer*", "takes rotary positions from some layers"),
-    ("layer_types", "gives layers another kind of attention each"),
-    ("sliding_window", "is a window of attention, which this family does not have here"),
-    ("mamba_*", "is of state space layers, which the decoder does not have"),
+    ("attn_logit_softcapping", "caps scores, which this family does not here"),
+    ("final_logit_softcapping", "caps logits, which this family does not here"),
+    ("rope_local_base_freq", "gives some layers other rotary positions, which this family does not here"),
+    ("no_rope_layer*", "takes rotary positions from some layers, which this family does not here"),
+    ("layer_types", "gives layers another kind of attention each, which this family does not here"),
+    ("sliding_window", "is a window of attention, which this family does not have"),
     ("qk_layernorm", "is a norm of queries and keys that this family does not have here"),
     ("auto_map", "is custom code, which is not run"),
 )
@@ -119,4 +118,6 @@ REFUSED = (
 def refusal(name: str) -> str:
     """Return why a field that no family's table knows is refused."""
     reasons = [reason for pattern, reason in REFUSED if fnmatchcase(name, pattern)]
+    if part := part_of(name):
+        reasons.append(f"is of {part}, which the decoder does not have")
     return reasons[0] if reasons else "is not known here, and may change what the model computes"

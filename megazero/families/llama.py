@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megazero.families.family import Family, TensorNames
-from megazero.families.field_groups import ROTARY, WHOLE_HEADS, biases
+from megazero.families.field_groups import WHOLE_HEADS, biases
 from megazero.families.huggingface import HuggingFace
+from megazero.families.rotary_fields import ROTARY
 
 DEFAULTS = {
     "position_embedding_type": "rope",
@@ -39,6 +42,13 @@ NAMES = TensorNames(
         "mlp.down_proj": "mlp.down_proj",
         "mlp_output_norm": "post_feedforward_layernorm",
     },
+    needs={"transformer_block_type": ("sequential", "parallel", "parallel-two-norms", "output-norm")},
+)
+# Of the four norms of a layer (Gemma 2 and 3), the one before the MLP has another name.
+SANDWICH_NAMES = replace(
+    NAMES,
+    layer={**NAMES.layer, "mlp_norm": "pre_feedforward_layernorm"},
+    needs={"transformer_block_type": "sandwich"},
 )
 FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -56,7 +66,7 @@ SILU = {"hidden_act": ("silu",)}
 LLAMA = Family(
     name="llama",
     defaults=DEFAULTS,
-    names=(NAMES,),
+    names=(NAMES, SANDWICH_NAMES),
     hugging_face=HuggingFace(
         "llama",
         "LlamaForCausalLM",

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.field_groups import ROTARY
-from megazero.families.huggingface import FieldGroup, HuggingFace
+from megazero.families.huggingface import HuggingFace
+from megazero.families.layer_groups import window
+from megazero.families.rotary_fields import ROTARY
 
-WINDOW = FieldGroup(
-    ("sliding_window",),
-    lambda config: {"sliding_window": config.get("sliding_window", 4096)},
-    lambda options: {"sliding_window": options.sliding_window},
-)
 MISTRAL = Family(
     name="mistral",
     defaults=llama.DEFAULTS,
@@ -23,6 +19,6 @@ MISTRAL = Family(
         absent={**llama.ABSENT, "num_query_groups": 8, "max_position_embeddings": 131072},
         tied=False,
         only=llama.SILU,
-        groups=(ROTARY, WINDOW),
+        groups=(ROTARY, window(4096)),
     ),
 )

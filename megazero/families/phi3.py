@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megazero.families import llama
 from megazero.families.family import FILLING_HEADS, Family
-from megazero.families.field_groups import rotary
-from megazero.families.huggingface import FieldGroup, HuggingFace
+from megazero.families.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.layer_groups import window
+from megazero.families.rotary_fields import rotary
 
 NAMES = replace(
     llama.NAMES,
@@ -24,7 +26,7 @@ NAMES = replace(
     },
     needs={
         "position_embedding_type": "rope",
-        "rotary_scaling": "none",
+        "rotary_scaling": ("none", "longrope"),
         "normalization": "RMSNorm",
         "swiglu": True,
         "add_bias_linear": False,
@@ -36,12 +38,29 @@ NAMES = replace(
     },
     equal=FILLING_HEADS,
 )
-WINDOW = FieldGroup(
-    # The original length scales longrope alone, which rotary positions refuse.
-    ("sliding_window", "original_max_position_embeddings"),
-    lambda config: {"sliding_window": config.get("sliding_window")},
-    lambda options: {"sliding_window": options.sliding_window},
-)
+_ROTARY = rotary(share="partial_rotary_factor")
+
+
+def _read_rotary(config: Config) -> dict[str, Any]:
+    """Return the options of rotary positions, whose only scaling is longrope, under its older names, too."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
+        config = {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}
+    read = _ROTARY.read({"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, **config})
+    if read["rotary_scaling"] not in ("none", "longrope"):
+        raise ValueError(f"rope_type = {read['rotary_scaling']!r} is none of default, longrope")
+    return read
+
+
+def _write_rotary(options: Any) -> dict[str, Any]:
+    """Return the fields of rotary positions. transformers 4 takes exactly three for longrope."""
+    fields = _ROTARY.write(options)
+    if scaling := fields["rope_scaling"]:
+        factors = {name: scaling.get(name) for name in ("short_factor", "long_factor")}
+        fields["rope_scaling"] = {"type": scaling["rope_type"], **factors}
+    return fields
+
+
 PHI3 = Family(
     name="phi3",
     defaults=llama.DEFAULTS,
@@ -53,6 +72,6 @@ PHI3 = Family(
         absent={"num_query_groups": None, "max_position_embeddings": 4096, "norm_epsilon": 1e-5},
         tied=False,
         only=llama.SILU,
-        groups=(rotary(share="partial_rotary_factor"), WINDOW),
+        groups=(FieldGroup(_ROTARY.names, _read_rotary, _write_rotary), window(None)),
     ),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megazero.families import llama
 from megazero.families.family import Family
-from megazero.families.field_groups import NO_WINDOW, ROTARY
 from megazero.families.huggingface import HuggingFace
+from megazero.families.layer_groups import SWITCHED_WINDOWS
+from megazero.families.rotary_fields import ROTARY
 
 ABSENT = {**llama.ABSENT, "num_query_groups": 32, "max_position_embeddings": 32768}
 QWEN2 = Family(
@@ -19,6 +20,6 @@ QWEN2 = Family(
         absent=ABSENT,
         tied=False,
         only=llama.SILU,
-        groups=(ROTARY, NO_WINDOW),
+        groups=(ROTARY, SWITCHED_WINDOWS),
     ),
 )

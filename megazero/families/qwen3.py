@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from megazero.families import llama, qwen2
 from megazero.families.family import Family
-from megazero.families.field_groups import NO_WINDOW, ROTARY, biases
+from megazero.families.field_groups import biases
 from megazero.families.huggingface import HuggingFace
+from megazero.families.layer_groups import SWITCHED_WINDOWS
+from megazero.families.rotary_fields import ROTARY
 
 QWEN3 = Family(
     name="qwen3",
@@ -18,6 +20,6 @@ QWEN3 = Family(
         absent={**qwen2.ABSENT, "kv_channels": 128},
         tied=False,
         only=llama.SILU,
-        groups=(biases(mlp=False), ROTARY, NO_WINDOW),
+        groups=(biases(mlp=False), ROTARY, SWITCHED_WINDOWS),
     ),
 )

@@ -8,6 +8,7 @@ with the same values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key
+from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key, soft_cap
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
@@ -58,13 +59,10 @@ class Embedding(nn.Module):
         self, tokens: Tensor, dropout_key: int | None = None, documents: Documents | None = None
     ) -> Tensor:
         """Embed tokens, int [b, s]. Returns [s, b, h], or [s / size, b, h] under sequence parallel."""
-        length, window = tokens.shape[1], self.config.sliding_window
-        if window is not None and length > window:
-            raise ValueError(
-                f"sequence length {length} exceeds sliding_window {window}, within which attention is causal; "
-                "shorten the sequence"
-            )
-        x = self.tokens(tokens.t())
+        length = tokens.shape[1]
+        x = _scaled(self.tokens(tokens.t()), self.config.embedding_multiplier)
+        if self.config.scale_embeddings:
+            x = x * torch.tensor(math.sqrt(self.config.hidden_size), dtype=x.dtype).item()
         if self.positions is not None:
             if length > self.positions.shape[0]:
                 raise ValueError(
@@ -94,7 +92,7 @@ class Head(nn.Module):
         self, config: ModelConfig, tp: TensorParallel, tied: nn.Parameter | None, **factory: Any
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.config, self.tp = config, tp
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
@@ -107,7 +105,10 @@ class Head(nn.Module):
         Returns the loss of each token [b, s] in at least fp32. Without labels it returns this rank's part of the
         padded vocabulary's logits, [b, s, rows].
         """
-        (logits,) = column_parallel(self.norm(x), [(self.weight, None)], self.tp)
+        x = _scaled(self.norm(x), 1 / self.config.logits_scaling)  # narrower than the logits
+        (logits,) = column_parallel(x, [(self.weight, None)], self.tp)
+        if self.config.final_logit_softcapping:
+            logits = soft_cap(logits, self.config.final_logit_softcapping)
         if labels is None:
             return logits.transpose(0, 1)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp).t()
@@ -282,6 +283,10 @@ class Decoder(nn.Module):
         Learned positions are not among them.
         """
         return {_EMBEDDING_WEIGHT, "head.weight"} & {name for name, _ in self.named_parameters()}
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:

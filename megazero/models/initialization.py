@@ -50,11 +50,12 @@ def _normal(seed: int, placement: Placement) -> Tensor:
 def init_tensor(config: ModelConfig, seed: int, name: str, placement: Placement) -> Tensor:
     """Return the local fp32 tensor of parameter ``name``.
 
-    Biases are 0 and norms 1. Weights are normal with ``init_method_std``. For those that write to the residual
-    (o_proj, down_proj) it is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3; Megatron's default).
+    Biases are 0, and norms multiply by 1. Weights are normal with ``init_method_std``. For those that write to the
+    residual (o_proj, down_proj) it is divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3;
+    Megatron's default).
     """
     if len(placement.local_shape) == 1:
-        value = 0.0 if name.endswith(".bias") else 1.0
+        value = 0.0 if name.endswith(".bias") or config.apply_layernorm_1p else 1.0
         return torch.full(placement.local_shape, value, dtype=torch.float32, device="cpu")
     output = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = config.init_method_std / math.sqrt(2 * config.num_layers) if output else config.init_method_std

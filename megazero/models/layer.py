@@ -24,7 +24,8 @@ from torch.backends import cuda
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.models.norm import RMSNorm, split_rms_norm
+from megazero.families.layer_kinds import LayerKind, layer_kind, layer_kinds
+from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
 from megazero.models.positions import Documents, Positions
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
@@ -35,8 +36,14 @@ _ATTENTION, _ATTENTION_OUTPUT, _MLP_OUTPUT = range(3)
 
 def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> nn.Module:
     """Return the configuration's norm over ``size`` elements, which is the hidden dim if it is not given."""
-    kind = RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-    return kind(config.hidden_size if size is None else size, config.norm_epsilon, **factory)
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    size = config.hidden_size if size is None else size
+    return kind(size, config.norm_epsilon, one_plus=config.apply_layernorm_1p, **factory)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap x tanh(x / cap), which lies between -cap and cap (Bello et al. 2017; Gemma Team 2024)."""
+    return (x / cap).tanh() * cap
 
 
 @contextmanager
@@ -100,11 +107,19 @@ def math_note(
     if device.type == "cpu":
         return None
     heads = tp.share(config.num_attention_heads, "num_attention_heads")
-    q = torch.zeros(64, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
-    packed = Documents(starts=torch.zeros(1, 64, dtype=torch.int64, device=device)) if documents else None
-    mask = Positions(config, tp).mask(q, packed)
+    if config.attn_logit_softcapping:
+        return (
+            "attention keeps matrices of length x length per head: no fused kernel of torch caps scores "
+            f"(--attn-logit-softcapping {config.attn_logit_softcapping:g}); --recompute-granularity selective keeps "
+            "those of one layer at a time"
+        )
+    length = min(64, config.seq_length)
+    q = torch.zeros(length, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
+    packed = Documents(starts=torch.zeros(1, length, dtype=torch.int64, device=device)) if documents else None
+    positions = Positions(config, tp)
+    masks = [positions.mask(q, kind, packed) for kind in dict.fromkeys(layer_kinds(config))]
     q = q.permute(1, 2, 0, 3)
-    if fused(q, q, q, mask, config.attention_dropout):
+    if all(fused(q, q, q, mask, config.attention_dropout) for mask in masks):
         return None
     biased = " with ALiBi" if config.position_embedding_type == "alibi" else ""
     biased += " within documents" if documents else ""
@@ -122,10 +137,17 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, tp: TensorParallel, positions: Positions, recompute: str, **factory: Any
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        positions: Positions,
+        kind: LayerKind,
+        recompute: str,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.positions, self.recompute = config, tp, positions, recompute
+        self.config, self.tp, self.positions, self.kind = config, tp, positions, kind
+        self.recompute = recompute
         h, bias = config.hidden_size, config.qkv_bias
         self.q_proj = ColumnParallelLinear(h, config.query_projection_size, tp, bias=bias, **factory)
         keys = max(config.num_query_groups, tp.size) * config.kv_channels  # of all ranks, copies counted
@@ -161,13 +183,14 @@ class Attention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
         """``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d]. Returns [s, b, heads * d]."""
-        if self.config.position_embedding_type == "rope":
-            q, k = self.positions.rotate(q, documents), self.positions.rotate(k, documents)
-        mask = self.positions.mask(q, documents)
+        if self.kind.rotary:
+            q, k = (self.positions.rotate(x, self.kind, documents) for x in (q, k))
+        mask = self.positions.mask(q, self.kind, documents)
+        cap = self.config.attn_logit_softcapping
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         probability = self.config.attention_dropout if key is not None else 0.0
         repeat = q.shape[1] // k.shape[1]
-        grouped = repeat > 1 and q.is_cuda and fused(q, k, v, mask, probability)
+        grouped = repeat > 1 and q.is_cuda and not cap and fused(q, k, v, mask, probability)
         if repeat > 1 and not grouped:
             # On a GPU so that a fused kernel runs: without copies fp32 and ALiBi mostly fall to the math kernel.
             # On the CPU copies are as fast as enable_gqa in fp32 (261 and 256 ms) and faster in bf16
@@ -175,8 +198,18 @@ class Attention(nn.Module):
             k, v = (t.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for t in (k, v))
 
         def attend() -> Tensor:
+            if cap:
+                assert mask is not None
+                return _capped_attention(q, k, v, mask, self.config.attention_scale, cap, probability)
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=probability, is_causal=mask is None, enable_gqa=grouped
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=probability,
+                is_causal=mask is None,
+                scale=self.config.softmax_scale,
+                enable_gqa=grouped,
             )
 
         if key is None or probability == 0:
@@ -187,36 +220,52 @@ class Attention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, dropout: float
+) -> Tensor:
+    """Return attention whose scores are scaled and capped before the additive ``mask``. All are [b, heads, s, d].
+
+    Scores are capped and normalised in at least fp32.
+    """
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+    weights = (soft_cap(scores * scale, cap) + mask).softmax(-1).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
 class FeedForward(nn.Module):
-    """Computes SwiGLU (Shazeer 2020), down(silu(gate(x)) * up(x)), or down(f(up(x))), where f is GELU (exact or by
-    tanh) or relu(x)^2 (So et al. 2021)."""
+    """Computes down(f(gate(x)) * up(x)), where f is SiLU or GELU (SwiGLU and GEGLU, Shazeer 2020), or down(f(up(x))),
+    where f is GELU or relu(x)^2 (So et al. 2021). GELU is exact or by tanh."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
-        self.tp, self.squared_relu = tp, config.squared_relu
-        self.approximate = "tanh" if config.openai_gelu else "none"
+        self.tp, self.config = tp, config
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        self.gate_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.swiglu else None
+        self.gate_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory) if config.gated_mlp else None
         self.up_proj = ColumnParallelLinear(h, ffn, tp, bias=bias, **factory)
         self.down_proj = RowParallelLinear(ffn, h, tp, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         if self.gate_proj is None:
-            up = self.up_proj(x)
-            return self.down_proj(
-                F.relu(up).square() if self.squared_relu else F.gelu(up, approximate=self.approximate)
-            )
+            return self.down_proj(self._activation(self.up_proj(x)))
         linears = [(m.weight, m.bias) for m in (self.gate_proj, self.up_proj)]
         gate, up = column_parallel(x, linears, self.tp)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self._activation(gate) * up)
+
+    def _activation(self, x: Tensor) -> Tensor:
+        if self.config.swiglu:
+            return F.silu(x)
+        if self.config.squared_relu:
+            return F.relu(x).square()
+        return F.gelu(x, approximate="tanh" if self.config.openai_gelu else "none")
 
 
 class DecoderLayer(nn.Module):
     """Computes x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Parallel blocks (Wang and Komatsuzaki 2021) compute x + attention(norm(x)) + feed_forward(norm(x)), with one norm
-    for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)).
+    for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)); with
+    norms on both sides (Ding et al. 2021), x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))).
 
     ``index`` is the layer's number in the whole model (part of its dropout keys). ``recompute`` is as in Decoder.
     """
@@ -238,7 +287,7 @@ class DecoderLayer(nn.Module):
             return make_norm(config, **factory) if held else None
 
         self.input_norm = norm("input_norm")
-        self.attention = Attention(config, tp, positions, recompute, **factory)
+        self.attention = Attention(config, tp, positions, layer_kind(config, index), recompute, **factory)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = FeedForward(config, tp, **factory)
@@ -258,17 +307,19 @@ class DecoderLayer(nn.Module):
         attended = _normed(
             self.attention_output_norm, self.attention(normed, _at(key, _ATTENTION), documents)
         )
-        attended = x + self._dropout(attended, key, _ATTENTION_OUTPUT)
+        attended = self._added(x, attended, key, _ATTENTION_OUTPUT)
         if not self.config.parallel_block:
             normed = _normed(self.mlp_norm, attended)
         elif self.mlp_norm is not None:
             normed = self.mlp_norm(x)
         fed = _normed(self.mlp_output_norm, self.mlp(normed))
-        return attended + self._dropout(fed, key, _MLP_OUTPUT)
+        return self._added(attended, fed, key, _MLP_OUTPUT)
 
-    def _dropout(self, x: Tensor, key: Key | None, site: int) -> Tensor:
+    def _added(self, x: Tensor, output: Tensor, key: Key | None, site: int) -> Tensor:
+        """Return the residual ``x`` and the layer's ``output`` after dropout, times its multiplier."""
         key = sharded_key(_at(key, site), self.tp, sharded=self.tp.sharded_sequence)
-        return keyed_dropout(x, self.config.hidden_dropout, key)
+        dropped = keyed_dropout(output, self.config.hidden_dropout, key)
+        return torch.add(x, dropped, alpha=self.config.residual_multiplier)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
-from megazero.config.model.section import ModelConfig
+from megazero.config.model.section import LAYER_NORMS, ModelConfig
+from megazero.families.layer_kinds import layer_kinds
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, module_parameters
 from megazero.pp.partition import StageSpec
 
@@ -37,15 +38,23 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     stream = model.hidden_size / (tp if config.parallel.sequence_parallel else 1)
     q, kv = model.query_projection_size / tp, model.kv_projection_size / tp
     ffn, heads = model.ffn_hidden_size / tp, model.num_attention_heads / tp
-    # Each norm's input and output; rotated q, k, v; attention's output and, laid out anew, o_proj's input;
-    # up (and gate, silu(gate)) and down's input.
-    matrices = 4 * stream + 3 * q + 2 * kv + (4 if model.swiglu else 2) * ffn
+    # The input of each norm and of attention and MLP; rotated q, k, v; attention's output and, laid out anew,
+    # o_proj's input; up (and gate, f(gate)) and down's input.
+    streams = max(4, 2 + len(LAYER_NORMS[model.transformer_block_type]))
+    matrices = streams * stream + 3 * q + 2 * kv + (4 if model.gated_mlp else 2) * ffn
     masks = 2 * stream * (width if on_host else 1) if model.hidden_dropout else 0.0
-    scores = 0.0
-    if on_host and model.attention_dropout:
-        scores = 3 * tokens * max(width, 4) * heads * model.seq_length
+    wide, pairs = max(width, 4), tokens * heads * model.seq_length
+    dropped = (width if on_host else 1) + width if model.attention_dropout else 0  # the mask and the product
+    scores, transient = 0.0, 0.0
+    if (
+        model.attn_logit_softcapping
+    ):  # tanh, softmax and, where it is narrower, that in the activations' dtype
+        scores = pairs * (2 * wide + (width if width < wide else 0) + dropped)
+        transient = 2 * pairs * wide  # gradients of scores
+    elif on_host and model.attention_dropout:
+        scores = 3 * pairs * wide
     whole = tokens * (width * matrices + masks + 4 * heads) + scores
-    gradients = tokens * width * (2 * ffn + 2 * model.hidden_size)
+    gradients = tokens * width * (2 * ffn + 2 * model.hidden_size) + transient
     if config.training.recompute_granularity == "full":
         return LayerActivations(tokens * width * stream, whole + gradients)
     if config.training.recompute_granularity == "selective":
@@ -75,10 +84,7 @@ def activations(
     always = 0.0
     if config.parallel.pipeline_model_parallel_size > 1:
         always += 4 * stream  # messages under way, both directions
-    if model.position_embedding_type == "alibi" or config.data.reset_attention_mask:
-        heads = model.num_attention_heads / tp if model.position_embedding_type == "alibi" else 1
-        masks = size if config.data.reset_attention_mask else 1
-        always += width * masks * heads * model.seq_length**2
+    always += width * mask_elements(config, [i for s in stages for i in s.layers])
     first, last = any(s.embedding for s in stages), any(s.head for s in stages)
     raw = {kind: width * _largest_gradient(model, tp, kind) for kind in (EMBEDDING, LAYER, HEAD)}
     waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
@@ -94,9 +100,22 @@ def activations(
         logits = tokens * rows
         # While a chunk is widened, its exponentials are there, too.
         chunk = min(logits, max(HOST_LOGITS if on_host else DEVICE_LOGITS, rows)) * (8 if width < 4 else 4)
-        head = logits * width + max(chunk, raw[HEAD]) + 2 * stream
+        capped = logits * width if model.final_logit_softcapping else 0.0  # tanh's result beside the logits
+        head = logits * width + capped + max(chunk, raw[HEAD]) + 2 * stream
         moments[HEAD] = {"activations": always + peak * one, "head": head}
     return moments
+
+
+def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
+    """Return the elements of the masks that a rank with these layers holds (models/positions.py)."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    alibi, packed = model.position_embedding_type == "alibi", config.data.reset_attention_mask
+    kinds = {kind.window for kind in layer_kinds(model, layers)}
+    windows = {window if window and window < model.seq_length else None for window in kinds}
+    if not (alibi or packed or model.attn_logit_softcapping):  # torch's kernels need no mask to be causal
+        windows.discard(None)
+    each = (model.num_attention_heads / tp if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
+    return len(windows) * each * model.seq_length**2
 
 
 def _largest_gradient(model: ModelConfig, tp: int, kind: str) -> int:
@@ -107,6 +126,6 @@ def _largest_gradient(model: ModelConfig, tp: int, kind: str) -> int:
     largest = max(p.numel for p in module_parameters(model, tp)[kind])
     if kind != LAYER or tp == 1:
         return largest
-    up = model.hidden_size * model.ffn_hidden_size * (2 if model.swiglu else 1)
+    up = model.hidden_size * model.ffn_hidden_size * (2 if model.gated_mlp else 1)
     qkv = model.hidden_size * (model.query_projection_size + 2 * model.kv_projection_size)
     return max(largest, up // tp, qkv // tp)

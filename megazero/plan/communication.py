@@ -14,6 +14,7 @@ from math import prod
 
 from megazero.config import RunConfig
 from megazero.config.layout.wire import Coding
+from megazero.config.model.section import LAYER_NORMS
 from megazero.mesh.grid import INTRA, AxisSpec, Grid
 from megazero.plan.gathers import Copies, gathers
 from megazero.pp.partition import StageSpec
@@ -285,7 +286,7 @@ def tensor_parallel(
 def repeated(config: RunConfig, activation: Activation) -> tuple[int, tuple[int, int]]:
     """Return ``again`` and ``norms`` of a configuration's layers, as ``tensor_parallel`` takes them."""
     model, granularity = config.model, config.training.recompute_granularity
-    after = model.hidden_dropout > 0 or model.transformer_block_type == "output-norm"
+    after = model.hidden_dropout > 0 or "attention_output_norm" in LAYER_NORMS[model.transformer_block_type]
     again = recomputed(granularity, activation.sequence_parallel, after)
     split = model.qk_norm == "all-heads"
     return again, split_norms(granularity, activation, max(activation.width, 4)) if split else (0, 0)

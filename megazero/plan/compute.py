@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megazero.config import RunConfig
 from megazero.config.options.cluster import Cluster, MeasuredLayer
+from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTRA, AxisSpec
 from megazero.plan.communication import Activation, Formats, UnitShape, repeated, tensor_parallel
 from megazero.plan.seconds import Collectives
@@ -112,11 +113,15 @@ class Compute:
             model.hidden_size,
             model.ffn_hidden_size,
         )
-        whole_mask = model.position_embedding_type == "alibi" or self.config.data.reset_attention_mask
+        # Where a mask says what is hidden, or scores are capped, kernels compute the other half, too.
+        masked = model.position_embedding_type == "alibi" or self.config.data.reset_attention_mask
+        kinds, length = layer_kinds(model), model.seq_length
+        windowed = sum(kind.window is not None and kind.window < length for kind in kinds) / len(kinds)
+        whole = 1.0 if masked or model.attn_logit_softcapping else windowed
         matrices = 2 * tokens * model.layer_matrix_numel / tp
-        attention = (4 if whole_mask else 2) * tokens * model.seq_length * q / tp
+        attention = 2 * (1 + whole) * tokens * model.seq_length * q / tp
         streams = h / (tp if self.sharded else 1)
-        moved = 10 * streams + (4 * (q + kv) + (5 if model.swiglu else 2) * ffn) / tp
+        moved = 10 * streams + (4 * (q + kv) + (5 if model.gated_mlp else 2) * ffn) / tp
         return Sizes(matrices, attention, moved * tokens * self.width, model.layer_matrix_numel / tp)
 
     def _head(self) -> Sizes:

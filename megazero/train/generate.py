@@ -115,7 +115,7 @@ def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling:
     generator = torch.Generator().manual_seed(sampling.seed)
     context = list(prompt) or [eod]
     for _ in range(count):
-        window = context[-decoder.config.longest_context :]
+        window = context[-decoder.config.max_position_embeddings :]
         logits = decoder.full_logits(torch.tensor([window], device=device))
         token = next_token(logits[0, -1].cpu(), sampling, generator)
         if token == eod:

@@ -14,8 +14,10 @@ from itertools import count
 from typing import Any
 
 from megazero.config import RunConfig, World, make_config
+from megazero.config.model.section import ModelConfig
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
+from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.verify.shrink_world import SubLayout, sub_layout
 
 # Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
@@ -82,7 +84,11 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         if option.section in CARRIED
     }
     kept = dict(values)
-    values |= {**_parallel(config, layout), **_model(config, layout.tp), **_batch(config, world, layout)}
+    values |= {
+        **_parallel(config, layout),
+        **_model(config, layout.tp, layout.pp),
+        **_batch(config, world, layout),
+    }
     values |= _zero(config, world, layout, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
@@ -112,9 +118,8 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "ranks_per_node": layout.world.ranks_per_node,
     }
-    layers = stage_layers(config, layout.pp)
-    values["num_layers"] = sum(layers)
     if layout.pp > 1:
+        layers = stage_layers(config, layout.pp)
         virtual = config.virtual_stages
         values["num_virtual_stages_per_pipeline_rank"] = virtual if virtual > 1 else None
         values["pipeline_partition"] = ",".join(map(str, layers))
@@ -144,7 +149,7 @@ def _stages(config: RunConfig) -> Any:
     return replace(config, model=replace(config.model, vocab_size=32000)).stages()
 
 
-def _model(config: RunConfig, tp: int) -> dict[str, Any]:
+def _model(config: RunConfig, tp: int, pp: int) -> dict[str, Any]:
     m = config.model
     full_tp = config.parallel.tensor_model_parallel_size
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
@@ -171,8 +176,30 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
         "ffn_hidden_size": tp * like(m.ffn_hidden_size // full_tp, -(-5 * hidden // (2 * tp))),
         "seq_length": length,
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
+        **_rotary(m, width, length),
         **_vocabulary(config, tp),
+        **_kinds(m, sum(stage_layers(config, pp))),
+        **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
+
+
+def _kinds(model: ModelConfig, layers: int) -> dict[str, Any]:
+    """Choose that many layers, of each kind in turn."""
+    kinds = layer_kinds(model)
+    firsts = sorted({kinds.index(kind) for kind in kinds})
+    return some_layers(model, [firsts[i % len(firsts)] for i in range(layers)])
+
+
+def _rotary(m: ModelConfig, width: int, length: int) -> dict[str, Any]:
+    """Keep on which side of the original length samples are, and as many divisors as there are pairs."""
+    values: dict[str, Any] = {}
+    if m.rotary_scaling in ("dynamic", "longrope") and m.seq_length > m.rotary_original_max_position:
+        values["rotary_original_max_position"] = length // 2
+    pairs = int(width * m.rotary_percent) // 2
+    for name in ("rotary_short_factor", "rotary_long_factor"):
+        if divisors := getattr(m, name):
+            values[name] = tuple(divisors[i * len(divisors) // pairs] for i in range(pairs))
+    return values
 
 
 def _head_width(config: RunConfig) -> int:
@@ -184,8 +211,10 @@ def _head_width(config: RunConfig) -> int:
     widths = count(HEAD + m.kv_channels % 2, 2)
     if m.position_embedding_type != "rope":
         return next(widths)
-    turned = ((width, int(width * m.rotary_percent)) for width in widths)
-    return next(width for width, channels in turned if channels and channels % 2 == 0)
+    turned, least = ((width, int(width * m.rotary_percent)) for width in widths), 2
+    if m.rotary_scaling == "dynamic":
+        least = 4
+    return next(width for width, channels in turned if channels >= least and channels % 2 == 0)
 
 
 def _vocabulary(config: RunConfig, tp: int) -> dict[str, Any]:
@@ -261,7 +290,7 @@ def _layer_numel(model: Mapping[str, Any]) -> int:
     """Return the number of elements of a layer's matrices."""
     hidden, width = model["hidden_size"], model["kv_channels"]
     attention = 2 * hidden * width * (model["num_attention_heads"] + model["num_query_groups"])
-    return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] else 2)
+    return attention + hidden * model["ffn_hidden_size"] * (3 if model["swiglu"] or model["geglu"] else 2)
 
 
 def _notes(config: RunConfig, world: World) -> list[str]:

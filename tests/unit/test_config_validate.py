@@ -20,6 +20,7 @@ from tests.sizes import SMALL
 BASE = {**SMALL, "hidden_size": 96, "num_attention_heads": 12}
 
 
+YARN = {"rotary_scaling": "yarn", "position_embedding_type": "rope"}
 WORLD = World(8, 4)
 
 
@@ -91,6 +92,20 @@ def test_a_configuration_that_holds_has_the_types_that_it_states() -> None:
         ({"kv_channels": 7}, "must be even for rotary positions; nearest: 6 or 8"),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be at most 1"),
         ({"rotary_percent": 0.4, "position_embedding_type": "rope"}, "which must be even and above 0"),
+        (
+            {**YARN, "yarn_beta_slow": 40.0},
+            "--yarn-beta-slow 40 must be below --yarn-beta-fast 32; nearest: the defaults",
+        ),
+        ({**YARN, "rotary_base": 1.0}, "--rotary-base 1 must be above 1 with --rotary-scaling yarn"),
+        ({**YARN, "rotary_scaling": "dynamic", "rotary_percent": 0.25}, "dynamic needs 4 rotary channels"),
+        (
+            {**YARN, "rotary_scaling": "longrope", "rotary_short_factor": (1.0,) * 4},
+            "--rotary-long-factor has 0 numbers, and --rotary-scaling longrope needs one for each of the 4 pairs",
+        ),
+        (
+            {**YARN, "rotary_scaling": "longrope", "rotary_short_factor": (1.0, 1.0, 0.0, 1.0)},
+            "--rotary-short-factor has 0; its numbers must be above 0",
+        ),
         ({"squared_relu": True, "swiglu": True}, "--squared-relu and --swiglu exclude each other"),
         ({"pad_vocab_size_to": 16}, "--pad-vocab-size-to 16 is below the vocabulary's"),
         ({"pad_vocab_size_to": 1001, "tensor_model_parallel_size": 4}, "size 4; nearest: 1000 or 1004"),
@@ -175,7 +190,9 @@ def test_faults(changes, part):
         {"finetune": True},
         {"rotary_base": 5e5, "position_embedding_type": "alibi"},
         {"rotary_scaling_factor": 2.0},
-        {"rotary_high_freq_factor": 2.0, "rotary_scaling": "linear"},
+        {"rotary_high_freq_factor": 2.0, **YARN},
+        {"yarn_beta_fast": 8.0, **YARN, "rotary_scaling": "llama3"},
+        {"yarn_mscale": 0.5, "rotary_attention_factor": 1.5, **YARN},
         {"lr_wsd_decay_iters": 5},
         {"wandb_exp_name": "x"},
         {"save": "x", "save_keep_last": 2},

@@ -85,20 +85,35 @@ def test_what_transformers_4_writes_of_generation_changes_nothing():
 
 
 def config_of(family: str, **changes) -> dict:
-    sizes = {"Llama": LLAMA, "Qwen2": LLAMA, "Mistral": LLAMA, "GPT2": GPT2, "Bloom": BLOOM}
-    values = {**sizes, "GPTNeoX": NEOX, "Falcon": FALCON}[family]
+    values = {"GPT2": GPT2, "Bloom": BLOOM, "GPTNeoX": NEOX, "Falcon": FALCON}.get(family, LLAMA)
     return {**getattr(transformers, f"{family}Config")(**values).to_dict(), **changes}
 
 
 @pytest.mark.parametrize(
     "family, change, message",
     [
-        ("Llama", {"model_type": "mamba"}, "'mamba' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        ("Llama", {"model_type": "arcee"}, "'arcee' is none of llama, gpt2, bloom, qwen2, qwen3, mistral"),
+        (
+            "Llama",
+            {"n_routed_experts": 8},
+            "n_routed_experts = 8 is of a mixture of experts, which the decoder",
+        ),
         ("Llama", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported (only 'silu')"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope_type = 'yarn' is none of default, linear",
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_type = 'proportional' is none of default, linear, dynamic, llama3, yarn, longrope",
+        ),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "of type yarn: factor is missing"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "short_factor is missing, long_factor is mis",
+        ),
+        (
+            "Phi3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type = 'linear' is none of default, longrope",
         ),
         (
             "Llama",
@@ -120,8 +135,25 @@ def config_of(family: str, **changes) -> dict:
             {"auto_map": {}},
             "is custom code, which is not run (--accept-field NAME sets a field aside",
         ),
-        ("Qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with sliding_att"),
+        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "needs use_sliding_window"),
+        ("Qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types with chunked_attention is not"),
+        ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, and num_hidden_layers = 2"),
+        ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers has 1 layers, and num_hidden_layers = 2"),
+        (
+            "Gemma3Text",
+            {"attn_logit_softcapping": 9.0},
+            "attn_logit_softcapping = 9.0 is not supported (only",
+        ),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("Gemma2", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported (only gelu"),
+        ("Gemma2", {"sliding_window": None}, "layer_types with sliding_attention needs sliding_window"),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_type": "yarn"}}},
+            "yarn",
+        ),
+        ("Olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "transformers 4 and 5 differ on layers with"),
+        ("Olmo3", {"rope_parameters": None}, "rope_theta is missing"),
         ("Qwen2", {"use_mrope": True}, "use_mrope = True is not supported (only False)"),
         ("GPT2", {"add_cross_attention": True}, "add_cross_attention = True"),
         ("GPT2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported (only gelu"),
@@ -139,18 +171,44 @@ def test_what_is_not_understood_is_an_error(family, change, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "family, parts",
+    [
+        ("Mixtral", ["a mixture of experts (num_local_experts = 8)"]),
+        ("DeepseekV3", ["experts (n_routed_experts = 256)", "latent attention (kv_lora_rank = 512)"]),
+        ("Llama4", ["chunked attention (attention_chunk_size = 8192)", "experts", "images (vision_config)"]),
+        ("GptOss", ["sinks of attention", "a mixture of experts"]),
+        ("Qwen3Next", ["linear attention", "a mixture of experts"]),
+        ("Mamba", ["state space layers"]),
+        ("RecurrentGemma", ["recurrent layers"]),
+        ("Bert", ["attention that looks ahead"]),
+        ("T5", ["an encoder (is_encoder_decoder = True)"]),
+        (
+            "Gemma3",
+            ["images (vision_config)", "its text_config is of gemma3_text, so a folder of that alone"],
+        ),
+        ("OPT", ["ReLU, learned positions that begin at 2"]),
+    ],
+)
+def test_a_family_that_is_not_built_is_refused_by_what_it_has(family, parts):
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    with pytest.raises(ValueError, match=f"model_type = '{config['model_type']}' is not built here") as error:
+        from_hf_config(config)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
 def test_all_errors_come_at_once_and_fields_can_be_set_aside():
     strange = {
         "logits_scaling": 8.0,
         "moe_top_k": 2,
         "hidden_act": "relu",
-        "rope_parameters": {"type": "yarn"},
+        "rope_parameters": {"type": "llama4"},
     }
     config = config_of("Llama", **strange)
     del config["hidden_size"]
     with pytest.raises(ValueError) as error:
         from_hf_config(config)
-    for part in ("logits_scaling = 8.0", "moe_top_k = 2", "hidden_act", "'yarn'", "hidden_size is missing"):
+    for part in ("logits_scaling = 8.0", "moe_top_k = 2", "hidden_act", "'llama4'", "hidden_size is missing"):
         assert part in str(error.value)
     plain = config_of("Llama")
     strange = {**plain, "logits_scaling": 8.0, "hidden_act": "relu"}
@@ -196,7 +254,7 @@ def test_what_an_absent_field_means_and_which_may_not_be():
         ("llama", {"normalization": "LayerNorm"}, "the nearest is llama, without --normalization LayerNorm"),
         ("llama", {"kv_channels": 20, "hidden_size": 46, "ffn_hidden_size": 80}, "mistral"),
         ("olmo2", {"kv_channels": 16}, "the nearest is olmo2, without --kv-channels 16"),
-        ("falcon", {"transformer_block_type": "sequential", "num_query_groups": 2}, "--num-query-groups 2"),
+        ("falcon", {"transformer_block_type": "sequential", "num_query_groups": 2}, "has it as starcoder2"),
         ("falcon", {"num_query_groups": 2}, "falcon"),
         ("gpt_neox", {"add_bias_linear": False}, "without --add-bias-linear off"),
         (
@@ -222,10 +280,8 @@ def test_a_run_says_at_its_start_that_it_cannot_be_exported():
     assert note is not None and "--normalization LayerNorm" in note
 
 
-def test_windows_that_do_not_cover_the_sequence_are_refused():
+def test_choices_that_do_not_fit_together_are_refused():
     sizes = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 9}
-    with pytest.raises(ConfigError, match="--seq-length 16 exceeds --sliding-window 8.*nearest: 8"):
-        run("--model-family mistral --seq-length 16 --sliding-window 8")
     with pytest.raises(ConfigError, match="--qk-norm all-heads needs --normalization RMSNorm"):
         check_model(make_model(**sizes, model_family="gpt", max_position_embeddings=8, qk_norm="all-heads"))
     with pytest.raises(ConfigError, match="--no-openai-gelu has no effect"):
@@ -238,6 +294,18 @@ def test_verification_keeps_the_choices_of_a_family():
     kept = ("qk_norm", "transformer_block_type", "sliding_window", "position_embedding_type")
     assert all(getattr(small, name) == getattr(config.model, name) for name in kept)
     assert small.norm_epsilon == 1e-2
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+@pytest.mark.parametrize("length, longer", [(4096, False), (8192, True)])
+def test_verification_keeps_the_side_of_the_original_length(scaling, length, longer):
+    line = f"--rotary-scaling {scaling} --rotary-original-max-position 4096 --kv-channels 16 --rotary-percent 0.5"
+    if scaling == "longrope":
+        line += " --rotary-short-factor 1,1,2,2 --rotary-long-factor 2,2,8,8"
+    small = shrink(run(f"--model-family phi3 --seq-length {length} {line}"), WORLD, 8, 3).config.model
+    assert (small.seq_length > small.rotary_original_max_position) == longer
+    assert len(small.rotary_long_factor or ()) == (small.rotary_channels // 2 if scaling == "longrope" else 0)
+    assert small.rotary_channels >= (4 if scaling == "dynamic" else 2)
 
 
 def test_a_configuration_stored_before_these_options_is_read():

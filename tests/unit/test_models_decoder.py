@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
 
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
+from megazero.families.layer_kinds import frequency_of, layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
-from megazero.models.positions import Documents, Positions, rotary_frequencies
+from megazero.models.positions import Documents, Positions
+from megazero.models.rotary import rotary_frequencies, rotary_tables
 from megazero.tp import TensorParallel
 
 SIZES = {
@@ -69,9 +72,15 @@ def test_recompute_gives_the_same_bits(family, recompute, dropout):
         assert not torch.equal(gradients(make(family))[0], kept[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
-def test_positions_and_attention_go_by_documents_each_by_itself(family):
-    decoder = Decoder(make(family), dtype=torch.float64)
+WINDOW = {"sliding_window": 3, "window_attn_skip_freq": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("gpt", {}), ("bloom", {}), ("llama", WINDOW), ("bloom", WINDOW), ("gemma2", WINDOW)],
+)
+def test_positions_and_attention_go_by_documents_each_by_itself(family, changes):
+    decoder = Decoder(make(family, **changes), dtype=torch.float64)
     decoder.initialize(7)
     tokens, labels = batch()
     starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
@@ -110,6 +119,45 @@ def test_layers_share_one_mask_and_a_recompute_under_dropout_gives_the_same_bits
         seen = (loss.detach(), {name: p.grad for name, p in decoder.named_parameters()})
         kept = kept or seen
         assert_same(seen, kept)
+
+
+def test_layers_of_a_kind_share_a_mask_and_tables():
+    choices = {"num_layers": 6, **WINDOW, "rotary_window_base": 50.0, "no_rope_freq": (3,)}
+    decoder = Decoder(make("llama", **choices))
+    decoder.initialize(7)
+    kinds = [layer_kind(decoder.config, i) for i in range(6)]
+    assert [(kind.window, kind.rotary) for kind in kinds] == [
+        *((3, True), (None, True), (3, False)),
+        *((None, True), (3, True), (None, False)),
+    ]
+    assert [kind.rotary_base for kind in kinds] == [50.0, 10000.0] * 3
+    decoder(*batch())
+    positions = decoder.layers["0"].attention.positions
+    assert sorted(key[0][0] for key in positions._cache) == ["mask", "rope", "rope"]
+    hidden = positions.mask(torch.zeros(16, 1, 1, 1), kinds[0])[0, 0].isinf()
+    at = torch.arange(16)
+    back = at[:, None] - at
+    assert torch.equal(hidden, (back < 0) | (back >= 3))
+    assert positions.mask(torch.zeros(3, 1, 1, 1), kinds[0]) is None  # a window that covers all hides nothing
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mark", "frequency"),
+    [
+        ((0, 0, 0), 1, None),
+        ((0, 0, 1, 0, 0, 1, 0), 1, (3,)),
+        ((0, 0, 1, 0), 0, (3,)),
+        ((1, 1), 0, (1,)),
+        ((1, 0), 0, (0, 1)),
+        ((1, 0, 1), 1, (1, 0, 1)),
+    ],
+)
+def test_lists_of_layers_become_options_and_are_read_again(chosen, mark, frequency):
+    assert frequency_of([bool(c) for c in chosen], mark) == frequency
+    name = "no_rope_freq" if mark else "window_attn_skip_freq"
+    config = make("llama", num_layers=len(chosen), sliding_window=3, **{name: frequency})
+    kinds = [layer_kind(config, i) for i in range(len(chosen))]
+    assert [not kind.rotary if mark else kind.window is None for kind in kinds] == [bool(c) for c in chosen]
 
 
 def test_recompute_keeps_fewer_activations():
@@ -201,7 +249,8 @@ def test_names_units_and_sets(family, tied):
     assert all(p.local_shape == tuple(parameters[name].shape) for name, p in placements.items())
     assert decoder.partial_gradients() == decoder.replicated_parameters()
     whole = Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
-    own = {"qwen3": ("q_norm", "k_norm"), "falcon": ("k_proj", "v_proj")}  # of its own heads, or shared ones
+    norms, shared = ("q_norm", "k_norm"), ("k_proj", "v_proj")  # of a rank's own heads, or of several
+    own = {"qwen3": norms, "gemma3": norms, "falcon": shared}
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
     heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
@@ -233,12 +282,16 @@ def test_parameter_count_and_flops(family):
         decoder(*batch()).sum().backward()
     # The counter takes whole score matrices where the formula takes the causal half: leave attention out.
     counted = counter.get_flop_counts()["Global"]
-    attention = sum(v for op, v in counted.items() if "attention" in str(op))
+    attention = sum(v for op, v in counted.items() if "attention" in str(op) or "bmm" in str(op))
     formula = training_flops(config, [16, 16])
     half_attention = 6 * config.query_projection_size * config.num_layers * 2 * 16 * 16
     assert sum(counted.values()) - attention == formula - half_attention
     assert config.padded_vocab_size(1) == 320
     assert training_flops(config, [32]) > formula
+    windows = dataclasses.replace(
+        config, sliding_window=6, window_attn_skip_freq=(2,)
+    )  # in the first layer of two
+    assert formula - training_flops(windows, [16, 16]) == 6 * config.query_projection_size * 2 * (16 - 6) ** 2
     padded = dataclasses.replace(config, pad_vocab_size_to=400)
     assert parameter_count(padded) == parameter_count(config)
     assert training_flops(padded, [16, 16]) - formula == 6 * 32 * 48 * 80
@@ -266,36 +319,53 @@ def test_rms_norm_equals_torch(dtype):
 
 
 def test_rotary_tables_are_fp64_and_scaled():
-    linear = make("llama", kv_channels=64, rotary_scaling="linear", rotary_scaling_factor=4.0)
-    assert torch.equal(rotary_frequencies(linear) * 4, rotary_frequencies(make("llama", kv_channels=64)))
     plain = make("llama", kv_channels=64, rotary_base=500000.0)
-    scaled = dataclasses.replace(plain, rotary_scaling="llama3")
-    ratio = rotary_frequencies(scaled) / rotary_frequencies(plain)
-    assert ratio[0] == 1
-    assert ratio[-1] == pytest.approx(1 / 8)
-    assert torch.all(ratio.diff() <= 0)
+
+    def ratio(kind, length=0, **changes):
+        scaled = dataclasses.replace(plain, rotary_scaling=kind, rotary_scaling_factor=8.0, **changes)
+        return rotary_frequencies(scaled, length) / rotary_frequencies(plain, length)
+
+    torch.testing.assert_close(ratio("linear"), torch.full((32,), 1 / 8, dtype=torch.float64))
+    for kind in ("llama3", "yarn"):
+        assert ratio(kind)[0] == 1 and ratio(kind)[-1] == pytest.approx(1 / 8)
+        assert torch.all(ratio(kind).diff() <= 0)
+    shorter = ratio("llama3", rotary_original_max_position=1024) - ratio("llama3")
+    assert (shorter <= 0).all() and (shorter < 0).any()
+    assert torch.equal(ratio("dynamic", 8192), torch.ones(32)) and ratio("dynamic", 8193)[0] == 1
+    assert ratio("dynamic", 16384)[-1] == pytest.approx(1 / 9)
+    lists = {"rotary_short_factor": (2.0,) * 32, "rotary_long_factor": (4.0,) * 32}
+    assert {ratio("longrope", n, **lists)[5].item() for n in (1, 8192)} == {0.5}
+    assert ratio("longrope", 8193, **lists)[5].item() == 0.25
+    cos, _ = rotary_tables(dataclasses.replace(plain, rotary_scaling="longrope", **lists), 4)
+    assert cos[0, 0].item() == pytest.approx((1 + math.log(8) / math.log(8192)) ** 0.5)
+
     positions = Positions(make("llama"), TensorParallel())
     with torch.inference_mode():
-        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64))
+        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64), layer_kind(positions.config, 0))
     x = torch.randn(8, 1, 4, 12, dtype=torch.float64, requires_grad=True)
-    y = positions.rotate(x)  # tables first made in inference mode can be saved for backward
+    # tables first made in inference mode can be saved for backward
+    y = positions.rotate(x, layer_kind(positions.config, 0))
     y.pow(2).sum().backward()
     assert torch.allclose(x.grad, 2 * x, rtol=1e-14)  # a rotation keeps lengths to fp64
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
 
 
-def test_rotary_share_of_a_head_and_squared_relu_are_megatrons():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_share_of_a_head_and_its_pairs_are_megatrons(interleaved):
     ropes = pytest.importorskip("megatron.core.models.common.embeddings")
-    config = make("llama", kv_channels=20, rotary_percent=0.41)  # 8.2 channels are 8
+    config = make("llama", kv_channels=20, rotary_percent=0.41, rotary_interleaved=interleaved)  # 8.2 are 8
     x = torch.randn(9, 2, 4, 20, generator=torch.Generator().manual_seed(0))
     theirs = ropes.rotary_pos_embedding.RotaryEmbedding(20, 0.41, use_cpu_initialization=True)
     angles = theirs.get_freqs_non_repeated(9)
-    angles = torch.cat((angles, angles), dim=-1)[:, None, None]
-    expected = ropes.rope_utils._apply_rotary_pos_emb_bshd(x, angles)
-    rotated = Positions(config, TensorParallel()).rotate(x)
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), dim=-1)
+    angles = angles[:, None, None]
+    expected = ropes.rope_utils._apply_rotary_pos_emb_bshd(x, angles, rotary_interleaved=interleaved)
+    rotated = Positions(config, TensorParallel()).rotate(x, layer_kind(config, 0))
     torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(rotated[..., 8:], x[..., 8:]) and not torch.equal(rotated[1:, ..., :8], x[1:, ..., :8])
 
+
+def test_squared_relu_is_megatrons():
     activations = pytest.importorskip("megatron.core.activations")
     mlp = FeedForward(make("gpt", squared_relu=True), TensorParallel(), dtype=torch.float64)
     with torch.no_grad():
@@ -305,12 +375,15 @@ def test_rotary_share_of_a_head_and_squared_relu_are_megatrons():
     assert torch.equal(mlp(x), mlp.down_proj(activations.squared_relu(mlp.up_proj(x))))
 
 
-def test_llama3_original_length_is_respected():
-    long = make("llama", kv_channels=64, rotary_base=500000.0, rotary_scaling="llama3")
-    short = rotary_frequencies(dataclasses.replace(long, rotary_original_max_position=1024))
-    long = rotary_frequencies(long)
-    assert (short <= long).all()
-    assert (short < long).any()
+def test_the_sample_and_not_its_documents_decides_a_scaling_by_length():
+    lists = {"rotary_short_factor": (1.0,) * 6, "rotary_long_factor": (4.0,) * 6}
+    config = make("llama", rotary_scaling="longrope", rotary_original_max_position=8, **lists)
+    x = torch.randn(12, 2, 4, 12, dtype=torch.float64)
+    ids = torch.arange(12).remainder(6).expand(2, -1)
+    positions = Positions(config, TensorParallel())
+    kind = layer_kind(positions.config, 0)
+    long, packed = positions.rotate(x, kind), positions.rotate(x, kind, Documents(position_ids=ids))
+    assert torch.equal(long[:6], packed[:6]) and not torch.equal(positions.rotate(x[:6], kind), packed[:6])
 
 
 def test_learned_positions_have_a_limit_and_others_do_not():

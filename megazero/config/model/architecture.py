@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.config.model.rules import conditions
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, section_options, show
 from megazero.families import FAMILIES, Family
+from megazero.families.layer_kinds import layer_kinds
+from megazero.families.missing import missing
 
 # They are not part of the function that a model computes.
 _NOT_COMPARED = (
@@ -34,7 +35,11 @@ def from_hf_config(config: Mapping[str, Any], accept: Collection[str] = (), **op
     known = {family.hugging_face.model_type: family for family in FAMILIES.values()}
     kind = config.get("model_type")
     if kind not in known:
-        raise ValueError(f"model_type = {kind!r} is none of {', '.join(known)}")
+        parts, inner = missing(config), config.get("text_config")
+        why = f"is not built here: it has {', '.join(parts)}; built are" if parts else "is none of"
+        text = inner.get("model_type") if isinstance(inner, Mapping) else None
+        more = f" (its text_config is of {text}, so a folder of that alone is read)" if text in known else ""
+        raise ValueError(f"model_type = {kind!r} {why} {', '.join(known)}{more}")
     return _read(known[kind], config, accept, options)
 
 
@@ -43,8 +48,7 @@ def _read(
 ) -> ModelConfig:
     read = family.hugging_face.options(config, accept)
     without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    model = make_model(**{"model_family": family.name, **without, **read, **options})
-    return model if "seq_length" in options else replace(model, seq_length=model.longest_context)
+    return make_model(**{"model_family": family.name, **without, **read, **options})
 
 
 def architecture_of(options: ModelConfig) -> Family:
@@ -85,6 +89,8 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
         yield str(error)
         return
     idle = {name for names, holds, _ in conditions(options) if not holds for name in names}
+    if options.position_embedding_type != "learned_absolute":  # others go as far as they are asked to
+        idle.add("max_position_embeddings")
     for option in section_options("model", ModelConfig):
         if option.name not in (*_NOT_COMPARED, *idle, "vocab_size"):
             value = _value(options, option)
@@ -93,5 +99,10 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def _value(options: ModelConfig, option: Option) -> Any:
-    """Return the value of an option. Biases of q, k and v may be said twice."""
-    return options.qkv_bias if option.name == "add_qkv_bias" else getattr(options, option.name)
+    """Return the value of an option.
+
+    Biases of q, k and v may be said twice, the default of a scale, and a choice of layers in two ways.
+    """
+    meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
+    meant |= dict.fromkeys(("window_attn_skip_freq", "no_rope_freq"), layer_kinds(options))
+    return meant.get(option.name, getattr(options, option.name))

@@ -29,7 +29,7 @@ FREE = (
     "pad_vocab_size_to",
 )
 # Parameters have the same shapes whatever these say: a new run from the weights (--finetune) may change them.
-SHAPELESS = ("rotary_", "norm_epsilon")
+SHAPELESS = ("rotary_", "yarn_", "norm_epsilon")
 _FRESH = (
     "--load {}: the weights come from there; optimizer states, schedule and data start fresh (--finetune)"
 )
@@ -155,7 +155,7 @@ def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a stored section as it was trained: an option that is younger than it had its default."""
     options = all_options()
     defaults = {name: opt.default for name, opt in options.items() if opt.section == "model"}
-    known = {name: stored[name] for name in stored if name in defaults}
+    known = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in defaults}
     return defaults | complete(as_trained(known)) if known else {}
 
 

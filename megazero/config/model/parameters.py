@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
+from megazero.families.layer_kinds import layer_kinds
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def _attention_roles(c: ModelConfig) -> Iterator[ParameterRole]:
 
 def _mlp_roles(c: ModelConfig) -> Iterator[ParameterRole]:
     h, ffn = c.hidden_size, c.ffn_hidden_size
-    for name in ("gate_proj", "up_proj") if c.swiglu else ("up_proj",):
+    for name in ("gate_proj", "up_proj") if c.gated_mlp else ("up_proj",):
         yield ParameterRole(f"mlp.{name}.weight", (ffn, h), 0)
         if c.add_bias_linear:
             yield ParameterRole(f"mlp.{name}.bias", (ffn,), 0)
@@ -115,14 +117,21 @@ def head_copies(c: ModelConfig, name: str, tp_size: int) -> int:
 def training_flops(config: ModelConfig, sequence_lengths: Iterable[int], tp_size: int = 1) -> int:
     """Count the operations of forward and backward over sequences of these lengths (T is their sum):
 
-        6 T [L n + h V] + 6 q L sum(length^2)
+        6 T [L n + h V] + 6 q sum over layers of sum(length^2 - (length - window)^2)
 
-    Here n is the number of elements of a layer's matrices (``layer_matrix_numel``), q the width of the query linear
-    and V the padded vocabulary. A multiply-add counts as 2 operations, and the backward as twice the forward.
+    The last term is 0 in a layer without a window, or with a longer one. Here n is the number of elements of a
+    layer's matrices (``layer_matrix_numel``), q the width of the query linear and V the padded vocabulary.
+    A multiply-add counts as 2 operations, and the backward as twice the forward.
     Attention counts the causal half of its score matrix. Recompute, norms, softmax and the optimizer are left out.
     This is Megatron's accounting (Narayanan et al. 2021, section 5.1), with the causal half.
     """
     lengths = list(sequence_lengths)
     h, q, layers = config.hidden_size, config.query_projection_size, config.num_layers
     dense = 6 * sum(lengths) * (layers * config.layer_matrix_numel + h * config.padded_vocab_size(tp_size))
-    return dense + 6 * q * layers * sum(length * length for length in lengths)
+    windows = Counter(kind.window for kind in layer_kinds(config))
+    pairs = sum(
+        count * (length**2 - (max(0, length - window) ** 2 if window else 0))
+        for window, count in windows.items()
+        for length in lengths
+    )
+    return dense + 6 * q * pairs

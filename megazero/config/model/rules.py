@@ -7,13 +7,32 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from megazero.config.errors import ConfigError
-from megazero.config.model.section import ModelConfig, has_gelu
+from megazero.config.model.section import ACTIVATIONS, ModelConfig, has_gelu
 from megazero.config.nearest import around, common_divisors, multiples_around
-from megazero.config.options.fields import fault, section_options, without_effect
+from megazero.config.options.fields import fault, section_options, show, without_effect
 from megazero.families import FAMILIES
 
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
-_LLAMA3 = ("rotary_low_freq_factor", "rotary_high_freq_factor", "rotary_original_max_position")
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_scaling",
+    "rotary_window_base",
+    "no_rope_freq",
+)
+_MSCALES = ("yarn_mscale", "yarn_mscale_all_dim")
+# By option: the scalings of rotary positions that it belongs to.
+_OF_SCALING = {
+    "rotary_scaling_factor": ("linear", "dynamic", "llama3", "yarn", "longrope"),
+    "rotary_original_max_position": ("dynamic", "llama3", "yarn", "longrope"),
+    "rotary_attention_factor": ("yarn", "longrope"),
+    "rotary_low_freq_factor": ("llama3",),
+    "rotary_high_freq_factor": ("llama3",),
+    "rotary_short_factor": ("longrope",),
+    "rotary_long_factor": ("longrope",),
+    **dict.fromkeys((*_MSCALES, "yarn_beta_fast", "yarn_beta_slow"), ("yarn",)),
+    "yarn_correction_range_round_to_int": ("yarn",),
+}
 
 
 def heads(model: ModelConfig) -> Iterator[str]:
@@ -47,17 +66,57 @@ def rotary(model: ModelConfig) -> Iterator[str]:
             "channels, which must be even and above 0; nearest: "
             f"{' or '.join(f'{math.ceil(1e4 * c / width) / 1e4:g}' for c in channels)}"
         )
-    if model.rotary_scaling == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
+    elif model.position_embedding_type == "rope":
+        yield from _rotary_scaling(model)
+
+
+def _rotary_scaling(model: ModelConfig) -> Iterator[str]:
+    kind, pairs = model.rotary_scaling, model.rotary_channels // 2
+    if kind == "llama3" and model.rotary_low_freq_factor >= model.rotary_high_freq_factor:
         yield (
             f"--rotary-low-freq-factor {model.rotary_low_freq_factor:g} must be below "
             f"--rotary-high-freq-factor {model.rotary_high_freq_factor:g}; nearest: the defaults 1 and 4"
         )
+    if kind == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
+        yield (
+            f"--yarn-beta-slow {model.yarn_beta_slow:g} must be below --yarn-beta-fast {model.yarn_beta_fast:g}; "
+            "nearest: the defaults 1 and 32"
+        )
+    if kind == "yarn" and model.rotary_base <= 1:
+        yield f"--rotary-base {model.rotary_base:g} must be above 1 with --rotary-scaling yarn; usual: 10000"
+    if kind == "dynamic" and pairs < 2:
+        yield f"--rotary-scaling dynamic needs 4 rotary channels at least, these heads have {2 * pairs}"
+    for option in ("rotary_short_factor", "rotary_long_factor") if kind == "longrope" else ():
+        flag, factors = f"--{option.replace('_', '-')}", getattr(model, option) or ()
+        if len(factors) != pairs:
+            yield (
+                f"{flag} has {len(factors)} numbers, and --rotary-scaling longrope needs one for each of the "
+                f"{pairs} pairs of rotary channels"
+            )
+        elif min(factors) <= 0:
+            yield f"{flag} has {min(factors):g}; its numbers must be above 0"
 
 
 def mlp(model: ModelConfig) -> Iterator[str]:
-    """Report two activations for one MLP."""
-    if model.squared_relu and model.swiglu:
-        yield "--squared-relu and --swiglu exclude each other; leave one out"
+    """Report several activations for one MLP."""
+    flags = [f"--{name.replace('_', '-')}" for name in ACTIVATIONS if getattr(model, name)]
+    if len(flags) > 1:
+        yield f"{' and '.join(flags)} exclude each other; leave {'one' if len(flags) == 2 else 'two'} out"
+
+
+def frequencies(model: ModelConfig) -> Iterator[str]:
+    """Report lists of layers that do not have a number for each layer, or other ones than 0 and 1."""
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        listed, layers = getattr(model, name), model.num_layers
+        if listed is None or (len(listed) == 1 and listed[0] >= 1):
+            continue
+        typed = f"--{name.replace('_', '-')} {show(listed)}"
+        if len(listed) == 1:
+            yield f"{typed} must be at least 1, as every N-th layer is meant; nearest: 1, or leave it out"
+        elif len(listed) != layers:
+            yield f"{typed} has {len(listed)} numbers for --num-layers {layers}; give one for each, or one for all"
+        elif other := sorted(set(listed) - {0, 1}):
+            yield f"{typed} lists layers by 0 and 1, got {show(tuple(other))}"
 
 
 def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
@@ -84,15 +143,10 @@ def padded_vocabulary(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def sequence(model: ModelConfig) -> Iterator[str]:
-    """Report samples that are longer than the positions go, or than the window of attention."""
-    length, longest, window = model.seq_length, model.max_position_embeddings, model.sliding_window
+    """Report samples that are longer than the positions go."""
+    length, longest = model.seq_length, model.max_position_embeddings
     if length > longest:
         yield f"--seq-length {length} exceeds --max-position-embeddings {longest}; nearest: {longest}"
-    if window is not None and length > window:
-        yield (
-            f"--seq-length {length} exceeds --sliding-window {window}, within which attention is causal; nearest: "
-            f"{window}"
-        )
 
 
 def query_key_norm(model: ModelConfig) -> Iterator[str]:
@@ -138,11 +192,18 @@ def conditions(model: ModelConfig) -> Iterator[tuple[Collection[str], bool, str]
     """Yield options, whether they have an effect in this model, and what would give them one."""
     rope = model.position_embedding_type == "rope"
     yield ("openai_gelu",), has_gelu(vars(model)), "GELU (--no-swiglu, and no --squared-relu)"
+    yield (
+        ("window_attn_skip_freq", "rotary_window_base"),
+        model.sliding_window is not None,
+        "--sliding-window",
+    )
     alibi = model.position_embedding_type == "alibi"
     yield ("scaled_alibi",), alibi, "--position-embedding-type alibi"
-    yield (*_ROTARY, "rotary_scaling_factor", *_LLAMA3), rope, "--position-embedding-type rope"
-    yield ("rotary_scaling_factor",), model.rotary_scaling != "none", "--rotary-scaling linear or llama3"
-    yield _LLAMA3, model.rotary_scaling == "llama3", "--rotary-scaling llama3"
+    yield (*_ROTARY, *_OF_SCALING), rope, "--position-embedding-type rope"
+    for name, kinds in _OF_SCALING.items():
+        yield (name,), model.rotary_scaling in kinds, f"--rotary-scaling {' or '.join(kinds)}"
+    computed = model.rotary_attention_factor is None
+    yield _MSCALES, computed, "the computed attention factor (no --rotary-attention-factor)"
 
 
 def check_model(model: ModelConfig, tp: int = 1) -> None:
@@ -152,7 +213,7 @@ def check_model(model: ModelConfig, tp: int = 1) -> None:
     }
     errors = [error for name, option in options.items() if (error := fault(option, getattr(model, name)))]
     if not errors:
-        errors = [*heads(model), *rotary(model), *mlp(model), *query_key_norm(model)]
+        errors = [*heads(model), *rotary(model), *mlp(model), *frequencies(model), *query_key_norm(model)]
         errors += [*tensor_parallel(model, tp), *padded_vocabulary(model, tp)]
         defaults = FAMILIES[model.model_family].defaults
         errors += [line for _, line in without_effect(conditions(model), options, vars(model), defaults)]

@@ -12,12 +12,15 @@ from typing import Any
 from megazero.config.options.fields import option, section_of
 from megazero.families import FAMILIES, GENERAL_NAMES, TensorNames
 
+# What an MLP may have instead of GELU behind one matrix, of which it has one.
+ACTIVATIONS = ("squared_relu", "geglu", "swiglu")
 # The norms of a layer, in the order of use.
 LAYER_NORMS = {
     "sequential": ("input_norm", "mlp_norm"),
     "parallel": ("input_norm",),
     "parallel-two-norms": ("input_norm", "mlp_norm"),
     "output-norm": ("attention_output_norm", "mlp_output_norm"),
+    "sandwich": ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
 }
 
 
@@ -52,43 +55,100 @@ class ModelConfig:
     rotary_percent: float = option(
         1.0, "share of each head's channels, the first ones, that rotary positions turn", above=0, high=1
     )
+    rotary_interleaved: bool = option(
+        False, "rotary positions turn neighbouring channels, not those half of them apart (GLM; by family)"
+    )
     rotary_scaling: str = option(
         "none",
         "scaling of rotary frequencies for long contexts",
-        choices=("none", "linear", "llama3"),
+        choices=("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
         consts={"use-rope-scaling": "llama3"},
     )
     rotary_scaling_factor: float = option(
-        8.0, "factor of that scaling", above=0, aliases=("rope-scaling-factor",)
+        8.0,
+        "factor of that scaling (default with yarn: 1, as in Megatron)",
+        above=0,
+        aliases=("rope-scaling-factor",),
+    )
+    rotary_original_max_position: int = option(
+        8192,
+        "dynamic, llama3, yarn, longrope: context length before scaling (default with yarn: 4096, as in Megatron)",
+        low=2,
+    )
+    rotary_attention_factor: float | None = option(
+        None,
+        "yarn, longrope: factor of rotated queries and of keys (default: by the scaling's factor)",
+        above=0,
     )
     rotary_low_freq_factor: float = option(1.0, "llama3: low-frequency factor", above=0)
     rotary_high_freq_factor: float = option(4.0, "llama3: high-frequency factor", above=0)
-    rotary_original_max_position: int = option(8192, "llama3: context length before scaling", low=1)
+    rotary_short_factor: tuple[float, ...] | None = option(
+        None, "longrope: divisor of each frequency in samples up to the original length"
+    )
+    rotary_long_factor: tuple[float, ...] | None = option(
+        None, "longrope: divisor of each frequency in longer samples"
+    )
+    yarn_beta_fast: float = option(
+        32.0, "yarn: pairs that turn more often over the original length are kept", above=0
+    )
+    yarn_beta_slow: float = option(
+        1.0, "yarn: pairs that turn less often over the original length are scaled wholly", above=0
+    )
+    yarn_mscale: float = option(
+        1.0, "yarn: m in the attention factor (0.1 m ln factor + 1) / (0.1 a ln factor + 1)", low=0
+    )
+    yarn_mscale_all_dim: float = option(0.0, "yarn: a in that attention factor", low=0)
+    yarn_correction_range_round_to_int: bool = option(
+        True, "yarn: the pairs between those two are rounded to whole ones, outwards"
+    )
+    rotary_window_base: float | None = option(
+        None,
+        "base of rotary frequencies in layers with a window, where they are then not scaled (Gemma 3, OLMo 3; "
+        "default: as in other layers)",
+        above=0,
+    )
+    no_rope_freq: tuple[int, ...] | None = option(
+        None,
+        "layers without rotary positions: every N-th (SmolLM3), or a number per layer, 1 for one without",
+    )
     scaled_alibi: bool = option(
         False,
-        "ALiBi is added before scores are divided by the root of a head's width, in bf16 (Falcon; by family)",
+        "ALiBi is added before scores are scaled, in bf16 (Falcon; by family)",
     )
     sliding_window: int | None = option(
         None,
-        "tokens that attention looks back through, its own included; at least --seq-length, where it is causal "
-        "attention (Mistral's, kept for Hugging Face)",
+        "tokens that attention looks back through, its own included (default: all)",
         low=1,
     )
+    window_attn_skip_freq: tuple[int, ...] | None = option(
+        None,
+        "layers without that window: every N-th, or a number per layer, 0 for one without (default: none)",
+    )
+    attn_logit_softcapping: float = option(
+        0.0, "cap of attention's scores s, which become cap x tanh(s / cap); 0: none (by family)", low=0
+    )
+    final_logit_softcapping: float = option(0.0, "the same of logits (by family)", low=0)
     transformer_block_type: str = option(
         "sequential",
         "norms and sums of a layer: attention, then MLP, each behind a norm; both side by side behind one norm, or "
-        "two; or each with a norm behind it (by family)",
+        "two; each with a norm behind it; or each between two norms (by family)",
         choices=tuple(LAYER_NORMS),
     )
     normalization: str = option(MISSING, "norm layers (by family)", choices=("RMSNorm", "LayerNorm"))
     norm_epsilon: float = option(1e-5, "epsilon inside norms", above=0)
+    apply_layernorm_1p: bool = option(
+        False, "norms multiply by 1 + weight, and weights begin at 0 (Gemma; by family)"
+    )
     qk_norm: str = option(
         "none",
         "norm of queries and keys before positions turn them: of each head, or of all heads together (by family)",
         choices=("none", "head", "all-heads"),
         consts={"qk-layernorm": "head"},
     )
-    swiglu: bool = option(MISSING, "SwiGLU in the MLP, else GELU (by family; off with --squared-relu)")
+    swiglu: bool = option(
+        MISSING, "SwiGLU in the MLP, else GELU (by family; off with --geglu and --squared-relu)"
+    )
+    geglu: bool = option(False, "GELU as the gate of the MLP instead of SwiGLU's SiLU (Gemma; by family)")
     squared_relu: bool = option(False, "relu(x)^2 in the MLP instead of GELU")
     openai_gelu: bool = option(
         True,
@@ -108,6 +168,19 @@ class ModelConfig:
         MISSING, "a head with its own weights, else the embedding's (by family)"
     )
     embed_layernorm: bool = option(False, "a norm after the embedding (by family)")
+    scale_embeddings: bool = option(
+        False, "tokens' embeddings are multiplied by sqrt(hidden), rounded to their dtype (Gemma; by family)"
+    )
+    embedding_multiplier: float = option(1.0, "factor of the tokens' embeddings", above=0)
+    residual_multiplier: float = option(
+        1.0, "factor of attention's and of the MLP's output before each residual sum", above=0
+    )
+    softmax_scale: float | None = option(
+        None,
+        "factor of attention's scores before their softmax (default: 1 / sqrt(width of a head))",
+        above=0,
+    )
+    logits_scaling: float = option(1.0, "divisor of the logits", above=0)
     attention_dropout: float = option(0.0, "dropout of attention probabilities (by family)", low=0, below=1)
     hidden_dropout: float = option(0.0, "dropout before each residual sum (by family)", low=0, below=1)
     init_method_std: float = option(0.02, "standard deviation of initial weights", above=0)
@@ -129,6 +202,11 @@ class ModelConfig:
         return self.add_attention_bias or self.add_qkv_bias
 
     @property
+    def gated_mlp(self) -> bool:
+        """Tell whether the MLP has a third matrix, which makes its gate."""
+        return self.swiglu or self.geglu
+
+    @property
     def parallel_block(self) -> bool:
         """Tell whether attention and MLP of a layer have the same input."""
         return self.transformer_block_type.startswith("parallel")
@@ -144,9 +222,9 @@ class ModelConfig:
         return self.num_query_groups * self.kv_channels
 
     @property
-    def longest_context(self) -> int:
-        """Return how many tokens the decoder takes at most: those of its positions, and of its attention's window."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+    def attention_scale(self) -> float:
+        """Return the factor of scores: softmax_scale, or 1 / sqrt(width of a head)."""
+        return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def rotary_channels(self) -> int:
@@ -167,17 +245,17 @@ class ModelConfig:
     def layer_matrix_numel(self) -> int:
         """Return the number of elements of a layer's matrices, which are the multiply-adds of one token.
 
-        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 for SwiGLU and otherwise 2. q and kv
+        It is h ffn m + h (q + 2 kv) + q h. m is the number of MLP matrices, 3 with a gate and otherwise 2. q and kv
         are the widths of the query and key linears.
         """
         h, q, kv = self.hidden_size, self.query_projection_size, self.kv_projection_size
-        return h * self.ffn_hidden_size * (3 if self.swiglu else 2) + h * (q + 2 * kv) + q * h
+        return h * self.ffn_hidden_size * (3 if self.gated_mlp else 2) + h * (q + 2 * kv) + q * h
 
     @property
     def tensor_names(self) -> TensorNames:
         """Return a checkpoint's names: the family's own where they can express the choices, and otherwise Llama's."""
-        own = (names for names in FAMILIES[self.model_family].names if names.can_express(self))
-        return next(own, GENERAL_NAMES)
+        own = FAMILIES[self.model_family].names
+        return next(names for names in (*own, *GENERAL_NAMES) if names.can_express(self))
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,8 +263,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(values.get("model_family") or ModelConfig.model_family)
     said = {name: value for name, value in values.items() if value is not None}
     done = {**(family.defaults if family else {}), **said}
-    if said.get("squared_relu") and "swiglu" not in said:  # one MLP: what is said decides, not the family
-        done["swiglu"] = False
+    if any(said.get(name) for name in ACTIVATIONS):  # one MLP: what is said decides, not the family
+        done |= {name: False for name in ACTIVATIONS if name not in said}
     if (
         family
         and family.exact_gelu_without_biases
@@ -197,6 +275,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = done.get("hidden_size"), done.get("num_attention_heads")
     derived = {"num_query_groups": heads, "max_position_embeddings": done.get("seq_length")}
     derived["add_attention_bias"] = done.get("add_bias_linear")
+    if done.get("rotary_scaling") == "yarn":
+        derived |= {"rotary_scaling_factor": 1.0, "rotary_original_max_position": 4096}
     if hidden:
         derived["ffn_hidden_size"] = (
             family.swiglu_width(hidden) if family and done.get("swiglu") else 4 * hidden

@@ -5,6 +5,7 @@ Flags, keys and docs are made from that description.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ Section = TypeVar("Section")
 class Option:
     """This is one configuration field, seen as an option.
 
-    ``kind`` is 'int', 'float', 'bool', 'str', 'ints' or 'strs' (the last two take one or more values).
+    ``kind`` is 'int', 'float', 'bool', 'str', or 'ints', 'floats' or 'strs', which take one or more values (MANY).
     ``needed``: its section always has a value, and no default. A user says it (``required``), or it is derived.
     ``low`` and ``high`` are inclusive bounds; ``above`` and ``below`` are exclusive ones.
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
@@ -66,7 +67,8 @@ def option(default: Any, help: str, **meta: Any) -> Any:
 
 
 KINDS = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
-KINDS |= {"tuple[int, ...]": "ints", "tuple[str, ...]": "strs"}
+KINDS |= {"tuple[int, ...]": "ints", "tuple[float, ...]": "floats", "tuple[str, ...]": "strs"}
+MANY = ("ints", "floats", "strs")
 
 
 def section_options(section: str, cls: type) -> list[Option]:
@@ -102,7 +104,7 @@ def convert(opt: Option, raw: Any) -> Any:
 
     Raises ValueError with the rule that is broken.
     """
-    if opt.kind in ("ints", "strs"):
+    if opt.kind in MANY:
         return _convert_many(opt, raw)
     if isinstance(raw, list | tuple | dict):
         raise ValueError(f"takes one value, got {raw!r}")
@@ -121,12 +123,37 @@ def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
     if opt.kind == "strs":  # numbers are weights of a blend
         return tuple(str(item) for item in items)
-    pieces = [
-        p for item in items for p in (item.replace(",", " ").split() if isinstance(item, str) else [item])
-    ]
+    pieces = [piece for item in items for piece in (_pieces(item) if isinstance(item, str) else [item])]
     if not pieces:
         raise ValueError("takes at least one number, got none")
-    return tuple(_number("int", piece) for piece in pieces)
+    return tuple(_number(opt.kind.removesuffix("s"), piece) for piece in pieces)
+
+
+def _pieces(text: str) -> list[Any]:
+    """Split text at commas and spaces. Brackets are of a list or tuple of Python, whose sums and products count, as
+    in Megatron's ([1]*5+[0])*8. Raises ValueError.
+    """
+    if not text.strip().startswith(("(", "[")):
+        return text.replace(",", " ").split()
+
+    def items(node: ast.expr) -> list[Any]:
+        match node:
+            case ast.Constant(value=int() | float()):
+                return [node.value]
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return [-value]
+            case ast.List() | ast.Tuple():
+                return [item for element in node.elts for item in items(element)]
+            case ast.BinOp(op=ast.Add()):
+                return items(node.left) + items(node.right)
+            case ast.BinOp(op=ast.Mult(), right=ast.Constant(value=int() as count)) if 0 <= count < 1 << 12:
+                return items(node.left) * count
+        raise ValueError(f"takes numbers or a list of Python, got {text!r}")
+
+    try:
+        return items(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(f"takes numbers or a list of Python, got {text!r}") from None
 
 
 def _number(kind: str, raw: Any) -> int | float:

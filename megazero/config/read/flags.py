@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megazero.config.options.fields import Option, fault, section_options, show
+from megazero.config.options.fields import MANY, Option, fault, section_options, show
 from megazero.config.read.sources import Layer, Switch, Unknown, all_switches, switches
 from megazero.config.run import all_options, section_types
 from megazero.families import FAMILIES
@@ -124,7 +124,7 @@ def _put_switch(layer: Layer, switch: Switch, word: str, words: list[str]) -> No
 
 
 def _put_values(layer: Layer, opt: Option, word: str, words: list[str]) -> None:
-    many = opt.kind in ("ints", "strs")
+    many = opt.kind in MANY
     if words and (many or len(words) == 1):
         layer.put(opt, words if many else words[0], word)
     else:
@@ -145,7 +145,14 @@ def spelling(opt: Option) -> str:
     if opt.kind == "bool":
         on, off = opt.flag, f"--{opt.negative_key}"
         return off + " | " + on if opt.default is True else on + " | " + off
-    kinds = {"int": "N", "float": "X", "ints": "N,N,...", "strs": "TEXT ...", "str": "TEXT"}
+    kinds = {
+        "int": "N",
+        "float": "X",
+        "ints": "N,N,...",
+        "floats": "X,X,...",
+        "strs": "TEXT ...",
+        "str": "TEXT",
+    }
     value = "{" + ",".join(map(str, opt.choices)) + "}" if opt.choices else kinds[opt.kind]
     others = [f"--{alias} {value}" for alias in opt.aliases] + [f"--{const}" for const in opt.consts]
     return " | ".join([f"{opt.flag} {value}", *others])

@@ -1,0 +1,30 @@
+"""Granite 3 (IBM 2024) is Llama with multipliers of embeddings, scores and residual sums, and a divisor of logits."""
+
+from __future__ import annotations
+
+from megazero.families import llama
+from megazero.families.family import Family
+from megazero.families.field_groups import biases
+from megazero.families.huggingface import FieldGroup, HuggingFace
+from megazero.families.rotary_fields import ROTARY
+
+ATTENTION_MULTIPLIER = FieldGroup(
+    ("attention_multiplier",),
+    lambda config: {"softmax_scale": config.get("attention_multiplier", 1.0)},
+    lambda options: {"attention_multiplier": options.attention_scale},
+)
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+GRANITE = Family(
+    name="granite",
+    defaults=llama.DEFAULTS,
+    names=(llama.NAMES,),
+    hugging_face=HuggingFace(
+        "granite",
+        "GraniteForCausalLM",
+        fields={**llama.FIELDS, **{name: name for name in MULTIPLIERS}},
+        absent={**llama.ABSENT, "max_position_embeddings": 2048, **dict.fromkeys(MULTIPLIERS, 1.0)},
+        tied=False,
+        only=llama.SILU,
+        groups=(ATTENTION_MULTIPLIER, biases(mlp=True), ROTARY),
+    ),
+)

@@ -1,0 +1,158 @@
+"""Fields of config.json that choose layers: those with a window, and those with other rotary positions or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megazero.families.huggingface import Config, FieldGroup
+from megazero.families.layer_kinds import frequency_of, layer_kinds
+from megazero.families.rotary_fields import ROTARY, agreed
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROPE = "rope_parameters"
+
+
+def window(absent: int | None) -> FieldGroup:
+    """Return the window of a family whose layers all have it. ``absent`` is what an absent field means."""
+    return FieldGroup(
+        ("sliding_window",),
+        lambda config: {"sliding_window": config.get("sliding_window", absent)},
+        lambda options: {"sliding_window": options.sliding_window},
+    )
+
+
+def _windows(config: Config, size: int | None, usual: Callable[[int], bool], needs: str) -> dict[str, Any]:
+    """Return the options of windows of ``size`` in the layers that layer_types says, or else ``usual`` by number.
+
+    Raises ValueError for other types, another number of layers, and windows without a size, which ``needs`` gives.
+    """
+    layers, types = config.get("num_hidden_layers") or 0, config.get("layer_types")
+    if types is None:
+        types = [SLIDING if usual(i) else FULL for i in range(layers)]
+    if others := sorted(set(types) - {FULL, SLIDING}):
+        raise ValueError(f"layer_types with {', '.join(others)} is not supported (only {FULL}, {SLIDING})")
+    if len(types) != layers:
+        raise ValueError(f"layer_types has {len(types)} layers, and num_hidden_layers = {layers}")
+    if SLIDING not in types:
+        return {"sliding_window": None, "window_attn_skip_freq": None}
+    if size is None:
+        raise ValueError(f"layer_types with {SLIDING} needs {needs}")
+    return {"sliding_window": size, "window_attn_skip_freq": frequency_of([t == FULL for t in types], 0)}
+
+
+def _types(options: Any) -> list[str]:
+    return [FULL if kind.window is None else SLIDING for kind in layer_kinds(options)]
+
+
+def every_nth_full(pattern: int, name: str | None = None) -> FieldGroup:
+    """Return windows of 4096 in all but every ``pattern``-th layer. ``name`` is a field of the pattern."""
+
+    def read(config: Config) -> dict[str, Any]:
+        every = config.get(name, pattern) if name else pattern
+        return _windows(
+            config, config.get("sliding_window", 4096), lambda i: (i + 1) % every != 0, "sliding_window"
+        )
+
+    def write(options: Any) -> dict[str, Any]:
+        # A size where no layer has a window, too: transformers makes its mask of a size.
+        size = options.sliding_window or options.max_position_embeddings
+        return {"sliding_window": size, "layer_types": _types(options)}
+
+    own = (name, f"_{name}") if name else ()  # the second is what transformers 5 writes, and does not read
+    return FieldGroup(("sliding_window", "layer_types", *own), read, write)
+
+
+def _read_switched(config: Config) -> dict[str, Any]:
+    size = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    return _windows(config, size, lambda i: size is not None and i >= first, "use_sliding_window")
+
+
+def _write_switched(options: Any) -> dict[str, Any]:
+    types = _types(options)
+    if SLIDING not in types:
+        return {"use_sliding_window": False}
+    first = types.index(SLIDING)
+    fields = {"use_sliding_window": True, "sliding_window": options.sliding_window}
+    return {**fields, "max_window_layers": first, "layer_types": types}
+
+
+# Qwen's: the width of a window means nothing where windows are not switched on.
+SWITCHED_WINDOWS = FieldGroup(
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    _read_switched,
+    _write_switched,
+)
+
+
+def _read_unturned(config: Config) -> dict[str, Any]:
+    """SmolLM3's layers without rotary positions. If windows are switched on, these layers have them."""
+    layers, every = config.get("num_hidden_layers") or 0, config.get("no_rope_layer_interval", 4)
+    turned = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
+    if len(turned) != layers:
+        raise ValueError(f"no_rope_layers has {len(turned)} layers, and num_hidden_layers = {layers}")
+    size = config.get("sliding_window") if config.get("use_sliding_window") else None
+    needs = "use_sliding_window and sliding_window"
+    windows = _windows(config, size, lambda i: size is not None and not turned[i], needs)
+    return {**windows, "no_rope_freq": frequency_of([not turn for turn in turned], 1)}
+
+
+UNTURNED_LAYERS = FieldGroup(
+    # max_window_layers is in published files, and nothing reads it.
+    ("no_rope_layers", "no_rope_layer_interval", *SWITCHED_WINDOWS.names),
+    _read_unturned,
+    lambda options: {
+        "no_rope_layers": [int(kind.rotary) for kind in layer_kinds(options)],
+        "use_sliding_window": options.sliding_window is not None,
+        "sliding_window": options.sliding_window,
+        "layer_types": _types(options),
+    },
+)
+
+
+def two_rotaries(
+    windows: FieldGroup, others: FieldGroup, base: float, local: str | None = None
+) -> FieldGroup:
+    """Return ``windows`` with rotary positions that are ``others`` in layers without one, and not scaled in theirs.
+
+    ``base`` is what an absent base in layers with a window means. ``local`` is its name in transformers 4, where
+    those of families without such a name have the base of the others.
+    """
+
+    def read(config: Config) -> dict[str, Any]:
+        chosen, rope = windows.read(config), config.get(ROPE) or {}
+        nested = FULL in rope or SLIDING in rope
+        # Said twice, as it is written here: once for transformers 4.
+        flat = {**config, "rope_scaling": None, ROPE: rope.get(FULL)} if nested else config
+        options = others.read(flat)
+        inner = rope.get(SLIDING) or {} if nested else {}
+        said = {"rope_theta of the windows": inner.get("rope_theta")}
+        if local:
+            said[local] = config.get(local)
+        theta = agreed(said, base)
+        if not nested and not local and options["rotary_base"] != base:
+            raise ValueError(
+                f"rope_theta = {options['rotary_base']:g}: transformers 4 and 5 differ on layers with a window; say "
+                f"{ROPE}"
+            )
+        if ROTARY.read({ROPE: {**inner, "rope_theta": theta}})["rotary_scaling"] != "none":
+            raise ValueError(
+                f"rope_type = {inner['rope_type']!r} of {SLIDING} is not supported (only default)"
+            )
+        plain = theta == options["rotary_base"] and options["rotary_scaling"] == "none"
+        idle = plain or chosen["sliding_window"] is None
+        return {**chosen, **options, "rotary_window_base": None if idle else theta}
+
+    def write(options: Any) -> dict[str, Any]:
+        theta = options.rotary_window_base or options.rotary_base
+        written = {**windows.write(options), **others.write(options)}
+        if local:
+            return {**written, local: theta}
+        # transformers 5 does not read rope_theta of layers with a window (5.23); 4 reads no rope_parameters.
+        scaling = written["rope_scaling"] or {"rope_type": "default"}
+        full = {**scaling, "rope_theta": options.rotary_base}
+        return {**written, ROPE: {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": theta}}}
+
+    names = {*windows.names, *others.names, *((local,) if local else ())}
+    return FieldGroup(names, read, write)

@@ -1,0 +1,91 @@
+"""What models of Hugging Face have and the decoder lacks, told by model_type and by the fields of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+EXPERTS, LATENT, STATE_SPACE = "a mixture of experts", "latent attention", "state space layers"
+RECURRENT, BOTH_WAYS, OWN_CODE = (
+    "recurrent layers",
+    "attention that looks ahead",
+    "code of its own, which is not run",
+)
+# By part: the fields that only models with it have, the most telling first. Patterns as of file names.
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    EXPERTS: (
+        "num_local_experts",
+        "n_routed_experts",
+        "num_experts",
+        "num_experts*",
+        "moe_num_experts",
+        "num_shared_experts",
+        "n_shared_experts",
+        "moe_*",
+        "expert_ffn_hidden_size",
+    ),
+    LATENT: ("kv_lora_rank", "q_lora_rank"),
+    "chunked attention": ("attention_chunk_size",),
+    "sparse attention": ("index_topk*", "index_n_heads"),
+    "linear attention": ("linear_num_*_heads", "linear_num_heads", "linear_attn_config"),
+    STATE_SPACE: ("mamba_*", "ssm_*", "state_size"),
+    "convolutions": ("conv_L_cache",),
+    RECURRENT: ("lru_width",),
+    "keys and values that layers share": ("num_kv_shared_layers",),
+    "embeddings for each layer": ("hidden_size_per_layer_input",),
+    "images": ("vision_config", "image_token_*"),
+    "sound": ("audio_config", "audio_encoder*"),
+    "an encoder": ("is_encoder_decoder",),
+    BOTH_WAYS: ("type_vocab_size",),
+    OWN_CODE: ("auto_map",),
+}
+# Families whose fields do not say it.
+MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
+    "gpt_oss": ("sinks of attention",),
+    "dbrx": (EXPERTS,),
+    "mamba*": (STATE_SPACE,),
+    "rwkv*": (RECURRENT,),
+    "xlstm": (RECURRENT,),
+    "distilbert": (BOTH_WAYS,),
+    "modernbert": (BOTH_WAYS,),
+    "xlnet": (BOTH_WAYS,),
+    "chatglm": (OWN_CODE,),
+    "opt": ("ReLU", "learned positions that begin at 2"),
+    "olmo": ("norms without weights",),
+    "phi": ("a bias of the logits",),
+    "gptj": ("a bias of the logits",),
+}
+_MULTIMODAL = "text_config"
+
+
+def missing(config: Mapping[str, Any]) -> list[str]:
+    """Return what a model has and the decoder lacks, each with the field that says it.
+
+    config: config.json of a model_type that no family reads. An empty list says that nothing is known of it.
+    """
+    inner = config.get(_MULTIMODAL)
+    found = dict(_parts(inner)) if isinstance(inner, Mapping) else {}
+    found |= dict(_parts(config))
+    return [part + (f" ({said})" if said else "") for part, said in found.items()]
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each part and what says it. What comes later says it better."""
+    for pattern, parts in MODEL_TYPES.items():
+        if fnmatchcase(str(config.get("model_type")), pattern):
+            yield from ((part, "") for part in parts)
+    for kind in sorted(map(str, set(config.get("layer_types") or ()))):
+        if kind not in ("full_attention", "sliding_attention"):
+            yield kind.replace("_", " "), "layer_types"
+    for part, patterns in FIELDS.items():
+        said = [n for p in patterns for n, value in config.items() if value and fnmatchcase(n, p)]
+        if said:
+            value = config[said[0]]
+            yield part, said[0] if isinstance(value, Mapping) else f"{said[0]} = {value!r}"
+
+
+def part_of(name: str) -> str | None:
+    """Return the part that only models with this field have, or None."""
+    found = (p for p, patterns in FIELDS.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return next(found, None)
