@@ -75,10 +75,8 @@ OLMO3_ROPE = {
     "full_attention": {**YARN, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
-GEMMA3_ROPE = {
-    "full_attention": LINEAR_ROPE,
-    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+GEMMA3_ROPE = {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}
 GEMMA = {
     **NORMED,
     "head_dim": 16,

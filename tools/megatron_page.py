@@ -83,7 +83,10 @@ def _means(row: Row) -> str:
     if not sets:
         return "is always so"
     if "glu_activation" in sets:
-        return "`--swiglu`, with `--ffn-hidden-size` 4 x hidden where it is not given, as in BLOOM's fork"
+        named = "`--swiglu`" if "swiglu" in sets else "`--geglu --no-openai-gelu`"
+        return f"{named}, with `--ffn-hidden-size` 4 x hidden where it is not given, as in BLOOM's fork"
+    if "window_size" in sets:
+        return "`--sliding-window`: the first number + 1, which counts the query's own token"
     if UNFUSED_GELU in sets:
         return UNFUSED_GELU_MEANS
     if not any(name in DERIVED for name in sets):

@@ -17,10 +17,12 @@ import torch
 
 from megazero.checkpoint.reading import pieces
 from megazero.checkpoint.records import SliceRecord
+from megazero.config.model.section import ModelConfig
 from megazero.config.read.files import read_json
 from megazero.convert import tokenizer as tokenizers
 from megazero.convert.importing import Published
 from megazero.convert.source import Source
+from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.models import Decoder
 
 LIMIT = 1e-5  # relative difference of logits in fp32
@@ -94,8 +96,8 @@ def compare_logits(source: Source, published: Published) -> Iterator[Line]:
     if find_spec("transformers") is None:
         yield Line("logits", "not compared: transformers is not installed (pip install transformers)")
         return
-    layers = _layers(source, published)
-    model = dataclasses.replace(source.model, num_layers=layers)
+    layers = _layers(source)
+    model = _first(source.model, layers)
     length = min(_LENGTH, model.max_position_embeddings)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.vocabulary, (_BATCH, length), generator=draw)
@@ -117,19 +119,23 @@ def _figures(ours: torch.Tensor, theirs: torch.Tensor, of: str) -> Iterator[Line
     yield Line("logits, likeliest token", f"the same at {float(agree):.2%} of positions")
 
 
-def _layers(source: Source, published: Published) -> int:
-    """Return how many layers are compared: all, or the first ones that include every type of layer."""
+def _layers(source: Source) -> int:
+    """Return how many layers are compared: all, or the first ones that include every kind of layer."""
     count = source.model.num_layers
     if sum(prod(tensor.shape) for tensor in source.tensors) <= WHOLE_NUMEL:
         return count
-    types = published.folder.config.get("layer_types") or []
-    return min(count, max([2, *(types.index(kind) + 1 for kind in set(types))]))
+    kinds = layer_kinds(source.model)
+    return min(count, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+
+
+def _first(model: ModelConfig, layers: int) -> ModelConfig:
+    return dataclasses.replace(model, **some_layers(model, range(layers)))
 
 
 @torch.no_grad()
 def _our_logits(source: Source, published: Published, layers: int, tokens: torch.Tensor) -> torch.Tensor:
     """The decoder's logits, from the checkpoint's weights as the folder's dtype holds them."""
-    decoder = Decoder(dataclasses.replace(source.model, num_layers=layers), dtype=torch.float32)
+    decoder = Decoder(_first(source.model, layers), dtype=torch.float32)
     placements = decoder.placements()
     for name, parameter in decoder.named_parameters():
         placement = placements[name]
@@ -146,8 +152,9 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
 
     config = transformers.AutoConfig.from_pretrained(folder)
     config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:layers])
     dtype = {_dtype_key(transformers.__version__): torch.float32}
     with _quiet(transformers):
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(

@@ -49,6 +49,19 @@ def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[Layer
     return [layer_kind(options, i) for i in (range(options.num_layers) if layers is None else layers)]
 
 
+def some_layers(options: Any, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the options by name of a model whose layers are of the kinds that these have."""
+    kinds, size = layer_kinds(options, layers), options.sliding_window
+    full = [kind.window is None for kind in kinds]
+    unturned = [not kind.rotary for kind in kinds]
+    turns = options.no_rope_freq is not None
+    return {
+        "num_layers": len(kinds),
+        "window_attn_skip_freq": frequency_of(full, 0) if size is not None else None,
+        "no_rope_freq": frequency_of(unturned, 1) if turns else None,
+    }
+
+
 def _chosen(frequency: Sequence[int], index: int, mark: int) -> bool:
     """Tell whether a layer is an N-th one, or is listed with ``mark``."""
     if len(frequency) == 1:

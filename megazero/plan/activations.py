@@ -84,7 +84,7 @@ def activations(
     always = 0.0
     if config.parallel.pipeline_model_parallel_size > 1:
         always += 4 * stream  # messages under way, both directions
-    always += width * _mask_rows(config, [i for s in stages for i in s.layers]) * model.seq_length**2
+    always += width * mask_elements(config, [i for s in stages for i in s.layers])
     first, last = any(s.embedding for s in stages), any(s.head for s in stages)
     raw = {kind: width * _largest_gradient(model, tp, kind) for kind in (EMBEDDING, LAYER, HEAD)}
     waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
@@ -106,19 +106,16 @@ def activations(
     return moments
 
 
-def _mask_rows(config: RunConfig, layers: Sequence[int]) -> float:
-    """Return how many masks of length x length a rank with these layers holds (models/positions.py)."""
+def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
+    """Return the elements of the masks that a rank with these layers holds (models/positions.py)."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     alibi, packed = model.position_embedding_type == "alibi", config.data.reset_attention_mask
     kinds = {kind.window for kind in layer_kinds(model, layers)}
     windows = {window if window and window < model.seq_length else None for window in kinds}
-    causal = not (alibi or packed or model.attn_logit_softcapping)  # which torch's kernels need no mask for
-    heads = model.num_attention_heads / tp if alibi else 1
-    return (
-        len(windows - {None} if causal else windows)
-        * heads
-        * (config.batch.micro_batch_size if packed else 1)
-    )
+    if not (alibi or packed or model.attn_logit_softcapping):  # torch's kernels need no mask to be causal
+        windows.discard(None)
+    each = (model.num_attention_heads / tp if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
+    return len(windows) * each * model.seq_length**2
 
 
 def _largest_gradient(model: ModelConfig, tp: int, kind: str) -> int:

@@ -17,6 +17,7 @@ from megazero.config import RunConfig, World, make_config
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.config.run import all_options
+from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.verify.shrink_world import SubLayout, sub_layout
 
 # Fixed: a dynamic scale would skip the first steps on its way down. Gradients of these sizes neither overflow with it
@@ -83,7 +84,11 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         if option.section in CARRIED
     }
     kept = dict(values)
-    values |= {**_parallel(config, layout), **_model(config, layout.tp), **_batch(config, world, layout)}
+    values |= {
+        **_parallel(config, layout),
+        **_model(config, layout.tp, layout.pp),
+        **_batch(config, world, layout),
+    }
     values |= _zero(config, world, layout, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
@@ -113,9 +118,8 @@ def _parallel(config: RunConfig, layout: SubLayout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "ranks_per_node": layout.world.ranks_per_node,
     }
-    layers = stage_layers(config, layout.pp)
-    values["num_layers"] = sum(layers)
     if layout.pp > 1:
+        layers = stage_layers(config, layout.pp)
         virtual = config.virtual_stages
         values["num_virtual_stages_per_pipeline_rank"] = virtual if virtual > 1 else None
         values["pipeline_partition"] = ",".join(map(str, layers))
@@ -145,7 +149,7 @@ def _stages(config: RunConfig) -> Any:
     return replace(config, model=replace(config.model, vocab_size=32000)).stages()
 
 
-def _model(config: RunConfig, tp: int) -> dict[str, Any]:
+def _model(config: RunConfig, tp: int, pp: int) -> dict[str, Any]:
     m = config.model
     full_tp = config.parallel.tensor_model_parallel_size
     most = 8 if m.num_query_groups == m.num_attention_heads else 4
@@ -174,7 +178,16 @@ def _model(config: RunConfig, tp: int) -> dict[str, Any]:
         "max_position_embeddings": length if m.seq_length == m.max_position_embeddings else 2 * length,
         **_rotary(m, width, length),
         **_vocabulary(config, tp),
+        **_kinds(m, sum(stage_layers(config, pp))),
+        **({"sliding_window": length // 2} if m.sliding_window and m.sliding_window < m.seq_length else {}),
     }
+
+
+def _kinds(model: ModelConfig, layers: int) -> dict[str, Any]:
+    """Choose that many layers, of each kind in turn."""
+    kinds = layer_kinds(model)
+    firsts = sorted({kinds.index(kind) for kind in kinds})
+    return some_layers(model, [firsts[i % len(firsts)] for i in range(layers)])
 
 
 def _rotary(m: ModelConfig, width: int, length: int) -> dict[str, Any]:

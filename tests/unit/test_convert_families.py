@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.convert import check
 from megazero.convert.export import finish, write_folder
 from megazero.convert.folder import Folder
 from megazero.convert.importing import Published, write_checkpoint
@@ -19,8 +20,8 @@ from megazero.convert.source import Source
 from megazero.train.generate import Sampling, load_text_model, sample_tokens
 from tests.family_models import VARIANTS, save, transformers
 
-# Fused rows of two kinds, columns with transposed tensors, two norms of a block, a tied head.
-CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases")
+# Fused rows of two kinds, columns with transposed tensors, two norms of a block and four, a tied head.
+CORE = ("falcon-40b", "gpt_neox-no-attention-bias", "gpt2", "olmo2-biases", "gemma3")
 PROMPTS, COUNT = ([5, 3, 7, 7, 90], [40], list(range(60, 72))), 10
 torch.set_num_threads(1)
 
@@ -69,6 +70,19 @@ def greedy(model: torch.nn.Module, prompt: list[int], eod: int) -> list[int]:
 @pytest.mark.parametrize("variant", CORE)
 def test_a_variant_comes_in_and_goes_out_as_it_was(variant: str, tmp_path: Path) -> None:
     assert_comes_in_and_goes_out(variant, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layers", "compared"),
+    [("smollm3", 5, 4), ("gemma3-linear-capped", 7, 6), ("qwen2-window", 3, 2), ("llama", 3, 2)],
+)
+def test_large_models_are_compared_in_the_first_layers_of_each_kind(
+    variant: str, layers: int, compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "WHOLE_NUMEL", 0)
+    theirs = Published.open(save(variant, tmp_path / "hf", num_hidden_layers=layers))
+    lines = list(check.compare_logits(Source(write_checkpoint(theirs, tmp_path / "ck")), theirs))
+    assert lines[0].good and f"of the first {compared} of {layers} layers" in lines[0].figure, lines
 
 
 @pytest.mark.slow

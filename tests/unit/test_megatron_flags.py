@@ -75,7 +75,11 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "encoder-seq-length": "32",
     }
     values |= dict.fromkeys(("load-iteration", "override-ckpt-iteration"), f"1 --load {tmp_path}")
-    values |= {"checkpoint-granularity": "full", "activations-checkpoint-granularity": "full"}
+    values |= {
+        "window-size": "7,0",
+        "checkpoint-granularity": "full",
+        "activations-checkpoint-granularity": "full",
+    }
     values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
     values |= {
         "padded-vocab-size": "128",
@@ -142,6 +146,15 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         ("--position-embedding-type yarn", "rotary_original_max_position", 4096),
         ("--position-embedding-type yarn --mscale 0.7", "yarn_mscale", 0.7),
         ("--position-embedding-type yarn --yarn-original-max-position-embeddings 64", ORIGINAL, 64),
+        ("--glu-activation geglu", "openai_gelu", False),
+        ("--glu-activation geglu", "ffn_hidden_size", 256),
+        ("--window-size 7,0", "sliding_window", 8),
+        ("--window-size (7,0) --sliding-window 8", "sliding_window", 8),
+        ("--window-size -1,-1", "sliding_window", None),
+        ("--window-size 7,0 --window-attn-skip-freq 2", "window_attn_skip_freq", (2,)),
+        ("--window-size 7,0 --window-attn-skip-freq ([1]+[0])*2", "window_attn_skip_freq", (1, 0, 1, 0)),
+        ("--use-rotary-position-embeddings --no-rope-freq [0,1]*2", "no_rope_freq", (0, 1, 0, 1)),
+        ("--apply-layernorm-1p", "apply_layernorm_1p", True),
         ("--input-embeddings-multiplier 12", "embedding_multiplier", 12.0),
         ("--split '9,1,0'", "split", "'9,1,0'"),
     ],
@@ -180,7 +193,18 @@ def test_other_names_and_spellings(line, name, value):
         ("--num-experts 8 --moe-router-topk 2", "--num-experts 8 is Megatron's flag, not built here"),
         ("--num-experts 1 8", "mixtures of experts are not built"),
         ("--data-impl cached", "convert the data"),
-        ("--glu-activation geglu", "SwiGLU is built"),
+        ("--glu-activation reglu", "SwiGLU and GEGLU are built"),
+        ("--window-size 7,1", "--window-size 7,1 must be tokens before and after a query"),
+        ("--window-size 7,0 --sliding-window 7", "is --sliding-window 8, but 7 is given; leave one of"),
+        (
+            "--sliding-window 7 --window-attn-skip-freq 1,0",
+            "has 2 numbers for --num-layers 4; give one for each",
+        ),
+        ("--sliding-window 7 --window-attn-skip-freq 0", "must be at least 1, as every N-th layer is meant"),
+        ("--sliding-window 7 --window-attn-skip-freq 1,0,2,0", "lists layers by 0 and 1, got 2"),
+        ("--sliding-window 7 --window-attn-skip-freq [1,0", "takes numbers or a list of Python, got '[1,0'"),
+        ("--sliding-window 7 --window-attn-skip-freq [print()]", "takes numbers or a list of Python"),
+        ("--geglu --swiglu", "--geglu and --swiglu exclude each other"),
         ("--weight-decay-incr-style cosine", "use --weight-decay"),
         ("--main-grads-dtype bf16", "sums of gradients are in fp32"),
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),

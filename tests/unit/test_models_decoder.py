@@ -11,7 +11,7 @@ import torch
 
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
-from megazero.families.layer_kinds import layer_kind
+from megazero.families.layer_kinds import frequency_of, layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, make_model
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
@@ -72,9 +72,15 @@ def test_recompute_gives_the_same_bits(family, recompute, dropout):
         assert not torch.equal(gradients(make(family))[0], kept[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
-def test_positions_and_attention_go_by_documents_each_by_itself(family):
-    decoder = Decoder(make(family), dtype=torch.float64)
+WINDOW = {"sliding_window": 3, "window_attn_skip_freq": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("gpt", {}), ("bloom", {}), ("llama", WINDOW), ("bloom", WINDOW), ("gemma2", WINDOW)],
+)
+def test_positions_and_attention_go_by_documents_each_by_itself(family, changes):
+    decoder = Decoder(make(family, **changes), dtype=torch.float64)
     decoder.initialize(7)
     tokens, labels = batch()
     starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
@@ -113,6 +119,45 @@ def test_layers_share_one_mask_and_a_recompute_under_dropout_gives_the_same_bits
         seen = (loss.detach(), {name: p.grad for name, p in decoder.named_parameters()})
         kept = kept or seen
         assert_same(seen, kept)
+
+
+def test_layers_of_a_kind_share_a_mask_and_tables():
+    choices = {"num_layers": 6, **WINDOW, "rotary_window_base": 50.0, "no_rope_freq": (3,)}
+    decoder = Decoder(make("llama", **choices))
+    decoder.initialize(7)
+    kinds = [layer_kind(decoder.config, i) for i in range(6)]
+    assert [(kind.window, kind.rotary) for kind in kinds] == [
+        *((3, True), (None, True), (3, False)),
+        *((None, True), (3, True), (None, False)),
+    ]
+    assert [kind.rotary_base for kind in kinds] == [50.0, 10000.0] * 3
+    decoder(*batch())
+    positions = decoder.layers["0"].attention.positions
+    assert sorted(key[0][0] for key in positions._cache) == ["mask", "rope", "rope"]
+    hidden = positions.mask(torch.zeros(16, 1, 1, 1), kinds[0])[0, 0].isinf()
+    at = torch.arange(16)
+    back = at[:, None] - at
+    assert torch.equal(hidden, (back < 0) | (back >= 3))
+    assert positions.mask(torch.zeros(3, 1, 1, 1), kinds[0]) is None  # a window that covers all hides nothing
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mark", "frequency"),
+    [
+        ((0, 0, 0), 1, None),
+        ((0, 0, 1, 0, 0, 1, 0), 1, (3,)),
+        ((0, 0, 1, 0), 0, (3,)),
+        ((1, 1), 0, (1,)),
+        ((1, 0), 0, (0, 1)),
+        ((1, 0, 1), 1, (1, 0, 1)),
+    ],
+)
+def test_lists_of_layers_become_options_and_are_read_again(chosen, mark, frequency):
+    assert frequency_of([bool(c) for c in chosen], mark) == frequency
+    name = "no_rope_freq" if mark else "window_attn_skip_freq"
+    config = make("llama", num_layers=len(chosen), sliding_window=3, **{name: frequency})
+    kinds = [layer_kind(config, i) for i in range(len(chosen))]
+    assert [not kind.rotary if mark else kind.window is None for kind in kinds] == [bool(c) for c in chosen]
 
 
 def test_recompute_keeps_fewer_activations():
@@ -204,12 +249,8 @@ def test_names_units_and_sets(family, tied):
     assert all(p.local_shape == tuple(parameters[name].shape) for name, p in placements.items())
     assert decoder.partial_gradients() == decoder.replicated_parameters()
     whole = Decoder(decoder.config, TensorParallel(None, 0, 2), device="meta").partial_gradients()
-    norms = ("q_norm", "k_norm")
-    own = {
-        "qwen3": norms,
-        "gemma3": norms,
-        "falcon": ("k_proj", "v_proj"),
-    }  # of its own heads, or shared ones
+    norms, shared = ("q_norm", "k_norm"), ("k_proj", "v_proj")  # of a rank's own heads, or of several
+    own = {"qwen3": norms, "gemma3": norms, "falcon": shared}
     assert whole == {n for n in parameters if any(part in n for part in own.get(family, ()))}
     shared = Decoder(make("llama", num_query_groups=2), TensorParallel(None, 3, 4), device="meta")
     heads = {f"layers.{i}.attention.{kind}_proj.weight" for i in (0, 1) for kind in "kv"}
@@ -247,6 +288,10 @@ def test_parameter_count_and_flops(family):
     assert sum(counted.values()) - attention == formula - half_attention
     assert config.padded_vocab_size(1) == 320
     assert training_flops(config, [32]) > formula
+    windows = dataclasses.replace(
+        config, sliding_window=6, window_attn_skip_freq=(2,)
+    )  # in the first layer of two
+    assert formula - training_flops(windows, [16, 16]) == 6 * config.query_projection_size * 2 * (16 - 6) ** 2
     padded = dataclasses.replace(config, pad_vocab_size_to=400)
     assert parameter_count(padded) == parameter_count(config)
     assert training_flops(padded, [16, 16]) - formula == 6 * 32 * 48 * 80

@@ -7,8 +7,9 @@ import torch
 
 from megazero.config import World, make_config
 from megazero.models import Decoder
-from megazero.plan.activations import activations, layer_activations
+from megazero.plan.activations import activations, layer_activations, mask_elements
 from megazero.plan.units import EMBEDDING, HEAD, LAYER
+from megazero.pp.partition import Costs, partition
 from megazero.train.parallelize import DTYPES
 from tests.unit.test_plan import MODEL
 
@@ -39,7 +40,7 @@ def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "gpt", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "bloom", "gemma2", "gemma3"])
 def test_what_a_layer_keeps(family: str, dtype: str) -> None:
     values = {"model_family": family, "params_dtype": dtype, "recompute_granularity": "none"}
     config = make_config({**SIZES, **values}, World(1, 1))
@@ -57,6 +58,22 @@ def test_attention_with_dropout_keeps_its_scores_on_processors() -> None:
     config = make_config({**SIZES, **values}, World(1, 1))
     kept = [layer_activations(config, 4, on_host).kept for on_host in (True, False)]
     assert kept[0] - kept[1] == pytest.approx(with_scores - without, rel=0.2)
+
+
+def test_masks_are_counted_once_for_each_kind_that_a_stage_holds() -> None:
+    def masks(stages: int = 1, **values: object) -> float:
+        sizes = {**SIZES, "num_layers": 4, "position_embedding_type": "rope", **values}
+        config = make_config(sizes, World(1, 1))
+        held = partition(4, 2, costs=Costs(1, 1, 1))[:stages] if stages < 2 else config.stages()
+        return mask_elements(config, [i for s in held for i in s.layers]) / config.model.seq_length**2
+
+    window = {"sliding_window": 8, "window_attn_skip_freq": (2,)}
+    heads = make_config(SIZES, World(1, 1)).model.num_attention_heads
+    assert [masks(2, **each) for each in ({}, {"sliding_window": 4096}, window)] == [0, 0, 1]
+    assert masks(2, **window, reset_attention_mask=True) == 2 * 2  # with documents, those of each sample
+    assert masks(2, **window, position_embedding_type="alibi") == 2 * heads
+    assert masks(2, **window, attn_logit_softcapping=5.0) == 2
+    assert masks(1, sliding_window=8, window_attn_skip_freq=(0, 0, 1, 1)) == 0
 
 
 def test_activations_go_as_the_backward_proceeds() -> None:

@@ -13,6 +13,7 @@ import pytest
 from megazero.cli import COMMANDS, main
 from megazero.config import ConfigError
 from megazero.config.layout.wire import Coding
+from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import data_cuts, make_grid
 from megazero.plan import communication
 from megazero.plan.communication import Activation, Formats, UnitShape
@@ -68,6 +69,15 @@ def test_structure_is_kept_and_sizes_are_not() -> None:
 def test_a_vocabulary_that_divides_still_does_and_one_group_stays_one() -> None:
     model = shrunk("--world-size 2 --num-query-groups 1 --vocab-size 32000").config.model
     assert model.vocab_size % model.make_vocab_size_divisible_by == 0 and model.num_query_groups == 1
+
+
+def test_each_kind_of_layer_stays_and_windows_stay_shorter_than_samples() -> None:
+    words = "--world-size 2 --num-layers 12 --seq-length 64 --position-embedding-type rope --vocab-size 32000"
+    windows = "--sliding-window 16 --window-attn-skip-freq 6 --rotary-window-base 100"
+    model = shrunk(f"{words} {windows}").config.model
+    assert [kind.window for kind in layer_kinds(model)] == [4, None] and model.seq_length == 8
+    model = shrunk(f"{words} --sliding-window 64 --no-rope-freq [0,0,1]*4").config.model
+    assert [(kind.window, kind.rotary) for kind in layer_kinds(model)] == [(64, True), (64, False)]
 
 
 def test_key_heads_that_ranks_share_stay_shared() -> None:

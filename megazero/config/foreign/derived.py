@@ -1,4 +1,4 @@
-"""Megatron's lengths in tokens, and the width that BLOOM's fork gives to a gated MLP, as options of megazero.
+"""Megatron's lengths in tokens and window, and the width that BLOOM's fork gives to a gated MLP, as options.
 
 With --train-tokens, Megatron-DeepSpeed ends after the first iteration that reaches them, or earlier where
 --train-samples or --train-iters ends. Tokens of a schedule replace its samples.
@@ -10,13 +10,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.config.options.fields import typed
+from megazero.config.options.fields import show, typed
 from megazero.config.run import all_options
 
 UNFUSED_GELU = "no_bias_gelu_fusion"  # decided with the architecture, which a checkpoint may say
 UNFUSED_GELU_MEANS = "--no-openai-gelu, where the MLP has GELU and --openai-gelu is not given"
 # What megatron.tsv gives values to, and is no option.
-DERIVED = ("train_tokens", "lr_decay_tokens", "lr_warmup_tokens", "glu_activation", UNFUSED_GELU)
+DERIVED = (
+    "train_tokens",
+    "lr_decay_tokens",
+    "lr_warmup_tokens",
+    "glu_activation",
+    "window_size",
+    UNFUSED_GELU,
+)
 
 
 def complete_derived(values: dict[str, Any], notes: list[str]) -> list[str]:
@@ -24,7 +31,29 @@ def complete_derived(values: dict[str, Any], notes: list[str]) -> list[str]:
     derived = {name: values.pop(name, None) for name in DERIVED if name != UNFUSED_GELU}
     if derived.pop("glu_activation") and not values.get("ffn_hidden_size") and values.get("hidden_size"):
         values["ffn_hidden_size"] = 4 * values["hidden_size"]
-        notes.append(f"--glu-activation swiglu: --ffn-hidden-size {values['ffn_hidden_size']}, 4 x hidden")
+        notes.append(f"--glu-activation: --ffn-hidden-size {values['ffn_hidden_size']}, 4 x hidden")
+    if (window := derived.pop("window_size")) is not None:
+        return [*_window(values, window, notes), *_lengths(values, derived, notes)]
+    return _lengths(values, derived, notes)
+
+
+def _window(values: dict[str, Any], window: tuple[int, ...], notes: list[str]) -> Iterator[str]:
+    """Set the window of Megatron's (tokens before, tokens after) a query, of which -1 are all. Yield error lines."""
+    typed_window, said = f"--window-size {show(window)}", values.get("sliding_window")
+    size = window[0] + 1
+    if len(window) != 2 or min(window) < -1 or window[1] > 0:
+        yield f"{typed_window} must be tokens before and after a query, and attention is causal; nearest: 127,0"
+    elif window[0] == -1:
+        notes.append(f"{typed_window} is no window")
+    elif said not in (None, size):
+        yield f"{typed_window} is --sliding-window {size}, but {said} is given; leave one of them out"
+    else:
+        values["sliding_window"] = size
+        notes.append(f"{typed_window} is --sliding-window {size}, the query's own token included")
+
+
+def _lengths(values: dict[str, Any], derived: dict[str, Any], notes: list[str]) -> list[str]:
+    """Replace lengths in tokens by samples. Returns error lines."""
     tokens: dict[str, int] = {name: count for name, count in derived.items() if count is not None}
     if not tokens:
         return []

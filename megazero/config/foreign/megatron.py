@@ -142,7 +142,8 @@ def _put(layer: Layer, name: str, raw: Any, whole: str) -> Iterator[str]:
 
 def derived_options() -> Mapping[str, Option]:
     """Return the values that only Megatron has, from which derived.py makes options."""
-    return {name: Option(name, "derived", "int", None, "", low=1) for name in DERIVED}
+    kinds = dict.fromkeys(DERIVED, "int") | {"window_size": "ints"}
+    return {name: Option(name, "derived", kind, None, "", low=1) for name, kind in kinds.items()}
 
 
 def accepted_note(names: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ Flags, keys and docs are made from that description.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -122,12 +123,37 @@ def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
     items = list(raw) if isinstance(raw, list | tuple) else [raw]
     if opt.kind == "strs":  # numbers are weights of a blend
         return tuple(str(item) for item in items)
-    pieces = [
-        p for item in items for p in (item.replace(",", " ").split() if isinstance(item, str) else [item])
-    ]
+    pieces = [piece for item in items for piece in (_pieces(item) if isinstance(item, str) else [item])]
     if not pieces:
         raise ValueError("takes at least one number, got none")
     return tuple(_number(opt.kind.removesuffix("s"), piece) for piece in pieces)
+
+
+def _pieces(text: str) -> list[Any]:
+    """Split text at commas and spaces. Brackets are of a list or tuple of Python, whose sums and products count, as
+    in Megatron's ([1]*5+[0])*8. Raises ValueError.
+    """
+    if not text.strip().startswith(("(", "[")):
+        return text.replace(",", " ").split()
+
+    def items(node: ast.expr) -> list[Any]:
+        match node:
+            case ast.Constant(value=int() | float()):
+                return [node.value]
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return [-value]
+            case ast.List() | ast.Tuple():
+                return [item for element in node.elts for item in items(element)]
+            case ast.BinOp(op=ast.Add()):
+                return items(node.left) + items(node.right)
+            case ast.BinOp(op=ast.Mult(), right=ast.Constant(value=int() as count)) if 0 <= count < 1 << 12:
+                return items(node.left) * count
+        raise ValueError(f"takes numbers or a list of Python, got {text!r}")
+
+    try:
+        return items(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(f"takes numbers or a list of Python, got {text!r}") from None
 
 
 def _number(kind: str, raw: Any) -> int | float:
