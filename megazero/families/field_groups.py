@@ -17,6 +17,19 @@ def biases(mlp: bool) -> FieldGroup:
     )
 
 
+def unread(**values: Any) -> FieldGroup:
+    """Return fields of published files that transformers' class does not have, each with its only value here."""
+
+    def read(config: Config) -> dict[str, Any]:
+        others = [n for n, value in values.items() if config.get(n, value) != value]
+        if others:
+            said = ", ".join(f"{n} = {config[n]!r} (only {values[n]!r})" for n in others)
+            raise ValueError(f"{said} is not supported")
+        return {}
+
+    return FieldGroup(tuple(values), read, lambda _: {})
+
+
 # transformers' names of GELU: by the error function, and by tanh.
 _EXACT, _TANH = ("gelu", "gelu_python"), ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate")
 

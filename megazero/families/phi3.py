@@ -7,6 +7,7 @@ from typing import Any
 
 from megazero.families import llama
 from megazero.families.family import FILLING_HEADS, Family
+from megazero.families.field_groups import unread
 from megazero.families.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.layer_groups import window
 from megazero.families.rotary_fields import rotary
@@ -61,6 +62,9 @@ def _write_rotary(options: Any) -> dict[str, Any]:
     return fields
 
 
+_UNREAD = unread(
+    attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1
+)
 PHI3 = Family(
     name="phi3",
     defaults=llama.DEFAULTS,
@@ -72,6 +76,6 @@ PHI3 = Family(
         absent={"num_query_groups": None, "max_position_embeddings": 4096, "norm_epsilon": 1e-5},
         tied=False,
         only=llama.SILU,
-        groups=(FieldGroup(_ROTARY.names, _read_rotary, _write_rotary), window(None)),
+        groups=(FieldGroup(_ROTARY.names, _read_rotary, _write_rotary), window(None), _UNREAD),
     ),
 )

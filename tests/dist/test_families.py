@@ -89,7 +89,7 @@ CORE = {
     "tp2-dp2-sp": ("qwen3-biases-tied", "olmo2", "gpt_neox", "falcon-40b", "falcon-rw"),
     "tp2-dp2-full": ("phi3-partial-window", "qwen3", "olmo2-biases", "falcon-7b", "llama-attention-bias"),
     "pp2-dp2": ("qwen3-biases-tied", "falcon-11b", "mistral-window"),
-    "tp2-pp2-zb": ("phi3", "qwen2", "olmo2", "gpt_neox", "gemma2"),
+    "tp2-pp2-zb": ("phi3-longrope-long", "granite", "glm4", "olmo2", "gemma2"),
 }
 
 

@@ -35,6 +35,32 @@ PUBLISHED = {
         | {"use_sliding_window": False, "vocab_size": 152064, "hidden_act": "silu", "rms_norm_eps": 1e-06},
         "qwen2",
     ),
+    "phi-4-mini": (
+        {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
+        | {"num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75}
+        | {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}}
+        | {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1}
+        | {"interpolate_factor": 1, "rms_norm_eps": 1e-05, "sliding_window": 262144, "hidden_act": "silu"}
+        | {"vocab_size": 200064, "tie_word_embeddings": True},
+        "phi3",
+    ),
+    "granite-3.3-8b": (
+        {"model_type": "granite", "hidden_size": 4096, "intermediate_size": 12800, "num_hidden_layers": 40}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "attention_multiplier": 0.0078125}
+        | {"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22}
+        | {"max_position_embeddings": 131072, "rope_theta": 10000000.0, "rope_scaling": None}
+        | {"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "hidden_act": "silu"}
+        | {"rms_norm_eps": 1e-05, "vocab_size": 49159, "tie_word_embeddings": True},
+        "granite",
+    ),
+    "glm-4-9b-0414": (
+        {"model_type": "glm4", "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40}
+        | {"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False}
+        | {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "max_position_embeddings": 32768}
+        | {"hidden_act": "silu", "rms_norm_eps": 1e-05, "vocab_size": 151552, "tie_word_embeddings": False},
+        "glm4",
+    ),
     "pythia-160m": (
         {"model_type": "gpt_neox", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
         | {"num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-05, "rotary_pct": 0.25}
@@ -104,6 +130,7 @@ def config_of(family: str, **changes) -> dict:
             {"rope_parameters": {"rope_type": "proportional"}},
             "rope_type = 'proportional' is none of default, linear, dynamic, llama3, yarn, longrope",
         ),
+        ("Phi3", {"lm_head_bias": True}, "lm_head_bias = True (only False) is not supported"),
         ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "of type yarn: factor is missing"),
         (
             "Llama",
