@@ -206,7 +206,7 @@ def _model(
         )
     elif vocabulary > rows:
         raise ConfigError(
-            [f"the vocabulary of {vocabulary} is larger than the embedding's {rows} rows; leave it out"]
+            [f"--vocab-size {vocabulary} is above the embedding's {rows} rows; nearest: {rows}"]
         )
     decided = {"vocab_size": vocabulary or rows, "pad_vocab_size_to": None}
     given = {field.name for field in dataclasses.fields(ModelConfig)} & options.keys()
