@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import weakref
-from pathlib import Path
 
 import pytest
 import torch

@@ -1,12 +1,13 @@
 """Reads files of torch.save without running what they ask for, and finds the folder of one iteration.
 
-Megatron's files hold an argparse.Namespace, enumerations and more, names that torch.load(weights_only=True) refuses.
-Here each gets a stand-in, which keeps what it is given. torch's reader calls these and what is on its own list, nothing
-else. Tensors are mapped, not read.
+Megatron's files hold an argparse.Namespace, enumerations and more: names that torch.load(weights_only=True) refuses.
+Here each gets a stand-in, which keeps what it is given. torch's reader calls these and what is on its own list, and
+nothing else. Tensors are mapped, not read.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,8 +38,12 @@ class Stored(Protocol):
 
     path: Path
     saved: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def tensor(self, name: str, gated: bool) -> torch.Tensor:
         """Return a whole tensor on the CPU. It may be a view of a mapped file. gated: the MLP has a gate."""
@@ -70,6 +75,10 @@ def read_saved(file: Path) -> dict[str, Any]:
 def arguments(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the run by name, or nothing where it saved none."""
     told = saved.get("args")
+    if isinstance(
+        told, argparse.Namespace
+    ):  # a program that imports megatron-core has allowed torch to make it
+        told = vars(told)
     state = told.state if isinstance(told, StandIn) else told
     return dict(state) if isinstance(state, dict) else {}
 

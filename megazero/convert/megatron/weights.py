@@ -180,8 +180,9 @@ def _tokenizer(options: Mapping[str, Any]) -> tuple[DataConfig, int | None, list
         return DataConfig(), said + 1, []
     files = {name: options.get(name) for name in TOKENIZERS.get(kind or "", ()) if name != "vocab_size"}
     if all(path and Path(path).exists() for path in files.values()) and files:
-        data = DataConfig(tokenizer_type=kind, **files)
-        size = load_tokenizer(str(kind), **tokenizer_options(vars(data))).info.vocab_size
+        data = section_of(DataConfig, {"tokenizer_type": kind, **files})
+        every: dict[str, Any] = {**tokenizer_options(vars(data))}
+        size = load_tokenizer(str(kind), **every).info.vocab_size
         return data, max(size, said or 0), []
     named = " ".join(str(path) for path in files.values() if path) or "of no file"
     return (
