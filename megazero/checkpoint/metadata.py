@@ -40,13 +40,16 @@ METADATA_FILE = ".metadata"
 logger = logging.getLogger(__name__)
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, foreign: bool = False) -> Metadata:
     """Return the tensors' description of the checkpoint directory ``path``, without running code from it.
 
+    foreign: another program wrote it. Then only tensors are returned, and what else it describes is passed over.
     Raises CheckpointError where the file is missing or holds anything but fields of such a description.
     """
     try:
         with open(path / METADATA_FILE, "rb") as file:
+            if foreign:
+                return _tensors_alone(_ForeignUnpickler(file).load())
             return _made(Metadata)(_Unpickler(file).load())
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(
@@ -140,6 +143,21 @@ class _Unpickler(pickle.Unpickler):
             ) from None
 
 
+class _Strange(_Kept):
+    """Stands in for an object, or a call's result, of a class that nothing here knows."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: Any) -> None: ...
+
+
+class _ForeignUnpickler(_Unpickler):
+    """Gives out stand-ins for every name: what was planned, and by which classes, is of no use here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _ALLOWED.get((module, name)) or type(name, (_Strange,), {"__slots__": ()})
+
+
 # A check turns what a field of the file holds into the field's value, or raises.
 _Check = Callable[[Any], Any]
 
@@ -174,6 +192,22 @@ def _state(kind: type, kept: Any) -> Any:
 def _made(kind: type) -> _Check:
     """Return the check of an object of torch's class ``kind`` with the fields of ``_FIELDS``."""
     return lambda kept: _with_fields(kind, _is(dict)(_state(kind, kept)))
+
+
+def _tensors_alone(kept: Any) -> Metadata:
+    """Return the description of the tensors of another program's checkpoint, whose class may be its own."""
+    state = _is(dict)(getattr(kept, "state", None))
+    tensors = {
+        name: each
+        for name, each in _is(dict)(state.get("state_dict_metadata")).items()
+        if type(each) is _KEPT[TensorStorageMetadata]
+    }
+    places = {
+        index: place
+        for index, place in _is(dict)(state.get("storage_data")).items()
+        if type(index) is _KEPT[MetadataIndex] and index.state.get("fqn") in tensors
+    }
+    return _with_fields(Metadata, {"state_dict_metadata": tensors, "storage_data": places})
 
 
 def _properties(kept: Any) -> TensorProperties:

@@ -52,7 +52,8 @@ class SliceSavePlanner(DefaultSavePlanner):
     def __init__(self, records: Sequence[SliceRecord]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.records = records
-        self.views: dict[tuple[str, torch.Size | None], tuple[torch.Tensor, torch.dtype]] = {}
+        self.places: dict[tuple[str, torch.Size | None], tuple[SliceRecord, str, Box, torch.dtype]] = {}
+        self._made: tuple[SliceRecord, str, torch.Tensor] | None = None
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -64,16 +65,15 @@ class SliceSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _item(self, record: SliceRecord, kind: str, box: Box) -> WriteItem:
-        view = box_view(record, kind, box)
         offsets, sizes = torch.Size(box.stored_offsets), torch.Size(box.stored_sizes)
         index = MetadataIndex(stored_name(kind, record.placement.name), offsets)
-        if (index.fqn, offsets) in self.views:
+        if (index.fqn, offsets) in self.places:
             raise ValueError(
                 f"'{index.fqn}' has two owners of the box at {tuple(offsets)} on one rank: give one of the "
                 "records owner=False (tied parameters have one owner)"
             )
-        dtype = record.stored.get(kind, view.dtype)
-        self.views[index.fqn, offsets] = view, dtype
+        dtype = record.stored.get(kind, record.tensors[kind].dtype)
+        self.places[index.fqn, offsets] = record, kind, box, dtype
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets, sizes),
             properties=TensorProperties(dtype=dtype),
@@ -82,8 +82,18 @@ class SliceSavePlanner(DefaultSavePlanner):
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        view, dtype = self.views[index.fqn, index.offset]
+        record, kind, box, dtype = self.places[index.fqn, index.offset]
+        view = box_view(self._held(record, kind), kind, box)
         return view.to(dtype).contiguous()  # copies a box that is converted or transposed only
+
+    def _held(self, record: SliceRecord, kind: str) -> SliceRecord:
+        """Return the record with its tensor, which stays until that of another record is made."""
+        if record.make is None:
+            return record
+        if self._made is None or self._made[0] is not record or self._made[1] != kind:
+            self._made = None  # before the next one is made
+            self._made = record, kind, record.make(kind)
+        return dataclasses.replace(record, tensors={kind: self._made[2]})
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Do the same as DCP's, which refuses overlaps, but name the tensor and the cause (2.11 names neither)."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -95,30 +94,15 @@ def pieces(shape: Sequence[int], limit: int = PIECE_ELEMENTS) -> Iterator[tuple[
         yield first, min(step, rows - first)
 
 
-@dataclass(frozen=True)
-class StoredKind:
-    """The tensors of one kind in a checkpoint directory. Reading takes the memory of a piece.
+class StoredTensors:
+    """The tensors of one kind in a directory of torch.distributed.checkpoint. Reading takes the memory of a piece."""
 
-    Only sizes are checked when it is made; ``check_files`` or ``verify`` checks the bytes.
-    """
-
-    path: Path
-    manifest: Manifest
-    kind: str
+    def __init__(self, path: Path, metadata: Callable[[], Metadata], kind: str) -> None:
+        self.path, self.kind, self._describe = path, kind, metadata
 
     @cached_property
     def _metadata(self) -> Metadata:
-        return open_metadata(self.path, self.manifest)
-
-    @classmethod
-    def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredKind:
-        """Open the checkpoint directory ``path``. Raises CheckpointError if it is incomplete or lacks the kind."""
-        manifest = open_manifest(Path(path))
-        if kind not in manifest.kinds:
-            raise CheckpointError(
-                f"'{path}' holds no '{kind}', only {', '.join(map(repr, sorted(manifest.kinds)))}"
-            )
-        return cls(Path(path), manifest, kind)
+        return self._describe()
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -144,3 +128,24 @@ class StoredKind:
     def fill(self, records: Sequence[SliceRecord]) -> None:
         """Fill those tensors of the records that are of this kind. The dtype is converted to theirs."""
         read_records(self.path, self._metadata, records, {self.kind: self.kind})
+
+
+class StoredKind(StoredTensors):
+    """The tensors of one kind in a checkpoint directory.
+
+    Only sizes are checked when it is made; ``check_files`` or ``verify`` checks the bytes.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
+        super().__init__(path, lambda: open_metadata(path, manifest), kind)
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, kind: str = "weights") -> StoredKind:
+        """Open the checkpoint directory ``path``. Raises CheckpointError if it is incomplete or lacks the kind."""
+        manifest = open_manifest(Path(path))
+        if kind not in manifest.kinds:
+            raise CheckpointError(
+                f"'{path}' holds no '{kind}', only {', '.join(map(repr, sorted(manifest.kinds)))}"
+            )
+        return cls(Path(path), manifest, kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -21,6 +21,8 @@ class SliceRecord:
         elements, of any dtype and device. Saving reads it, loading writes it in place.
     stored: maps a kind to the dtype it is stored in, where that is not its tensor's. Saving converts box by box as
         it writes, so that no second copy of a tensor is held. Loading passes it over.
+    make: returns the flat tensor of a kind when it is to be written, for tensors that are not held before. The one in
+        ``tensors`` is then on the device meta and says length and dtype alone. Loading passes it over.
     owner: whether this rank writes the range. Every stored element needs one owner. Replicas (of
         data-parallel ranks, tied parameters) have ``owner=False`` and load all the same.
     """
@@ -31,6 +33,7 @@ class SliceRecord:
     tensors: Mapping[str, torch.Tensor]
     owner: bool = True
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    make: Callable[[str], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         elements = prod(self.placement.local_shape)

@@ -14,7 +14,6 @@ import yaml
 from megazero.checkpoint.manifest import FileEntry
 from megazero.config.model.architecture import from_hf_config
 from megazero.config.model.published import CONFIG_FILE
-from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import Option, show
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
@@ -91,22 +90,33 @@ def flag_text(folder: Path, accept: Collection[str] = ()) -> str:
 
 def yaml_text(folder: Path, accept: Collection[str] = ()) -> str:
     """Return the options as a file for --config."""
-    options = {name: value for name, value in run_options(folder, accept).items() if value is not None}
-    decided = {field.name for field in dataclasses.fields(ModelConfig)}
-    data = {name: options.pop(name) for name in options.keys() - decided}
-    return yaml.safe_dump({"model": options, **({"data": data} if data else {})}, sort_keys=False).rstrip()
+    return by_section(run_options(folder, accept))
+
+
+def by_section(options: Mapping[str, object]) -> str:
+    """Return options by name, those that are not None, as a file for --config."""
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in options.items():
+        if value is not None:
+            plain = list(value) if isinstance(value, tuple) else value
+            sections.setdefault(all_options()[name].section, {})[name] = plain
+    return yaml.safe_dump(sections, sort_keys=False).rstrip()
 
 
 def flag_lines(family: str, values: Mapping[str, object]) -> list[str]:
     """Return options by name as they are typed, one a line: the family, and what differs from its defaults."""
+    return [_typed(all_options()[name], value) for name, value in changed(family, values).items()]
+
+
+def changed(family: str, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the options, by name, that differ from the family's defaults, and the family."""
     defaults = FAMILIES[family].defaults
-    lines = []
-    for name, value in values.items():
-        option = all_options()[name]
-        changed = value is not None and value != defaults.get(name, option.default)
-        if name == "model_family" or changed:
-            lines.append(_typed(option, value))
-    return lines
+    return {
+        name: value
+        for name, value in values.items()
+        if name == "model_family"
+        or (value is not None and value != defaults.get(name, all_options()[name].default))
+    }
 
 
 def _typed(option: Option, value: object) -> str:

@@ -20,7 +20,7 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.config.model.section import ModelConfig
 from megazero.config.read.files import read_json
 from megazero.convert import tokenizer as tokenizers
-from megazero.convert.importing import Published
+from megazero.convert.importing import Published, Weights
 from megazero.convert.source import Source
 from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.models import Decoder
@@ -61,10 +61,9 @@ def compare(
     yield from compare_tokens(source, folder, tokenizer)
 
 
-def compare_tensors(source: Source, published: Published) -> Iterator[Line]:
-    """Compare every tensor bit for bit, in pieces, after the conversion to the folder's dtype."""
-    ours = {tensor.name: tensor.shape for tensor in source.tensors}
-    theirs = {name: published.folder.shapes[there] for name, there in published.names.items()}
+def compare_tensors(source: Source, weights: Weights) -> Iterator[Line]:
+    """Compare every tensor bit for bit, in pieces, after the conversion to the weights' dtype."""
+    ours, theirs = {tensor.name: tensor.shape for tensor in source.tensors}, weights.shapes
     strange = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if strange:
         name = strange[0]
@@ -73,16 +72,16 @@ def compare_tensors(source: Source, published: Published) -> Iterator[Line]:
         )
         yield Line("tensors", f"{found} ({len(strange)} such tensors)", False)
         return
-    wrong = {name: count for name in ours if (count := _different(source, published, name))}
+    wrong = {name: count for name in ours if (count := _different(source, weights, name))}
     for name, count in list(wrong.items())[:5]:
         yield Line(f"  {name}", f"{count} of {prod(ours[name])} elements differ", False)
-    dtypes = sorted({str(published.tensor(name).dtype).removeprefix("torch.") for name in ours})
+    dtypes = sorted({str(weights.dtype_of(name)).removeprefix("torch.") for name in ours})
     same = f"{len(ours) - len(wrong)} of {len(ours)} the same bits, {', '.join(dtypes)}"
     yield Line("tensors", same, not wrong)
 
 
-def _different(source: Source, published: Published, name: str) -> int:
-    there, count = published.tensor(name), 0
+def _different(source: Source, weights: Weights, name: str) -> int:
+    there, count = weights.tensor(name), 0
     for first, rows in pieces(there.shape):
         theirs = there[first : first + rows] if there.ndim else there
         ours, bits = source.stored.read(name, first, rows).to(there.dtype), _BITS[there.dtype.itemsize]

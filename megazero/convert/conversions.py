@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -13,11 +13,14 @@ from rich.progress import Progress as Bars
 
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
-from megazero.convert.card import flag_text, yaml_text
-from megazero.convert.check import compare
+from megazero.convert.card import by_section, changed, flag_lines, flag_text, yaml_text
+from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
+from megazero.convert.megatron.weights import MegatronWeights
 from megazero.convert.source import DTYPES, Source
+
+ARGUMENTS_FILE = "run.yaml"
 
 
 def _to_hf(options: argparse.Namespace) -> int:
@@ -45,6 +48,24 @@ def _from_hf(options: argparse.Namespace) -> int:
         path = write_checkpoint(published, options.checkpoint)
         options.tokenizer = None
         good = options.no_check or _compared(Source(path), published, options, progress)
+    print(path)
+    return 0 if good else 1
+
+
+def _from_megatron(options: argparse.Namespace) -> int:
+    with _progress() as progress:
+        progress.say("reading names and arguments", 0)
+        weights = MegatronWeights.open(options.folder, options.ckpt_step, options.flags, options.accept_field)
+        for note in weights.notes:
+            print(f"note: {note}", file=sys.stderr)
+        family = weights.model.model_family
+        said = changed(family, {"vocab_size": weights.model.vocab_size, **weights.arguments.options})
+        progress.say("writing", 0)
+        file = {ARGUMENTS_FILE: f"{by_section(said)}\n".encode()}
+        path = write_checkpoint(weights, options.checkpoint, file)
+        progress.say("comparing tensors", 0)
+        good = options.no_check or _printed(compare_tensors(Source(path), weights))
+    print(" \\\n".join(flag_lines(family, said)))
     print(path)
     return 0 if good else 1
 
@@ -77,9 +98,13 @@ def _source(options: argparse.Namespace, weights: str, dtype: str | None) -> Sou
 def _compared(
     source: Source, published: Published, options: argparse.Namespace, progress: ExportProgress
 ) -> bool:
+    return _printed(compare(source, published, options.tokenizer, lambda what: progress.say(what, 0)))
+
+
+def _printed(lines: Iterable[Line]) -> bool:
     """Print the outcome of every check. Returns whether all of them hold."""
     good = True
-    for line in compare(source, published, options.tokenizer, lambda what: progress.say(what, 0)):
+    for line in lines:
         verdict = {True: "  holds", False: "  DOES NOT HOLD", None: ""}[line.good]
         print(f"{line.what:<30}{line.figure}{verdict}", flush=True)
         good = good and line.good is not False
@@ -105,6 +130,7 @@ def _progress() -> Iterator[ExportProgress]:
 CONVERSIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "to-hf": _to_hf,
     "from-hf": _from_hf,
+    "from-megatron": _from_megatron,
     "check": _check,
     "flags": _flags,
 }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,37 @@ from megazero.models.hf_weights import match_names, tied_head
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
+class Weights(Protocol):
+    """Weights that become a checkpoint: the decoder's stored tensors, which are read or made one at a time.
+
+    model, data: the sections of their model and of its tokenizer. origin: where they come from, in words. shapes: of
+    every tensor, in the order of the model. dtype: that of most of them.
+    """
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def origin(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a contiguous tensor on the CPU."""
+        ...
+
+
 @dataclass(frozen=True)
 class Published:
     """A folder whose config.json is understood and whose weights are those of its model.
@@ -43,6 +74,7 @@ class Published:
 
     folder: Folder
     accept: tuple[str, ...] = ()
+    origin = "a Hugging Face folder"
 
     @classmethod
     def open(cls, path: Path, accept: Collection[str] = ()) -> Published:
@@ -68,6 +100,17 @@ class Published:
     def names(self) -> dict[str, str]:
         """Map each tensor of the model to its name in the folder, in the order of the model."""
         return match_names(self.model, self.folder.shapes)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.folder.shapes[there] for name, there in self.names.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.folder.dtype
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.tensor(name).dtype
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor of the model as a view of the mapped file."""
@@ -97,33 +140,38 @@ def fill(published: Published, records: Sequence[SliceRecord], kinds: Collection
                 box_view(record, kind, box).copy_(view)
 
 
-def write_checkpoint(published: Published, root: Path) -> Path:
-    """Write ROOT/iter_0000000 with the folder's weights, bit for bit, and its tokenizer. Returns its path.
+def write_checkpoint(weights: Weights, root: Path, files: Mapping[str, bytes] | None = None) -> Path:
+    """Write ROOT/iter_0000000 with the weights, bit for bit, and their tokenizer. Returns its path.
 
+    files: small files that go with them, by name.
     Raises CheckpointError if ROOT has that already, or cannot be written; then it is as before.
     """
-    dtype = {"params_dtype": PRECISIONS[published.folder.dtype]}
-    values = {**dataclasses.asdict(published.model), **dataclasses.asdict(published.data), **dtype}
+    dtype = {"params_dtype": PRECISIONS[weights.dtype]}
+    values = {**dataclasses.asdict(weights.model), **dataclasses.asdict(weights.data), **dtype}
     tokenizer = load_run_tokenizer(values, {}, {})
     state = {
         "iteration": 0,
         "consumed_samples": 0,
         "run_id": "",
         "tokenizer": tokenizer.info.fingerprint,
-        "imported": True,
+        "imported": weights.origin,
     }
+    held = read_tokenizer_files(values["tokenizer_type"], tokenizer_options(values))
     snapshot = store.Snapshot(
         step=0,
-        records=list(_whole(published)),
+        records=[_whole(weights, name) for name in weights.shapes],
         state=state,
         configuration=redact(to_store(values)),
-        files=read_tokenizer_files(values["tokenizer_type"], tokenizer_options(values)),
+        files={**held, **(files or {})},
     )
     return store.save(root, snapshot)
 
 
-def _whole(published: Published) -> Iterator[SliceRecord]:
-    for name in published.names:
-        tensor = published.tensor(name)
-        placement = Placement.plain(name, tuple(tensor.shape))
-        yield SliceRecord(placement, 0, prod(tensor.shape), {"weights": tensor.view(-1)})
+def _whole(weights: Weights, name: str) -> SliceRecord:
+    """Return the record of a whole tensor, which is read or made when it is written."""
+    shape = weights.shapes[name]
+    flat = torch.empty(prod(shape), dtype=weights.dtype_of(name), device="meta")
+    place = Placement.plain(name, shape)
+    return SliceRecord(
+        place, 0, len(flat), {"weights": flat}, make=lambda kind: weights.tensor(name).view(-1)
+    )

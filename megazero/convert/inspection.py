@@ -23,8 +23,8 @@ def describe(path: Path, tensors: bool = False, check: bool = True) -> Iterator[
     manifest, state = open_manifest(path), json.loads((path / STATE_FILE).read_bytes())
     samples = f"{state.get('consumed_samples', 0):,} samples"
     yield f"{path}: step {manifest.step}, {samples}, written by {manifest.world_size} ranks"
-    if state.get("imported"):
-        yield "imported from a Hugging Face folder: weights alone"
+    if origin := state.get("imported"):
+        yield f"imported from {'a Hugging Face folder' if origin is True else origin}: weights alone"
     yield f"layout      {_words(manifest.layout) or 'one process'}"
     model = manifest.configuration.get("model", {})
     yield f"model       {_words({name: value for name, value in model.items() if value is not None})}"

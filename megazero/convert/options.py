@@ -27,7 +27,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line. Leaves through SystemExit: 0 after --help, 2 for a mistake."""
     parser = argparse.ArgumentParser(
         prog="megazero convert",
-        description="Checkpoints to folders of Hugging Face and back, in bounded memory, without a GPU.",
+        description="Checkpoints to Hugging Face and back, and from Megatron, in bounded memory, without a GPU.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -36,6 +36,14 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     _from_hf(
         commands.add_parser("from-hf", help="write a Hugging Face folder as a checkpoint", allow_abbrev=False)
+    )
+    _from_megatron(
+        commands.add_parser(
+            "from-megatron",
+            help="write a checkpoint of Megatron as a checkpoint",
+            epilog="FLAGS of Megatron or megazero, behind the folders, replace the arguments that DIR holds.",
+            allow_abbrev=False,
+        )
     )
     _check(
         commands.add_parser(
@@ -47,7 +55,11 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
             "flags", help="print the flags of a run with a folder's model", allow_abbrev=False
         )
     )
-    return parser.parse_args(argv)
+    options, flags = parser.parse_known_args(argv)
+    if flags and options.command != "from-megatron":
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    options.flags = flags
+    return options
 
 
 def _to_hf(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +86,15 @@ def _from_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-check", action="store_true", help="do not compare the checkpoint with the folder"
     )
+
+
+def _from_megatron(parser: argparse.ArgumentParser) -> None:
+    text = "folder given to Megatron's --save, of which the newest iteration counts, or one of its iter_* folders"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=text)
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder to write iter_0000000 in")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to take (default: the newest)")
+    _accept(parser)
+    parser.add_argument("--no-check", action="store_true", help="do not read back what is written")
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
@@ -117,5 +138,6 @@ def _accept(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="set a field of config.json aside that is not known here, and that you know to change nothing",
+        help="set a field of config.json (an argument of Megatron's) aside that is not known here, and that you know "
+        "to change nothing",
     )

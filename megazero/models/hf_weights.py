@@ -22,7 +22,7 @@ _BUFFERS = (
 )
 
 
-def _boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def stored_boxes(placement: Placement, local: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of equal-shaped views: a box of the local tensor, and where it lies in the stored one."""
     stored = stored.t() if placement.transposed else stored
     for segment in placement.segments:
@@ -44,7 +44,7 @@ def load_hf_state_dict(decoder: Decoder, state_dict: Mapping[str, Tensor]) -> No
     for name, parameter in decoder.named_parameters():
         placement = placements[name]
         parameter.zero_()
-        for ours, theirs in _boxes(placement, parameter, state_dict[there[placement.name]]):
+        for ours, theirs in stored_boxes(placement, parameter, state_dict[there[placement.name]]):
             ours.copy_(theirs)
 
 
@@ -100,6 +100,6 @@ def to_hf_state_dict(decoder: Decoder, into: dict[str, Tensor] | None = None) ->
         placement = placements[name]
         if placement.name not in tensors:
             tensors[placement.name] = torch.zeros(placement.shape, dtype=parameter.dtype, device="cpu")
-        for ours, theirs in _boxes(placement, parameter.detach(), tensors[placement.name]):
+        for ours, theirs in stored_boxes(placement, parameter.detach(), tensors[placement.name]):
             theirs.copy_(ours)
     return tensors

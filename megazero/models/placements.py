@@ -27,9 +27,14 @@ def stored_tensors(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for p in decoder_placements(c, TensorParallel()).values()}
 
 
-def decoder_placements(c: ModelConfig, tp: TensorParallel) -> dict[str, Placement]:
-    """Map each parameter's name to its placement, for the rank ``tp.rank``."""
-    names = c.tensor_names
+def decoder_placements(
+    c: ModelConfig, tp: TensorParallel, names: TensorNames | None = None
+) -> dict[str, Placement]:
+    """Map each parameter's name to its placement, for the rank ``tp.rank``.
+
+    names: those of other tensors than a checkpoint's, such as another program's.
+    """
+    names = names or c.tensor_names
     return {role.name: _placement(c, names, tp, role) for role in parameter_roles(c)}
 
 

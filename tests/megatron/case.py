@@ -16,7 +16,7 @@ class Case:
     the ranks of dp that share a layer's experts (``experts``, 0: no MoE). ``micro_batches`` is per rank and
     step, of one sequence each. ``bucket_size`` is in elements and has effect where a bucket's sum overlaps the
     backward. ``ranks_per_node`` is what the patch takes for a node. ``nudge`` numbers the element of the embedding
-    whose last bit is changed at the start (0: none).
+    whose last bit is changed at the start (0: none). ``gated``: SwiGLU without biases and two query groups, as Llama.
     """
 
     dp: int = 1
@@ -27,6 +27,7 @@ class Case:
     ep: int = 1
     experts: int = 0
     tied: bool = True
+    gated: bool = False
     recompute: bool = False
     per_token_loss: bool = False
     overlap_grad_reduce: bool = False

@@ -23,6 +23,13 @@ def model_config(case: Case) -> Any:
         "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
     }
+    silu = torch.nn.functional.silu
+    gated = {
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+    }
     return TransformerConfig(
         num_layers=case.layers,
         hidden_size=case.hidden,
@@ -46,7 +53,7 @@ def model_config(case: Case) -> Any:
         recompute_granularity="full" if case.recompute else None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
-        **(moe if case.experts else {}),
+        **(moe if case.experts else gated if case.gated else {}),
     )
 
 

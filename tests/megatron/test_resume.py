@@ -50,8 +50,8 @@ def legs(case: Case, formats: Sequence[Formats | None], folder: Path, saves: boo
     return replace(run, losses=losses, norms=norms)
 
 
-def save(job: Job, folder: Path) -> None:
-    """Save as megatron's save_checkpoint: all parameters gathered, the optimizer's in buckets.
+def save(job: Job, folder: Path, **more: Any) -> None:
+    """Save as megatron's save_checkpoint: all parameters gathered, the optimizer's in buckets, and what is ``more``.
 
     The writers are processes, which a daemon such as a rank of the pool may not have, and their results go through
     the queue of a server that would outlive the rank.
@@ -68,7 +68,7 @@ def save(job: Job, folder: Path) -> None:
         mock.patch.object(filesystem_async, made, queue.Queue),
         mock.patch.object(filesystem_async, "_process_memory", lambda: 0),  # for a log line, by psutil
     ):
-        dist_checkpointing.save(state(job, is_loading=False), str(folder))
+        dist_checkpointing.save({**state(job, is_loading=False), **more}, str(folder))
 
 
 def load(job: Job, folder: Path) -> None:

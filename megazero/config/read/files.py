@@ -27,9 +27,9 @@ def read_yaml(path: str) -> Layer:
     for key, value in content.items():
         if key in section_types() and isinstance(value, dict):
             for inner, inner_value in value.items():
-                _put(layer, path, str(inner), inner_value, section=key)
+                put(layer, f"{path}: ", str(inner), inner_value, section=key)
         else:
-            _put(layer, path, str(key), value)
+            put(layer, f"{path}: ", str(key), value)
     return layer
 
 
@@ -55,8 +55,9 @@ def _load(layer: Layer, path: str) -> Any:
     return None
 
 
-def _put(layer: Layer, path: str, name: str, value: Any, section: str = "") -> None:
-    key, where = name.replace("_", "-"), f"{path}: {section + '.' if section else ''}"
+def put(layer: Layer, where: str, name: str, value: Any, section: str = "") -> None:
+    """Put the value of a key into a layer. ``where`` stands before the name in what is said of it."""
+    key, where = name.replace("_", "-"), f"{where}{section + '.' if section else ''}"
     switch = all_switches().get(key)
     if switch is None:
         words = [] if value is True else value if isinstance(value, list) else [value]

@@ -1,0 +1,212 @@
+"""The arguments of a Megatron run, as its checkpoint keeps them, as options of megazero.
+
+They are every flag of Megatron by the name of its attribute, given or not, as Megatron has checked and completed it.
+What the flags mean is said in config/foreign/megatron.tsv.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.config.errors import ConfigError
+from megazero.config.foreign.megatron import flags
+from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row
+from megazero.config.options.fields import show
+from megazero.config.read.files import put
+from megazero.config.read.flags import read_flags
+from megazero.config.read.parse import read_layers, settle
+from megazero.config.read.resolve import complete_megatron, unfused_gelu
+from megazero.config.read.sources import Layer, all_switches, merge
+
+_HERE = "the checkpoint's arguments"
+# Arguments that decide what the model computes, of which only "none" is built: 0, False, None or what is here.
+DECIDING: Mapping[str, Collection[Any]] = {
+    **dict.fromkeys(
+        (
+            "num_experts",
+            "multi_latent_attention",
+            "mtp_num_layers",
+            "experimental_attention_variant",
+            "linear_attention_type",
+            "attention_output_gate",
+            "window_size",
+            "softmax_scale",
+            "qk_l2_norm",
+            "no_rope_freq",
+            "rotary_interleaved",
+            "apply_residual_connection_post_layernorm",
+            "heterogeneous_layers_config_path",
+            "heterogeneous_layers_config_encoded_json",
+            "enable_mhc_connections",
+            "spec",
+            "is_hybrid_model",
+            "hybrid_layer_pattern",
+            "hybrid_override_pattern",
+            "hybrid_attention_ratio",
+            "hybrid_mlp_ratio",
+            "quick_geglu",
+            "glu_linear_offset",
+            "activation_func_clamp_value",
+            "use_mup",
+            "retro_add_retriever",
+            "enable_gpt_oss",
+        ),
+        (),
+    ),
+    "softmax_type": ("vanilla",),
+    "rope_type": ("rope",),
+}
+# Of the machine and of the run that is over; the weights, and whoever starts the next one, say these.
+_OF_THE_RUN = re.compile(
+    r"load|save|ckpt_step|finetune|no_load_\w+|padded_vocab_size|params_dtype|rotary_scaling_factor|tensorboard_dir"
+    r"|wandb_save_dir|data_cache_path|exit_on_missing_checkpoint|profile\w*|encoder_(num_layers|seq_length)"
+    r"|num_layers_per_virtual_pipeline_stage"
+)
+# What Megatron's programs add to the flags, and switches under other names: none decides the model.
+_OF_THE_PROGRAM = re.compile(
+    r"_\w+|rank|world_size|local_rank|data_parallel_size|transformer_pipeline_model_parallel_size|model_type|iteration"
+    r"|curr_iteration|(consumed|skipped)_\w+|num_floating_point_operations_so_far|(do|to)_(train|valid|test)"
+    r"|variable_seq_lengths|add_position_embedding|barrier_with_L1_time|\w+_deprecated|deprecated_\w+|test_mode"
+    r"|enable_gloo_process_groups|use_gloo_process_groups|finetune_(data_split|hf_dataset)|fp[48](_param)?|nccl_ub"
+    r"|export_\w+|modelopt_\w+|muon_\w+|perform_initialization|torch_fsdp2_reshard_after_forward|overlap_p2p_comm\w*"
+    r"|microbatch_group_size_per_vp_stage|no_weight_decay_cond_type|use_mamba_mem_eff_path|layernorm_zero_centered_gamma"
+    r"|log_learning_rate_to_tensorboard|(bert|retro|grpo|rl|inference|moe|skip|cuda_graph|kitchen|mrope|dsa|tp_comm)_\w+"
+    r"|(ep|tp)_size|gemm_shapes|stream_ckpt_dequant|use_layer_wise_distributed_optimizer"
+)
+_IDLE = re.compile(r"fim_|expert_|moe_")  # have an effect beside others alone
+_FP16 = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a run was asked for.
+
+    options: by megazero's names, those that were said, the command line's over the checkpoint's.
+    centered: norms multiply by 1 + their weight. notes: what is not taken over, and why.
+    """
+
+    options: Mapping[str, Any]
+    centered: bool
+    notes: tuple[str, ...]
+
+
+def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Collection[str]) -> Arguments:
+    """Return the arguments as options. words: flags of a command line, of megazero or Megatron, which replace them.
+
+    accept: names of arguments that are set aside although nothing here knows them.
+    Raises ConfigError, which names every argument that the model cannot have here, and every wrong flag.
+    """
+    layer, notes = Layer(_HERE), list[str]()
+    for name, value in _said(args).items():
+        put(layer, "--", name.replace("_", "-"), value)
+    settle(layer)
+    layer.errors += _refused(args, accept)
+    said = merge([layer, read_layers(read_flags(list(words)))])
+    options = dict(said.values)
+    errors = [*said.errors, *complete_megatron(said, options, notes)]
+    notes += unfused_gelu(options)
+    if errors:
+        raise ConfigError(errors)
+    left = tuple(f"not taken over: {each}" for each in _left_out(args))
+    centered = bool(args.get("apply_layernorm_1p") or args.get("layernorm_zero_centered_gamma"))
+    return Arguments(options, centered, (*said.notes, *notes, *left))
+
+
+def _said(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are options here or stand for some, in the meaning that Megatron has left them in."""
+    plain = (bool, int, float, str, list, tuple)
+    said = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in args.items()
+        if isinstance(value, plain)
+        and value not in ("", [], ())
+        and _known(name, value)
+        and not _OF_THE_RUN.fullmatch(name)
+    }
+    by_samples = bool(said.get("train_samples"))
+    unit, fraction = ("_iters" if by_samples else "_samples"), "lr_warmup_fraction" in said
+    drop = [name for name in said if name.endswith(unit) and name.startswith(("train_", "lr_"))]
+    drop += ["lr_warmup_iters", "lr_warmup_samples"] if fraction else []
+    drop += [] if said.get("fp16") else _FP16
+    drop += ["bias_gelu_fusion"] if said.get("swiglu") or said.get("squared_relu") else []
+    drop += (
+        [] if said.get("openai_gelu") else ["openai_gelu"]
+    )  # Megatron's fused kernel has that form without it
+    drop += [] if args.get("group_query_attention", True) else ["num_query_groups"]
+    if not (args.get("use_megatron_fsdp") or args.get("use_custom_fsdp")):
+        drop.append("data_parallel_sharding_strategy")
+    if args.get("position_embedding_type") not in (None, "rope") and not args.get(
+        "use_rotary_position_embeddings"
+    ):
+        drop += ["rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor"]
+    if not said.get("use_rope_scaling"):
+        drop += ["use_rope_scaling", "rope_scaling_factor"]
+    for name in drop:
+        said.pop(name, None)
+    return said
+
+
+def _known(name: str, value: Any) -> bool:
+    """Tell whether the name is an option here, or a flag of Megatron that means some, and says something."""
+    key = name.replace("_", "-")
+    if key in all_switches():
+        return value is not False or all_switches()[key].option.kind == "bool"
+    return any(_kind(flag) == MAP for flag in (key, f"no-{key}"))
+
+
+def _kind(flag: str) -> str | None:
+    rows = flags().get(flag)
+    return rows[0].kind if rows else None
+
+
+def _refused(args: Mapping[str, Any], accept: Collection[str]) -> Iterator[str]:
+    """Yield an error for each argument that makes another model, or of which nothing is known."""
+    for name, value in sorted(args.items()):
+        key = name.replace("_", "-")
+        if not value or name in accept or _known(name, value):
+            continue
+        if name in DECIDING and value not in DECIDING[name]:
+            rows = flags().get(key, ())
+            cure = rows[-1].text if rows else "the model has no such choice here"
+            yield f"--{key} {_text(value)} of {_HERE}: {cure}"
+        elif name not in DECIDING and not _mentioned(key) and not _OF_THE_PROGRAM.fullmatch(name):
+            yield (
+                f"{name} {_text(value)} of {_HERE} is not known here; --accept-field {name} sets it aside, if you "
+                "know that it does not change the model"
+            )
+    if (
+        args.get("add_position_embedding") is False
+        and args.get("position_embedding_type") == "learned_absolute"
+    ):
+        yield f"--no-position-embedding of {_HERE}: a model without positions is not built"
+
+
+def _mentioned(key: str) -> bool:
+    return any(flag in flags() for flag in (key, f"no-{key}", f"disable-{key}"))
+
+
+def _left_out(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments that change the training in a way that is not built, as far as the table judges values."""
+    for name, value in sorted(args.items()):
+        rows = flags().get(name.replace("_", "-"), ())
+        judged = type(value) in (int, float, str) and not _IDLE.match(name) and name not in DECIDING
+        refused = [row for row in rows if row.kind == REFUSE]
+        if judged and rows and rows[0].kind == ACCEPT and refused and not _accepted(rows, value):
+            yield f"--{rows[0].name} {value}: {refused[-1].text}"
+
+
+def _accepted(rows: Collection[Row], value: Any) -> bool:
+    return any(row.kind == ACCEPT and show(value) in row.value.split(",") for row in rows)
+
+
+def _text(value: Any) -> str:
+    return (
+        ""
+        if value is True
+        else str(value)
+        if isinstance(value, int | float | str | list | tuple)
+        else "is set"
+    )

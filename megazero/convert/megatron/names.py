@@ -1,0 +1,90 @@
+"""What Megatron calls the decoder's tensors, and how it cuts them over tensor-parallel ranks.
+
+megatron-core has two spellings: of its own layers, and of TransformerEngine's, which hold a norm with the linear
+behind it. torch_dist has the second for both. Megatron's models before megatron-core have a third. All are read as
+the first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from megazero.families.family import TensorNames
+
+NAMES = TensorNames(
+    model={
+        "embedding.tokens": "embedding.word_embeddings",
+        "embedding.positions": "embedding.position_embeddings",
+        "head.norm": "decoder.final_layernorm",
+        "head": "output_layer",
+    },
+    layer_prefix="decoder.layers.",
+    layer={
+        "input_norm": "input_layernorm",
+        "attention.q_proj": ("self_attention.linear_qkv", 0),
+        "attention.k_proj": ("self_attention.linear_qkv", 1),
+        "attention.v_proj": ("self_attention.linear_qkv", 2),
+        "attention.q_norm": "self_attention.q_layernorm",
+        "attention.k_norm": "self_attention.k_layernorm",
+        "attention.o_proj": "self_attention.linear_proj",
+        "mlp_norm": "pre_mlp_layernorm",
+        "mlp.up_proj": "mlp.linear_fc1",
+        "mlp.down_proj": "mlp.linear_fc2",
+    },
+    fused="groups",
+    needs={
+        "position_embedding_type": ("rope", "learned_absolute"),
+        "qk_norm": ("none", "head"),
+        "transformer_block_type": "sequential",
+        "embed_layernorm": False,
+    },
+)
+GATED = {"mlp.gate_proj": ("mlp.linear_fc1", 0), "mlp.up_proj": ("mlp.linear_fc1", 1)}
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+# Other spellings, in the order in which they are replaced.
+_SPELLINGS = tuple(
+    (re.compile(pattern), ours)
+    for pattern, ours in (
+        (r"^module\.", ""),
+        (r"^language_model\.(embedding|output_layer)\.", r"\1."),
+        (r"^language_model\.(encoder|transformer)\.", "decoder."),
+        (r"\.final_norm\.", ".final_layernorm."),
+        (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+        (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+        (r"\.input_norm\.", ".input_layernorm."),
+        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+        (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
+        (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    )
+)
+# What is no weight: states of the optimizer and of random generators, scales of fp8, frequencies of rotary positions.
+_PASSED_OVER = re.compile(
+    r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state|\._extra_state|rotary_pos_emb\.inv_freq$"
+    r"|^word_embeddings_for_head\."
+)
+_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", EMBEDDING, HEAD)
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def own_spelling(name: str) -> str | None:
+    """Return a tensor's name as ``NAMES`` spells it, or None if it is no weight."""
+    if _PASSED_OVER.search(name):
+        return None
+    for pattern, ours in _SPELLINGS:
+        name = pattern.sub(ours, name)
+    return name
+
+
+def names_of(swiglu: bool) -> TensorNames:
+    """Return the names of a model whose MLP has a gate, or none."""
+    return replace(NAMES, layer={**NAMES.layer, **GATED}) if swiglu else NAMES
+
+
+def split_dim(name: str) -> int | None:
+    """Return the dim that tensor-parallel ranks share of a tensor, or None if each has all of it."""
+    return 0 if name.endswith(_ROWS) else 1 if name.endswith(_COLUMNS) else None

@@ -1,0 +1,96 @@
+"""megatron-core's torch_dist: a directory of torch.distributed.checkpoint, and common.pt with the arguments.
+
+Layers that are alike lie in one tensor per kind, [layers, ...]; others in one each.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.metadata import METADATA_FILE, read_metadata
+from megazero.checkpoint.reading import StoredTensors
+from megazero.checkpoint.records import stored_name
+from megazero.config.read.files import read_json
+from megazero.convert.megatron.names import own_spelling
+from megazero.convert.megatron.saved import read_saved
+
+CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+_KIND = "weights"
+_STACKED = re.compile(r"^(.*\.)?layers\.(?!\d)")
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: under which name, and in which row of it if layers are stacked."""
+
+    name: str
+    row: int | None = None
+
+
+class TorchDist:
+    """The weights of one iteration's folder (``saved.Stored``). Tensors are read when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        backend = read_json(path / CONFIG_FILE, "it says how the tensors are stored").get("sharded_backend")
+        if backend != "torch_dist":
+            raise CheckpointError(
+                f"'{path}' is stored as {backend}; torch_dist and mp_rank folders are read: load and save it with "
+                "Megatron's --ckpt-format torch_dist (or --ckpt-convert-format torch_dist)"
+            )
+        self.path, self.saved = path, read_saved(path / COMMON_FILE)
+        self._stored = StoredTensors(path, lambda: _renamed(read_metadata(path, foreign=True)), _KIND)
+
+    @cached_property
+    def _places(self) -> dict[str, _Place]:
+        places: dict[str, _Place] = {}
+        for name, shape in self._stored.shapes.items():
+            rows: tuple[int | None, ...] = (*range(shape[0]),) if _STACKED.match(name) and shape else (None,)
+            for row in rows:
+                there = name if row is None else _STACKED.sub(rf"\g<1>layers.{row}.", name)
+                if (ours := own_spelling(there)) is not None:
+                    places[ours] = _Place(name, row)
+        return places
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: self._stored.shapes[place.name][place.row is not None :]
+            for name, place in self._places.items()
+        }
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: self._stored.dtypes[place.name] for name, place in self._places.items()}
+
+    def tensor(self, name: str, gated: bool) -> torch.Tensor:
+        there, row = self._places[name]
+        return self._stored.read(there) if row is None else self._stored.read(there, row, 1)[0]
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Tell whether megatron-core's dist_checkpointing has written the folder, in whichever way of its own."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def is_other_dcp(path: Path) -> bool:
+    """Tell whether torch.distributed.checkpoint has written the folder without megatron-core's description."""
+    return (path / METADATA_FILE).is_file() and not is_torch_dist(path)
+
+
+def _renamed(metadata: Metadata) -> Metadata:
+    """Return the description with the names that a kind of tensors has here."""
+
+    def index(old: MetadataIndex) -> MetadataIndex:
+        return MetadataIndex(stored_name(_KIND, old.fqn), old.offset, old.index)
+
+    tensors: dict[str, Any] = {
+        stored_name(_KIND, name): each for name, each in metadata.state_dict_metadata.items()
+    }
+    places = {index(old): place for old, place in metadata.storage_data.items()}
+    return Metadata(tensors, storage_data=places)

@@ -1,0 +1,414 @@
+"""Checkpoints of Megatron become checkpoints: every spelling and cut of the same weights gives the same bits.
+
+The Megatron side is written here by hand, from its layout. tests/megatron/test_import.py has Megatron's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+import json
+import os
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megazero.checkpoint import store
+from megazero.checkpoint.errors import CheckpointError
+from megazero.config import ConfigError, parse
+from megazero.config.model.section import make_model
+from megazero.convert.command import main
+from megazero.convert.importing import write_checkpoint
+from megazero.convert.megatron.weights import MegatronWeights
+from megazero.models import Decoder
+from megazero.models.hf_weights import to_hf_state_dict
+
+LAYERS, ROWS, WORDS = 4, 64, 51  # of the embedding with its padding, and of the vocabulary
+COMMON = {
+    "num_layers": LAYERS,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "kv_channels": 8,
+    "ffn_hidden_size": 48,
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+MODELS = {
+    "llama": {
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "rotary_base": 500.0,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "gpt": {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+    "qwen": {
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "normalization": "RMSNorm",
+        "squared_relu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "qk_norm": "head",
+    },
+}
+
+
+class ModelType(enum.Enum):
+    """As megatron.core.enums.ModelType: a class that the reader does not know."""
+
+    encoder_or_decoder = 1
+
+
+def original(kind):
+    decoder = Decoder(make_model(vocab_size=WORDS, norm_epsilon=1e-6, **COMMON, **MODELS[kind]))
+    decoder.initialize(7)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return decoder
+
+
+def arguments(kind, **more):
+    """What Megatron keeps of the command line, completed as Megatron completes it."""
+    args = {**COMMON, **MODELS[kind], "norm_epsilon": None, "layernorm_epsilon": 1e-6}
+    args |= {"group_query_attention": "num_query_groups" in args, "bias_gelu_fusion": kind == "gpt"}
+    args = {"num_query_groups": 1, "swiglu": False, "squared_relu": False, "openai_gelu": False, **args}
+    args |= {"qk_layernorm": args.pop("qk_norm", "none") == "head", "model_type": ModelType(1)}
+    args |= {"tokenizer_type": "NullTokenizer", "vocab_size": WORDS - 1, "padded_vocab_size": ROWS, "rank": 0}
+    args |= {
+        "train_iters": 5,
+        "train_samples": None,
+        "lr_warmup_samples": 0,
+        "lr": 0.01,
+        "micro_batch_size": 1,
+    }
+    args |= {
+        "global_batch_size": 2,
+        "mock_data": True,
+        "bf16": False,
+        "fp16": False,
+        "params_dtype": torch.float32,
+    }
+    args |= {
+        "data_parallel_sharding_strategy": "no_shard",
+        "rotary_scaling_factor": 1.0,
+        "softmax_type": "vanilla",
+    }
+    args |= {
+        "save": "/somewhere",
+        "initial_loss_scale": 2**32,
+        "iterations_to_skip": [],
+        "mtp_num_layers": None,
+    }
+    return argparse.Namespace(**{**args, **more})
+
+
+def megatron(decoder, tp=1, rank=0):
+    """The tensors of a tensor-parallel rank, as megatron-core's own layers name them."""
+    c, p = decoder.config, {name: value.detach() for name, value in decoder.named_parameters()}
+    padded = {
+        name: torch.full((ROWS, c.hidden_size), 9.0) for name in ("embedding.tokens.weight", "head.weight")
+    }
+    for name in padded.keys() & p.keys():
+        padded[name][:WORDS] = p[name][:WORDS]
+    out = {"embedding.word_embeddings.weight": padded["embedding.tokens.weight"].chunk(tp)[rank]}
+    if "embedding.positions" in p:
+        out["embedding.position_embeddings.weight"] = p["embedding.positions"]
+    if "head.weight" in p and c.untie_embeddings_and_output_weights:
+        out["output_layer.weight"] = padded["head.weight"].chunk(tp)[rank]
+    for kind in ("weight", "bias"):
+        if f"head.norm.{kind}" in p:
+            out[f"decoder.final_layernorm.{kind}"] = p[f"head.norm.{kind}"]
+    for index in range(LAYERS):
+        here, there = f"layers.{index}.", f"decoder.layers.{index}."
+        groups, d = c.num_query_groups, c.kv_channels
+        for kind in ("weight", "bias"):
+            mine = {
+                n.removeprefix(here).removesuffix(f".{kind}"): v for n, v in p.items() if n.startswith(here)
+            }
+            mine = {n: v for n, v in mine.items() if f"{here}{n}.{kind}" in p}
+            for norm, name in (
+                ("input_norm", "input_layernorm"),
+                ("mlp_norm", "pre_mlp_layernorm"),
+                ("attention.q_norm", "self_attention.q_layernorm"),
+                ("attention.k_norm", "self_attention.k_layernorm"),
+            ):
+                if norm in mine:
+                    out[f"{there}{name}.{kind}"] = mine[norm]
+            if "attention.q_proj" in mine:
+                q, k, v = (mine[f"attention.{n}_proj"].unflatten(0, (groups, -1)) for n in "qkv")
+                fused = torch.cat([q, k, v], 1).flatten(0, 1)
+                out[f"{there}self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[rank]
+                assert fused.shape[0] == (c.num_attention_heads + 2 * groups) * d
+            if "mlp.up_proj" in mine:
+                parts = [mine[n].chunk(tp)[rank] for n in ("mlp.gate_proj", "mlp.up_proj") if n in mine]
+                out[f"{there}mlp.linear_fc1.{kind}"] = torch.cat(parts)
+            for n, name in (
+                ("attention.o_proj", "self_attention.linear_proj"),
+                ("mlp.down_proj", "mlp.linear_fc2"),
+            ):
+                if n in mine:
+                    whole = kind == "bias"
+                    out[f"{there}{name}.{kind}"] = mine[n] if whole else mine[n].chunk(tp, 1)[rank]
+    return {name: value.clone() for name, value in out.items()}
+
+
+def fused_names(tensors):
+    """TransformerEngine's spelling, which torch_dist has."""
+    for old, new in (
+        (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+        (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+    ):
+        tensors = {name.replace(old, new): value for name, value in tensors.items()}
+    return tensors
+
+
+def old_names(tensors):
+    """The spelling of Megatron's models before megatron-core, in nested dicts."""
+    tree = {}
+    for name, value in tensors.items():
+        for old, new in (
+            ("decoder.", "encoder."),
+            ("pre_mlp_layernorm", "post_attention_norm"),
+            ("input_layernorm", "input_norm"),
+            ("final_layernorm", "final_norm"),
+            ("linear_qkv", "query_key_value"),
+            ("linear_proj", "dense"),
+            ("linear_fc1", "dense_h_to_4h"),
+            ("linear_fc2", "dense_4h_to_h"),
+        ):
+            name = name.replace(old, new)
+        owner, _, rest = name.partition(".")
+        tree.setdefault(owner, {})[rest] = value
+    return {"language_model": tree}
+
+
+def torch_dist(root, tensors, args, stacked=True):
+    """An iteration as megatron-core saves it; layers in one tensor per kind, or one each (its newer releases)."""
+    path, held = root / "iter_0000007", dict(fused_names(tensors))
+    if stacked:
+        first = [name for name in held if name.startswith("decoder.layers.0.")]
+        for name in first:
+            layers = [held.pop(name.replace(".0.", f".{i}.", 1)) for i in range(LAYERS)]
+            held[name.replace(".0.", ".", 1)] = torch.stack(layers)
+    held["optimizer.state.exp_avg.output_layer.weight"] = torch.zeros(3)
+    held["decoder.layers.self_attention.linear_qkv._extra_state/shard_0_4"] = io.BytesIO(b"scales")
+    dcp.save(held, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
+    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 7}, path / "common.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("7")
+    return root
+
+
+def legacy(root, decoder, args, tp=2, pp=2, virtual=1, spell=lambda tensors: tensors):
+    """mp_rank folders: layer i of n is in virtual stage i // (n / virtual), and numbered from 0 there."""
+    for t in range(tp):
+        tensors = megatron(decoder, tp, t)
+        for p in range(pp):
+            saved = {
+                "args": args,
+                "checkpoint_version": 3.0,
+                "iteration": 7,
+                "optimizer": {"x": ModelType(1)},
+            }
+            for v in range(virtual):
+                stage, each = v * pp + p, LAYERS // pp // virtual
+                own, last = {}, stage == pp * virtual - 1
+                for name, value in tensors.items():
+                    words = name.split(".")
+                    if words[1] == "layers" and int(words[2]) // each == stage:
+                        own[".".join([*words[:2], str(int(words[2]) % each), *words[3:]])] = value
+                    elif words[1] != "layers" and (
+                        last if words[0] in ("output_layer", "decoder") else not stage
+                    ):
+                        own[name] = value
+                if last and pp > 1 and "output_layer.weight" not in own:
+                    own["output_layer.weight"] = tensors["embedding.word_embeddings.weight"]
+                own["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
+                saved["model" if virtual == 1 else f"model{v}"] = spell(own)
+            folder = root / "iter_0000007" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
+            folder.mkdir(parents=True)
+            torch.save(saved, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("7")
+    return root
+
+
+LAYOUTS = {
+    "torch_dist": lambda root, d, args: torch_dist(root, megatron(d), args),
+    "torch_dist, layers apart": lambda root, d, args: torch_dist(root, megatron(d), args, stacked=False),
+    "legacy": lambda root, d, args: legacy(root, d, args, 1, 1),
+    "legacy TP 2 x PP 2 x 2": lambda root, d, args: legacy(root, d, args, virtual=2),
+    "legacy TP 2 x PP 2, old names": lambda root, d, args: legacy(root, d, args, spell=old_names),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_cut_and_spelling_gives_the_same_bits(kind, layout, tmp_path):
+    decoder = original(kind)
+    weights = MegatronWeights.open(LAYOUTS[layout](tmp_path / "m", decoder, arguments(kind)))
+    assert weights.model == decoder.config
+    loaded = store.load_full(write_checkpoint(weights, tmp_path / "ck"))
+    wanted = to_hf_state_dict(decoder)
+    assert loaded.keys() == wanted.keys() == weights.shapes.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+def test_the_command_writes_weights_and_flags(tmp_path, capsys):
+    """--vocab-size on the command line replaces the argument; the flags and run.yaml are those of the run."""
+    torch_dist(
+        tmp_path / "m", megatron(original("llama")), arguments("llama", weight_decay_incr_style="cosine")
+    )
+    words = [str(tmp_path / "m"), str(tmp_path / "ck"), "--vocab-size", "40"]
+    assert main(["from-megatron", *words]) == 0
+    said = capsys.readouterr()
+    path = tmp_path / "ck" / "iter_0000000"
+    assert "the same bits, float32  holds" in said.out and str(path) in said.out
+    assert "not taken over: --weight-decay-incr-style cosine" in said.err
+    flags = [line.removesuffix(" \\") for line in said.out.splitlines() if line.startswith("--")]
+    typed = parse([word for line in flags for word in line.split()])
+    filed = parse(["--config", str(path / "run.yaml")])
+    assert typed.to_dict() == filed.to_dict()
+    assert (typed.optimizer.lr, typed.training.train_iters, typed.model.num_query_groups) == (0.01, 5, 2)
+    assert store.load_full(path)["model.embed_tokens.weight"].shape == (41, 32)
+    assert (
+        json.loads((path / "state.json").read_bytes())["imported"] == "Megatron's checkpoint of iteration 7"
+    )
+    assert main(["from-megatron", *words]) == 2, "what is there stays"
+
+
+def test_centred_norms_are_fp32(tmp_path):
+    decoder = original("llama")
+    tensors = {n: v.bfloat16() - int("norm" in n) for n, v in megatron(decoder).items()}
+    weights = MegatronWeights.open(torch_dist(tmp_path, tensors, arguments("llama", apply_layernorm_1p=True)))
+    name = "model.layers.1.input_layernorm.weight"
+    there = tensors["decoder.layers.1.input_layernorm.weight"]
+    assert torch.equal(weights.tensor(name), there.float() + 1) and weights.dtype == torch.bfloat16
+
+
+def test_one_tensor_is_held_at_a_time(tmp_path, monkeypatch):
+    weights = MegatronWeights.open(
+        torch_dist(tmp_path / "m", megatron(original("llama")), arguments("llama"))
+    )
+    made, make = [], MegatronWeights.tensor
+
+    def tensor(self, name):
+        assert not [each for each in made if each() is not None], "the last one is still held"
+        out = make(self, name)
+        made.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(MegatronWeights, "tensor", tensor)
+    write_checkpoint(weights, tmp_path / "ck")
+    assert len(made) == len(weights.shapes)
+
+
+def test_without_arguments_flags_say_the_model(tmp_path):
+    root = torch_dist(tmp_path, megatron(original("gpt")), None)
+    with pytest.raises(ConfigError, match="(?s)--num-layers is required.*behind the folders"):
+        MegatronWeights.open(root)
+    words = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 16"
+    model = MegatronWeights.open(root, words=words.split()).model
+    assert (model.vocab_size, model.position_embedding_type) == (ROWS, "learned_absolute")
+
+
+@pytest.mark.parametrize(
+    "said, part",
+    [
+        ({"num_experts": 8}, "--num-experts 8 of the checkpoint's arguments: .*experts are not built"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention .*latent attention is not built"),
+        ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
+        ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
+        ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
+        ({"position_embedding_type": "none"}, "position-embedding-type none"),
+        ({"forks_own_scale": 0.5}, "forks_own_scale 0.5 .* not known here; --accept-field forks_own_scale"),
+        ({"vocab_size": 80}, "--vocab-size 81 is above the embedding's 64 rows"),
+        ({"num_layers": 5}, "layers.4.* is missing"),
+        ({"num_layers": 3}, "decoder.layers.3.* belongs to no decoder here"),
+        ({"hidden_size": 64}, r"final_layernorm.weight is \(32,\), and \(64,\) by the arguments"),
+        ({"untie_embeddings_and_output_weights": False}, "has an output_layer.weight of its own"),
+    ],
+)
+def test_what_is_not_built_is_named(said, part, tmp_path):
+    root = torch_dist(tmp_path, megatron(original("llama")), arguments("llama", **said))
+    with pytest.raises(ValueError, match=part):
+        MegatronWeights.open(root)
+    name = next(iter(said))
+    if name == "forks_own_scale":
+        assert MegatronWeights.open(root, accept=(name,)).model
+
+
+def test_all_that_is_not_built_is_said_at_once(tmp_path):
+    args = arguments("llama", num_experts=8, rotary_interleaved=True, mystery=1)
+    with pytest.raises(ConfigError) as caught:
+        MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args))
+    assert len(caught.value.errors) == 3
+
+
+def test_folders_that_are_not_read_say_why(tmp_path):
+    decoder = original("gpt")
+    root = legacy(tmp_path / "legacy", decoder, arguments("gpt"))
+    lost = root / "iter_0000007" / "mp_rank_01_000"
+    held = lost.rename(root / "iter_0000007" / "held")
+    with pytest.raises(CheckpointError, match="lacks mp_rank_01_000"):
+        MegatronWeights.open(root)
+    held.rename(root / "iter_0000007" / "mp_rank_01_000_000")
+    with pytest.raises(CheckpointError, match="expert-parallel ranks"):
+        MegatronWeights.open(root)
+    with pytest.raises(CheckpointError, match="iter_0000009' is missing; .* has iter_0000007"):
+        MegatronWeights.open(root, step=9)
+    tensors = megatron(decoder)
+    tensors["decoder.final_layernorm.bias"] = torch.zeros(32).to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="stored as torch.float8_e4m3fn .*without --fp8-param-gather"):
+        MegatronWeights.open(torch_dist(tmp_path / "fp8", tensors, arguments("gpt")))
+    path = torch_dist(tmp_path / "other", megatron(decoder), arguments("gpt")) / "iter_0000007"
+    (path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(CheckpointError, match="stored as zarr"):
+        MegatronWeights.open(path)
+    (path / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="torch_dcp or fsdp_dtensor"):
+        MegatronWeights.open(path)
+
+
+class Malice:
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+@pytest.mark.parametrize("file", ["common.pt", ".metadata", "model_optim_rng.pt"])
+def test_nothing_that_a_file_asks_for_runs(file, tmp_path):
+    target, decoder, args = tmp_path / "owned", original("gpt"), arguments("gpt")
+    if file == "model_optim_rng.pt":
+        legacy(tmp_path / "m", decoder, argparse.Namespace(**vars(args), plan=Malice(target)), 1, 1)
+    else:
+        extra = {"plan": Malice(target)} if file == "common.pt" else {}
+        root = torch_dist(tmp_path / "m", megatron(decoder), argparse.Namespace(**vars(args), **extra))
+        if file == ".metadata":
+            described = root / "iter_0000007" / file
+            metadata = pickle.loads(described.read_bytes())
+            metadata.all_local_plans = [Malice(target), ModelType(1)]  # as megatron-core 0.16 keeps its plans
+            described.write_bytes(pickle.dumps(metadata))
+    try:
+        write_checkpoint(MegatronWeights.open(tmp_path / "m"), tmp_path / "ck")
+    except ValueError:
+        assert file != ".metadata"
+    assert not target.exists()
