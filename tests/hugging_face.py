@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -38,8 +39,10 @@ def save_model(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.flo
     return folder
 
 
-def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 300, **options) -> Path:
-    """A SentencePiece model of a little text. options: of sentencepiece's trainer, over those of the project."""
+def train_sentencepiece(
+    path: Path, model_type: str = "bpe", vocab_size: int = 300, sentences: Iterable[str] = (), **options
+) -> Path:
+    """A SentencePiece model of a little text, or of ``sentences``. options: of its trainer, over the project's."""
     import sentencepiece
 
     from megazero.data.tokenizer_training import LOSSLESS
@@ -49,7 +52,7 @@ def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 3
     ]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(words * 20),
+        sentence_iterator=iter([*sentences] or words * 20),
         model_writer=model,
         vocab_size=vocab_size,
         model_type=model_type,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from megazero.checkpoint.directory import checkpoint_name, fsync_directory
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
+from megazero.config.model.published import CONFIG_FILE, unread_tokenizer
 from megazero.convert.card import flag_text, yaml_text
 from megazero.convert.check import compare
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
+from megazero.convert.shards import PARTIAL
 from megazero.convert.source import DTYPES, Source
 
 
@@ -32,21 +37,39 @@ def _to_hf(options: argparse.Namespace) -> int:
         )
         good = options.no_check or _compared(source, Published.open(partial), options, progress)
     if not good:
-        print(f"'{partial}' is not the checkpoint's model, and was not renamed", file=sys.stderr)
+        (partial / CONFIG_FILE).unlink()  # without it no reader takes the folder for a model
+        print(f"'{partial}' is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}", file=sys.stderr)
         return 1
     print(finish(partial))
     return 0
 
 
 def _from_hf(options: argparse.Namespace) -> int:
-    with _progress() as progress:
-        published = Published.open(options.folder, options.accept_field)
-        progress.say("writing", 0)
-        path = write_checkpoint(published, options.checkpoint)
-        options.tokenizer = None
-        good = options.no_check or _compared(Source(path), published, options, progress)
-    print(path)
-    return 0 if good else 1
+    final = options.checkpoint / checkpoint_name(0)
+    if final.exists():
+        raise ValueError(f"'{final}' exists already and was kept; name another folder, or move it away")
+    trial = options.checkpoint.with_name(options.checkpoint.name + PARTIAL)
+    shutil.rmtree(trial, ignore_errors=True)
+    try:
+        with _progress() as progress:
+            published = Published.open(options.folder, options.accept_field)
+            if note := unread_tokenizer(options.folder):
+                progress.say(f"note: {note}", 0)
+            progress.say("writing", 0)
+            path = write_checkpoint(published, trial)
+            options.tokenizer = None
+            good = options.no_check or _compared(Source(path), published, options, progress)
+        if good:
+            options.checkpoint.mkdir(parents=True, exist_ok=True)
+            os.rename(path, final)
+            fsync_directory(options.checkpoint)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+    if not good:
+        print(f"'{final}' was not written: it would not be the folder's model", file=sys.stderr)
+        return 1
+    print(final)
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -18,17 +18,13 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import box_view
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.model.architecture import from_hf_config
+from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import DataConfig
 from megazero.config.run import to_store
 from megazero.config.secrets import redact
 from megazero.convert.folder import Folder
-from megazero.data.tokenizer_files import (
-    find_tokenizer,
-    load_run_tokenizer,
-    read_tokenizer_files,
-    tokenizer_options,
-)
+from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_files, tokenizer_options
 from megazero.models.hf_weights import match_names, tied_head
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -100,11 +96,18 @@ def fill(published: Published, records: Sequence[SliceRecord], kinds: Collection
 def write_checkpoint(published: Published, root: Path) -> Path:
     """Write ROOT/iter_0000000 with the folder's weights, bit for bit, and its tokenizer. Returns its path.
 
-    Raises CheckpointError if ROOT has that already, or cannot be written; then it is as before.
+    Raises CheckpointError if ROOT has that already, or cannot be written; then it is as before. Raises ValueError if
+    the tokenizer has more ids than the model.
     """
     dtype = {"params_dtype": PRECISIONS[published.folder.dtype]}
     values = {**dataclasses.asdict(published.model), **dataclasses.asdict(published.data), **dtype}
     tokenizer = load_run_tokenizer(values, {}, {})
+    if tokenizer.info.vocab_size > published.model.vocabulary:
+        raise ValueError(
+            f"the tokenizer in '{published.folder.path}' has {tokenizer.info.vocab_size} ids, and the embedding "
+            f"{published.model.vocabulary} rows: a text with the last of them has no embedding; remove the tokens that "
+            "were added since, or resize the model"
+        )
     state = {
         "iteration": 0,
         "consumed_samples": 0,

@@ -10,6 +10,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -211,6 +212,8 @@ def prepare(
     checkpointing = _checkpointing(config, tokenizer, engine, decoder)
     if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
         checkpointing.try_saving()
+        if config.checkpoint.save_hf is not None:
+            found = (*found, *checkpointing.try_exporting(Path(config.checkpoint.save_hf)))
     checkpointing.load(origin)
     found = (*leave_behind(config, origin, mesh), *found)
 

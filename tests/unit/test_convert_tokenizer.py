@@ -64,7 +64,8 @@ def test_tokenizer_json_has_the_ids_of_the_sentencepiece_model(name, tmp_path):
     assert not differences(raw, lambda text: made.encode(text, add_special_tokens=False).ids, compared)
     kept = load_tokenizer(KIND, tmp_path / "spm.model")
     if "normalised" not in name:
-        assert all(made.decode(kept.encode(text), skip_special_tokens=False) == text for text in compared)
+        plain = [text for text in compared if "\u2581" not in text]  # the mark of a space is a space in a text
+        assert all(made.decode(kept.encode(text), skip_special_tokens=False) == text for text in plain)
 
 
 def test_the_proof_sees_a_wrong_conversion(tmp_path, monkeypatch):
@@ -128,7 +129,7 @@ def test_an_export_has_the_tokenizer_the_template_and_a_card(run, tmp_path):
     out = finish(write_folder(Source(run), tmp_path / "out"))
     lines = list(compare(Source(run), Published.open(out)))
     assert all(line.good is not False for line in lines) and any(
-        "212 of 212 texts" in line.figure for line in lines
+        "222 of 222 texts" in line.figure for line in lines
     )
     elsewhere = tmp_path / "elsewhere"
     for name, original in (
@@ -201,5 +202,5 @@ def test_a_published_gpt2_with_two_files_is_imported(gpt2, tmp_path, capsys):
     hf.rename(tmp_path / "elsewhere")
     assert generate(load_text_model(tmp_path / "ck"), "a", 3, Sampling(temperature=0)).startswith("a")
     assert main(["to-hf", str(tmp_path / "ck"), str(tmp_path / "out")]) == 0
-    assert "212 of 212 texts the same ids" in capsys.readouterr().out
+    assert "222 of 222 texts the same ids" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 64
