@@ -142,12 +142,9 @@ def to_tokenizer_json(raw: bytes) -> Any:
     made = Tokenizer(model)
     steps = list[Any]()
     if spec.remove_extra_spaces:
-        # Of the text's own marks those at its end count as spaces, too.
-        edges, runs = (
-            normalizers.Replace(Regex(f"^ +|[ {SPACE}]+$"), ""),
-            normalizers.Replace(Regex(" +"), " "),
-        )
-        steps += [edges, runs]
+        # Of the text's own marks those at its end count as spaces, too. (^ and $ are the ends of lines.)
+        edges = normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), "")
+        steps += [edges, normalizers.Replace(Regex(" +"), " ")]
     if spec.dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])

@@ -1,12 +1,11 @@
 """2,000 texts through tokenizers of every kind: training, the exported folder and transformers give the same ids.
 
-Fourteen tokenizers are made here. More are taken from a folder, each in a folder of its own as it is published:
+Sixteen tokenizers are made here. More are taken from a folder, each in a folder of its own as it is published:
     MEGAZERO_TOKENIZERS=FOLDER python -m pytest -m slow -s tests/unit/test_tokenizer_ids.py
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -15,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import tokenizers as library
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megazero.config.model.published import find_tokenizer
 from megazero.convert.check import compare_ids
 from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import read_tokenizer_files
-from tests.hugging_face import train_sentencepiece
+from tests.hugging_face import publish_tokenizer, train_byte_level, train_sentencepiece
 
 SCRIPTS = {
     "Latin": "Tiếng Việt có dấu: Ồ, ñandú, Ångström, Straße, naïve café, Łódź, ﬁne ﬂow ½ Ⅳ",
@@ -86,18 +85,6 @@ SENTENCEPIECE = {
 }
 
 
-def byte_level(prefix: bool = False) -> library.Tokenizer:
-    made = library.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(
-        SCRIPTS.values(),
-        trainers.BpeTrainer(vocab_size=900, special_tokens=["<|endoftext|>"], show_progress=False,
-                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
-    )
-    return made
-
-
 def word_level() -> library.Tokenizer:
     made = library.Tokenizer(models.WordLevel(unk_token="<unk>"))
     made.normalizer = normalizers.NFC()
@@ -108,29 +95,20 @@ def word_level() -> library.Tokenizer:
     return made
 
 
-def publish(folder: Path, made: library.Tokenizer, config: dict, **beside: object) -> Path:
-    folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
-    for name, data in {"tokenizer_config": config, **beside}.items():
-        (folder / f"{name}.json").write_text(json.dumps(data))
-    return folder
-
-
 ADDED = {"content": "<tool>", "lstrip": True, "rstrip": False, "normalized": False, "special": False}
-FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
-PUBLISHED = {
-    "byte-level": lambda to: publish(to, byte_level(), {**FAST, "eos_token": "<|endoftext|>"}),
-    "byte-level, tokens added": lambda to: publish(
-        to, byte_level(), {**FAST, "eos_token": "<|im_end|>", "pad_token": "<pad>"},
-        added_tokens={"<|im_start|>": 900, "<|im_end|>": 901},
-    ),
-    "byte-level, decoder of added": lambda to: publish(
-        to, byte_level(), {**FAST, "eos_token": "<|endoftext|>", "added_tokens_decoder": {"900": ADDED}}
-    ),
-    "GPT-2, space before": lambda to: publish(
-        to, byte_level(), {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "add_prefix_space": True}
-    ),
-    "words of a list": lambda to: publish(to, word_level(), {**FAST, "eos_token": "</s>", "unk_token": "<unk>"}),
+END = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+GPT2 = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "add_prefix_space": True}
+# The files beside a tokenizer.json, by name.
+PUBLISHED: dict[str, dict[str, dict]] = {
+    "byte-level": {"tokenizer_config": END},
+    "byte-level, tokens added": {
+        "tokenizer_config": {**END, "eos_token": "<|im_end|>", "pad_token": "<pad>"},
+        "added_tokens": {"<|im_start|>": 900, "<|im_end|>": 901},
+    },
+    "byte-level, decoder of added": {"tokenizer_config": {**END, "added_tokens_decoder": {"900": ADDED}}},
+    "byte-level, space before": {"tokenizer_config": {**END, "add_prefix_space": True}},
+    "GPT-2, space before": {"tokenizer_config": GPT2},
+    "words of a list": {"tokenizer_config": {**END, "eos_token": "</s>", "unk_token": "<unk>"}},
 }
 
 
@@ -174,7 +152,8 @@ def test_tokenizers_made_here(name: str, tmp_path: Path) -> None:
         kind, options = SENTENCEPIECE[name]
         train_sentencepiece(tmp_path / "made" / "tokenizer.model", kind, **TRAINED, **{"vocab_size": 900, **options})
     else:
-        PUBLISHED[name](tmp_path / "made")
+        made = word_level() if "words" in name else train_byte_level(SCRIPTS.values(), 900)
+        publish_tokenizer(tmp_path / "made", made, **PUBLISHED[name])
     print(*outcome(name, tmp_path / "made", tmp_path), sep="\n")
 
 
