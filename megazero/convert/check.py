@@ -207,13 +207,13 @@ def compare_ids(run: RunTokenizer, folder: Path, texts: Sequence[str]) -> Iterat
         raise ValueError(f"'{folder}' has no tokenizer, and the checkpoint has a {run.kind}")
     kind = found.pop("tokenizer_type")
     ours, theirs = load_tokenizer(kind, **found), _their_tokenizer(folder)
-    by, outcome = "the folder's files", tokenizers.compare(run, theirs or ours.encode, texts)
-    if theirs:
-        by = f"transformers {theirs.version}"
+    outcome = tokenizers.compare(run, theirs or ours.encode, texts)
+    files = "the folder's files"
+    by = f"transformers {theirs.version}" if theirs else files
     if theirs and outcome.wrong and (rebuilt := theirs.rebuilt(ours)):
         what, encode = rebuilt
-        others, outcome, by = outcome, tokenizers.compare(run, encode, texts), f"{Path(*found.values()).name} itself"
-        told = f"gives others to {len(others.wrong)} of {others.count}: {what}. Training follows the file"
+        others, outcome, by = outcome, tokenizers.compare(run, encode, texts), files
+        told = f"gives others to {len(others.wrong)} of {others.count}: {what}. Training follows the files"
         yield Line(f"  {theirs.name}", f"of transformers {theirs.version} {told}")
     for text in outcome.wrong[:3]:
         yield Line(f"  {text[:40]!r}", "has other ids", False)
@@ -231,7 +231,9 @@ class _Theirs:
         try:
             self._made = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # noqa: BLE001 - what a reader of that library would see
-            raise ValueError(f"transformers {self.version} cannot read the tokenizer in '{folder}': {error}") from error
+            raise ValueError(
+                f"transformers {self.version} cannot read the tokenizer in '{folder}': {error}"
+            ) from error
         self.name = type(self._made).__name__
 
     def __call__(self, text: str) -> list[int]:
@@ -250,7 +252,7 @@ class _Theirs:
             other = [part for part in ("normalizer", "pre_tokenizer", "model") if backend[part] != file[part]]
             made = library.Tokenizer.from_str(json.dumps({**backend, **{part: file[part] for part in other}}))
             made.encode_special_tokens = self._made.split_special_tokens
-            what = f"it has another {' and '.join(other)} than tokenizer.json"
+            what = f"it has another {' and '.join(other)} than the files say"
             return (what, lambda text: made.encode(text, add_special_tokens=False).ids) if other else None
         if isinstance(ours, SentencePieceTokenizer) and self._made.get_vocab() == ours.vocabulary():
             return "it is a conversion of tokenizer.model", ours.encode

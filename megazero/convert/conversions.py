@@ -38,7 +38,10 @@ def _to_hf(options: argparse.Namespace) -> int:
         good = options.no_check or _compared(source, Published.open(partial), options, progress)
     if not good:
         (partial / CONFIG_FILE).unlink()  # without it no reader takes the folder for a model
-        print(f"'{partial}' is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}", file=sys.stderr)
+        print(
+            f"'{partial}' is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}",
+            file=sys.stderr,
+        )
         return 1
     print(finish(partial))
     return 0

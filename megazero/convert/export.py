@@ -102,7 +102,9 @@ def write_folder(
 
     cure = f"{doing}, and finished files stay: the same command goes on in '{partial}'"
     files = {file: entry for part in agree(group, cure, write) for file, entry in part.items()}
-    agree_local(group, doing, lambda: _describe(source, partial, shards, run, files, progress) if run else None)
+    agree_local(
+        group, doing, lambda: _describe(source, partial, shards, run, files, progress) if run else None
+    )
     return partial
 
 

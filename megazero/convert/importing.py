@@ -105,8 +105,8 @@ def write_checkpoint(published: Published, root: Path) -> Path:
     if tokenizer.info.vocab_size > published.model.vocabulary:
         raise ValueError(
             f"the tokenizer in '{published.folder.path}' has {tokenizer.info.vocab_size} ids, and the embedding "
-            f"{published.model.vocabulary} rows: a text with the last of them has no embedding; remove the tokens that "
-            "were added since, or resize the model"
+            f"{published.model.vocabulary} rows: a text with the last of them has no embedding; remove the tokens "
+            "that were added since, or resize the model"
         )
     state = {
         "iteration": 0,

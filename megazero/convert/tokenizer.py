@@ -123,7 +123,9 @@ def _special(run: RunTokenizer) -> dict[str, tuple[int, str]]:
         return {role: (i, spec.pieces[i].text) for role, i in roles.items() if 0 <= i < len(spec.pieces)}
     if isinstance(run.tokenizer, HuggingFaceTokenizer):
         model, named = run.tokenizer.model, TokenizerSettings.read(run.files).special
-        found = {role: (i, text) for role, text in named.items() if (i := model.token_to_id(text)) is not None}
+        found = {
+            role: (i, text) for role, text in named.items() if (i := model.token_to_id(text)) is not None
+        }
         return {**found, "eos": (end, model.id_to_token(end) or "")}
     return {"eos": (end, GPT2BPETokenizer.EOD)} if run.kind == "GPT2BPETokenizer" else {"eos": (end, "")}
 
@@ -187,7 +189,7 @@ def sample_texts(tokenizer: Tokenizer, count: int = 200) -> list[str]:
 
 
 def _proved(raw: bytes) -> bytes:
-    """Return a tokenizer.json of a SentencePiece model. Raises ValueError, naming a text to which it has other ids."""
+    """Return a tokenizer.json of a SentencePiece model. Raises ValueError, naming a text with other ids there."""
     made, spec, draw = to_tokenizer_json(raw), read_spec(raw), random.Random(1)
     model = SentencePieceProcessor(model_proto=raw)
     drawn = [[draw.randrange(len(spec.pieces)) for _ in range(30)] for _ in range(200)]
@@ -196,7 +198,9 @@ def _proved(raw: bytes) -> bytes:
     compared = [text for text in texts if not spelt(spec, text)]
     wrong = differences(raw, lambda text: made.encode(text, add_special_tokens=False).ids, compared)
     if wrong:
-        raise ValueError(f"it would give other ids to {len(wrong)} of {len(compared)} texts, such as {wrong[0]!r}")
+        raise ValueError(
+            f"it would give other ids to {len(wrong)} of {len(compared)} texts, such as {wrong[0]!r}"
+        )
     return made.to_str(pretty=False).encode()
 
 

@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer say of its use: added tokens, special tokens, spaces. Read as transformers does."""
+"""What the files beside a tokenizer say of its use: added tokens, special tokens, spaces. As transformers reads."""
 
 from __future__ import annotations
 

@@ -60,7 +60,9 @@ def test_tokenizer_json_has_the_ids_of_the_sentencepiece_model(name, tmp_path):
     assert not differences(raw, lambda text: made.encode(text, add_special_tokens=False).ids, compared)
     kept = load_tokenizer(KIND, tmp_path / "spm.model")
     if "removed" not in name:
-        plain = [text for text in compared if "\u2581" not in text]  # the mark of a space is a space in a text
+        plain = [
+            text for text in compared if "\u2581" not in text
+        ]  # the mark of a space is a space in a text
         assert all(made.decode(kept.encode(text), skip_special_tokens=False) == text for text in plain)
 
 
@@ -82,7 +84,10 @@ def test_the_proof_sees_a_wrong_conversion(tmp_path, monkeypatch):
 
 # What only sentencepiece does: characters replaced, symbols that merges do not make.
 EXACT = {
-    "bpe, characters replaced": ("bpe", {**USUAL, "normalization_rule_name": "nmt_nfkc", "byte_fallback": False}),
+    "bpe, characters replaced": (
+        "bpe",
+        {**USUAL, "normalization_rule_name": "nmt_nfkc", "byte_fallback": False},
+    ),
     "unigram, the same": ("unigram", {**USUAL, "normalization_rule_name": "nmt_nfkc"}),
     "bpe, symbols": ("bpe", {**LLAMA, "user_defined_symbols": ["[INST]", "<tool>"]}),
 }
@@ -97,7 +102,9 @@ def test_a_model_that_tokenizer_json_cannot_express_goes_with_its_own_class(name
     train_sentencepiece(tmp_path / "spm.model", model_type, sentences=kana * 20, **options)
     kept = load_tokenizer(KIND, tmp_path / "spm.model")
     hub = tokenizers.hub_tokenizer(
-        tokenizers.RunTokenizer(KIND, kept, read_tokenizer_files(KIND, {"tokenizer_model": tmp_path / "spm.model"}))
+        tokenizers.RunTokenizer(
+            KIND, kept, read_tokenizer_files(KIND, {"tokenizer_model": tmp_path / "spm.model"})
+        )
     )
     assert "BertGenerationTokenizer" in hub.note
     for file, data in {"config.json": b'{"model_type": "llama"}', **hub.files}.items():

@@ -33,10 +33,18 @@ TEXTS = ("low lower", "  low", "x <tool> y", "<|im_start|>low<|im_end|>", "a<pad
 # The files beside a tokenizer.json of 264 ids, how many ids there are with them, and the end of document.
 SETTINGS = {
     "nothing": ({}, 264, 0),
-    "added_tokens.json": ({"tokenizer_config": {**END, "eos_token": "<|im_end|>"}, "added_tokens": CHAT}, 266, 265),
+    "added_tokens.json": (
+        {"tokenizer_config": {**END, "eos_token": "<|im_end|>"}, "added_tokens": CHAT},
+        266,
+        265,
+    ),
     "added_tokens_decoder": ({"tokenizer_config": {**END, "added_tokens_decoder": {"264": TOOL}}}, 265, 0),
     "a token of a role": ({"tokenizer_config": {**END, "pad_token": "<pad>"}}, 265, 0),
-    "a space before": ({"tokenizer_config": {**END, "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}}, 264, 0),
+    "a space before": (
+        {"tokenizer_config": {**END, "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}},
+        264,
+        0,
+    ),
     "texts spell": ({"tokenizer_config": {**END, "split_special_tokens": True}}, 264, 0),
     "generation_config.json": ({"generation_config": {"eos_token_id": [7, 8]}}, 264, 7),
     "config.json": ({"config": {"model_type": "llama", "eos_token_id": 9}}, 264, 9),
@@ -69,7 +77,9 @@ def test_files_that_do_not_agree_are_refused(byte_level: Tokenizer, tmp_path: Pa
         load_tokenizer("HuggingFaceTokenizer", folder)
     train_sentencepiece(tmp_path / "tokenizer.model")
     (tmp_path / "added_tokens.json").write_text('{"<tool>": 300}')
-    with pytest.raises(ValueError, match="add 1 tokens, such as '<tool>': they are read with a tokenizer.json only"):
+    with pytest.raises(
+        ValueError, match="add 1 tokens, such as '<tool>': they are read with a tokenizer.json only"
+    ):
         load_tokenizer("SentencePieceTokenizer", tmp_path)
 
 
@@ -83,7 +93,15 @@ def published(byte_level: Tokenizer, tmp_path: Path) -> Path:
 
 def test_an_imported_run_resumes_with_unchanged_flags(published: Path, tmp_path: Path) -> None:
     """With the tokenizer named or not; the vocabulary stays the model's."""
-    wanted = ("seq_length", "micro_batch_size", "global_batch_size", "lr", "mock_data", "device", "eval_iters")
+    wanted = (
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+        "lr",
+        "mock_data",
+        "device",
+        "eval_iters",
+    )
     values = {**{name: TINY[name] for name in wanted}, "log_dir": str(tmp_path / "logs"), "train_iters": 1}
     named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(published)}
     for number, said in enumerate(({}, named)):
@@ -101,7 +119,10 @@ def test_an_imported_run_resumes_with_unchanged_flags(published: Path, tmp_path:
 
 def test_a_null_tokenizer_counts_its_end_of_document(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf")
-    values = {"load": f"hf:{folder}", **{n: TINY[n] for n in ("seq_length", "micro_batch_size", "lr", "mock_data")}}
+    values = {
+        "load": f"hf:{folder}",
+        **{n: TINY[n] for n in ("seq_length", "micro_batch_size", "lr", "mock_data")},
+    }
     null = {**values, "train_iters": 1, "tokenizer_type": "NullTokenizer"}
     assert make_config({**null, "vocab_size": 50}, World(1, 1)).model.vocab_size == 50  # and one: 51 rows
     with pytest.raises(ConfigError, match="--vocab-size 51 is not the model of"):
@@ -111,7 +132,9 @@ def test_a_null_tokenizer_counts_its_end_of_document(tmp_path: Path) -> None:
 def test_sampling_draws_no_row_without_a_token(published: Path, tmp_path: Path, monkeypatch) -> None:
     assert main(["from-hf", str(published), str(tmp_path / "ck"), "--no-check"]) == 0
     model = load_text_model(tmp_path / "ck")
-    monkeypatch.setattr(model.decoder, "full_logits", lambda ids: torch.arange(280.0).expand(1, ids.shape[1], 280))
+    monkeypatch.setattr(
+        model.decoder, "full_logits", lambda ids: torch.arange(280.0).expand(1, ids.shape[1], 280)
+    )
     assert generate(model, "low", 1, Sampling(temperature=0)) == "low<pad>"
 
 
@@ -153,13 +176,15 @@ def test_a_failed_check_leaves_nothing(published: Path, tmp_path: Path, capsys, 
 
 
 def test_a_class_that_builds_another_tokenizer_is_named(tmp_path: Path, capsys) -> None:
-    """transformers 5 replaces a Llama's normalizer. The file is followed, both ways; a file of other ids still fails."""
+    """transformers 5 replaces a Llama's normalizer. The file is followed, both ways; one of other ids still fails."""
     transformers = pytest.importorskip("transformers")
     alphabet = [*"lowerst", "\u2581", "<unk>", "<s>", "</s>"]
     merges = [("l", "o"), ("\u2581", "lo"), ("\u2581lo", "w"), ("lo", "w")]
     words = {word: i for i, word in enumerate([*alphabet, *(a + b for a, b in merges)])}
     made = Tokenizer(models.BPE(words, merges, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     made.decoder = decoders.Replace("\u2581", " ")
     made.add_special_tokens(["<s>", "</s>"])
     told = {"tokenizer_class": "LlamaTokenizer", "legacy": True, "eos_token": "</s>", "unk_token": "<unk>"}
@@ -169,8 +194,12 @@ def test_a_class_that_builds_another_tokenizer_is_named(tmp_path: Path, capsys) 
     assert main(["to-hf", str(tmp_path / "ck"), str(tmp_path / "out")]) == 0
     printed.append(capsys.readouterr().out)
     for text in printed if transformers.__version__ > "5" else ():
-        named = r"LlamaTokenizer +of transformers 5\.\S+ gives others to \d+ of (\d+): it has another normalizer and .*"
-        assert re.search(named + r"follows the file\ntokenizer +\1 of \1 .* by tokenizer.json itself  holds", text)
+        named = (
+            r"LlamaTokenizer +of transformers 5\.\S+ gives others to \d+ of (\d+): it has another normalizer "
+        )
+        assert re.search(
+            named + r".*follows the files\ntokenizer +\1 of \1 .* by the folder's files  holds", text
+        )
     values = Source(store.latest(tmp_path / "ck")).values  # type: ignore[arg-type]
     assert load_run_tokenizer(values, {}, {}).encode(" low") == [words[t] for t in ("\u2581", "\u2581low")]
     made.normalizer = normalizers.Lowercase()

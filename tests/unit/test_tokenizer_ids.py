@@ -45,11 +45,53 @@ SCRIPTS = {
     "Georgian": "ქართული ენა Ⴀ გამარჯობა",
     "Balinese": "ᬩᬮᬶ ᬆ ᬈ ᬊ ᭀ ᭁ",
 }
-ODD = ("\0", "\x01", "\t", "\n\n", "\r\n", "\x7f", "\x85", "\u200b", "\u200d", "\u00ad", "\ufeff", "\ufffd", "\u2028",
-       "\u00a0", "\u3000", "  ", "   ", "\u2581", " \u2581", "\u0301", "\u3099", "\u0323\u0302", "🙂", "👩‍👩‍👧", "🇩🇪",
-       "❤️", "def f(x):\n    return 1", "1,234.5", "e=mc²")
-SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<|endoftext|>", "<|im_start|>", "[INST]", "[/INST]", "<0x0A>", "<mask>",
-           "[CLS]", "<tool>", "{{x}}", "[REFERENCE_DOC_1]")
+ODD = (
+    "\0",
+    "\x01",
+    "\t",
+    "\n\n",
+    "\r\n",
+    "\x7f",
+    "\x85",
+    "\u200b",
+    "\u200d",
+    "\u00ad",
+    "\ufeff",
+    "\ufffd",
+    "\u2028",
+    "\u00a0",
+    "\u3000",
+    "  ",
+    "   ",
+    "\u2581",
+    " \u2581",
+    "\u0301",
+    "\u3099",
+    "\u0323\u0302",
+    "🙂",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "❤️",
+    "def f(x):\n    return 1",
+    "1,234.5",
+    "e=mc²",
+)
+SPECIAL = (
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<pad>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "[INST]",
+    "[/INST]",
+    "<0x0A>",
+    "<mask>",
+    "[CLS]",
+    "<tool>",
+    "{{x}}",
+    "[REFERENCE_DOC_1]",
+)
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
@@ -63,7 +105,11 @@ def texts(count: int = 2000) -> list[str]:
             while draw.random() < often:
                 some.insert(draw.randrange(len(some) + 1), draw.choice(things))
         text = draw.choice((" ", " ", "")).join(some)
-        text = draw.choice(("", "", "", " ", "  ", "\n")) + text + draw.choice(("", "", "", " ", "  ", "\n", "\u2581"))
+        text = (
+            draw.choice(("", "", "", " ", "  ", "\n"))
+            + text
+            + draw.choice(("", "", "", " ", "  ", "\n", "\u2581"))
+        )
         made.append(unicodedata.normalize(FORMS[number // len(SCRIPTS) % 4], text))
     return made
 
@@ -75,12 +121,18 @@ SENTENCEPIECE = {
     "bpe": ("bpe", {}),
     "unigram": ("unigram", {}),
     "bpe, Llama's": ("bpe", {"add_dummy_prefix": True, "user_defined_symbols": []}),
-    "bpe, spaces removed": ("bpe", {**NORMAL, "normalization_rule_name": "identity", "user_defined_symbols": []}),
+    "bpe, spaces removed": (
+        "bpe",
+        {**NORMAL, "normalization_rule_name": "identity", "user_defined_symbols": []},
+    ),
     "unigram, spaces removed": ("unigram", {**NORMAL, **SHORT, "normalization_rule_name": "identity"}),
     "bpe, trainer's defaults": ("bpe", {**NORMAL, **SHORT}),
     "unigram, trainer's defaults": ("unigram", {**NORMAL, **SHORT}),
     "unigram, folded case": ("unigram", {**NORMAL, **SHORT, "normalization_rule_name": "nmt_nfkc_cf"}),
-    "bpe, symbols": ("bpe", {"add_dummy_prefix": True, "user_defined_symbols": ["[INST]", "<tool>", "{{x}}", "{{"]}),
+    "bpe, symbols": (
+        "bpe",
+        {"add_dummy_prefix": True, "user_defined_symbols": ["[INST]", "<tool>", "{{x}}", "{{"]},
+    ),
     "words": ("word", {**NORMAL, **SHORT, "split_by_whitespace": True}),
 }
 
@@ -139,7 +191,10 @@ def outcome(name: str, source: Path, work: Path) -> list[str]:
         words += [f"{name} | {what} | {line.what.strip()} | {line.figure}" for line in lines]
         assert all(line.good is not False for line in lines), words
     again = run_of(out)  # what is exported is read here as what it was
-    assert all(again.tokenizer.encode(text) == run.tokenizer.encode(text) for text in sample[:200]) or run.kind != again.kind
+    assert (
+        all(again.tokenizer.encode(text) == run.tokenizer.encode(text) for text in sample[:200])
+        or run.kind != again.kind
+    )
     return words
 
 
@@ -150,7 +205,9 @@ def test_tokenizers_made_here(name: str, tmp_path: Path) -> None:
     if name in SENTENCEPIECE:
         (tmp_path / "made").mkdir()
         kind, options = SENTENCEPIECE[name]
-        train_sentencepiece(tmp_path / "made" / "tokenizer.model", kind, **TRAINED, **{"vocab_size": 900, **options})
+        train_sentencepiece(
+            tmp_path / "made" / "tokenizer.model", kind, **TRAINED, **{"vocab_size": 900, **options}
+        )
     else:
         made = word_level() if "words" in name else train_byte_level(SCRIPTS.values(), 900)
         publish_tokenizer(tmp_path / "made", made, **PUBLISHED[name])
