@@ -252,7 +252,7 @@ class _Theirs:
             other = [part for part in ("normalizer", "pre_tokenizer", "model") if backend[part] != file[part]]
             made = library.Tokenizer.from_str(json.dumps({**backend, **{part: file[part] for part in other}}))
             made.encode_special_tokens = self._made.split_special_tokens
-            what = f"it has another {' and '.join(other)} than the files say"
+            what = f"it has another {', '.join(other)} than the files say"
             return (what, lambda text: made.encode(text, add_special_tokens=False).ids) if other else None
         if isinstance(ours, SentencePieceTokenizer) and self._made.get_vocab() == ours.vocabulary():
             return "it is a conversion of tokenizer.model", ours.encode

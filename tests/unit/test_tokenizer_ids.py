@@ -185,7 +185,8 @@ def outcome(name: str, source: Path, work: Path) -> list[str]:
     if not (work / "published" / "config.json").exists():
         (work / "published" / "config.json").write_text('{"model_type": "llama"}')
     out = exported(run, work / "out")
-    published = () if name in SENTENCEPIECE else (("published", work / "published"),)
+    as_published = (source / "tokenizer_config.json").exists()  # else nothing says how transformers reads it
+    published = (("published", work / "published"),) if as_published else ()
     for what, folder in (*published, ("exported", out)):
         lines = list(compare_ids(run, folder, sample))
         words += [f"{name} | {what} | {line.what.strip()} | {line.figure}" for line in lines]
