@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +26,7 @@ def save_model(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.flo
 
     more = {"intermediate_size": 48, "num_key_value_heads": 4, "max_position_embeddings": 64}
     made = {
-        "llama": lambda: transformers.LlamaConfig(**SIZES, **more, **options),
+        "llama": lambda: transformers.LlamaConfig(**{**SIZES, **more, **options}),
         "gpt2": lambda: transformers.GPT2Config(
             **{"vocab_size": 51, "n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 64, **options}
         ),
@@ -38,8 +41,10 @@ def save_model(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.flo
     return folder
 
 
-def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 300, **options) -> Path:
-    """A SentencePiece model of a little text. options: of sentencepiece's trainer, over those of the project."""
+def train_sentencepiece(
+    path: Path, model_type: str = "bpe", vocab_size: int = 300, sentences: Iterable[str] = (), **options
+) -> Path:
+    """A SentencePiece model of a little text, or of ``sentences``. options: of its trainer, over the project's."""
     import sentencepiece
 
     from megazero.data.tokenizer_training import LOSSLESS
@@ -49,7 +54,7 @@ def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 3
     ]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(words * 20),
+        sentence_iterator=iter([*sentences] or words * 20),
         model_writer=model,
         vocab_size=vocab_size,
         model_type=model_type,
@@ -59,6 +64,27 @@ def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 3
     )
     path.write_bytes(model.getvalue())
     return path
+
+
+def train_byte_level(sentences: Iterable[str] = ("low lower lowest",), vocab_size: int = 280) -> Any:
+    """A byte-level BPE of the tokenizers library, which has every byte and <|endoftext|>, token 0."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": vocab_size, "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator(sentences, trainers.BpeTrainer(special_tokens=["<|endoftext|>"], **options))
+    return made
+
+
+def publish_tokenizer(folder: Path, made: Any, **beside: object) -> Path:
+    """``made`` as tokenizer.json in ``folder``. beside: the data of other files, by name."""
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    for name, data in beside.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+    return folder
 
 
 def weights_digest(folder: Path) -> dict[str, str]:

@@ -13,20 +13,23 @@ import yaml
 
 from megazero.checkpoint.manifest import FileEntry
 from megazero.config.model.architecture import from_hf_config
-from megazero.config.model.published import CONFIG_FILE
+from megazero.config.model.published import CONFIG_FILE, find_tokenizer
+from megazero.config.options.data_inputs import FILE_OPTIONS
 from megazero.config.options.fields import Option, show
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
 from megazero.convert.source import Source
-from megazero.data.tokenizer_files import find_tokenizer
 from megazero.families import FAMILIES
 
 # They say where files lay on the machine of the training, and nothing about the model.
-_PLACES = ("tokenizer_model", "save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir")
+_PLACES = (*FILE_OPTIONS, "save", "load", "save_hf", "log_dir", "data_cache_path", "tensorboard_dir")
 
 
-def card(source: Source, files: Mapping[str, FileEntry]) -> str:
-    """Return README.md of the folder: a model card as Hugging Face reads it. files: those of the folder, by name."""
+def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None) -> str:
+    """Return README.md of the folder: a model card as Hugging Face reads it. files: those of the folder, by name.
+
+    note: on the folder's tokenizer.
+    """
     state = source.state
     samples, length = state.get("consumed_samples", 0), source.model.seq_length
     losses = state.get("losses", {})
@@ -55,6 +58,7 @@ def card(source: Source, files: Mapping[str, FileEntry]) -> str:
     ]
     lines += ["Trained with megazero and exported from its checkpoint.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    lines += ["", f"Tokenizer: {note}."] if note else []
     lines += ["", "## Flags that are not at their default", "", "```", *_flags(source), "```", ""]
     lines += ["## Files", "", "| file | bytes | crc32 |", "|---|---|---|"]
     lines += [f"| {name} | {entry.size:,} | {entry.crc32:08x} |" for name, entry in sorted(files.items())]

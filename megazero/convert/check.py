@@ -4,8 +4,9 @@ texts."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -17,11 +18,13 @@ import torch
 
 from megazero.checkpoint.reading import pieces
 from megazero.checkpoint.records import SliceRecord
+from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
-from megazero.config.read.files import read_json
 from megazero.convert import tokenizer as tokenizers
 from megazero.convert.importing import Published, Weights
 from megazero.convert.source import Source
+from megazero.convert.tokenizer import RunTokenizer
+from megazero.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megazero.families.layer_kinds import layer_kinds, some_layers
 from megazero.models import Decoder
 
@@ -196,25 +199,75 @@ def compare_tokens(source: Source, folder: Path, named: Path | None = None) -> I
     if run.kind == "NullTokenizer":
         yield Line("tokenizer", "not compared: the checkpoint was trained on token ids, without a tokenizer")
         return
-    by, encode = _their_tokenizer(folder)
-    wrong, left_out, count = tokenizers.other_ids(run, encode)
-    for text in wrong[:3]:
+    yield from compare_ids(run, folder, tokenizers.sample_texts(run.tokenizer))
+
+
+def compare_ids(run: RunTokenizer, folder: Path, texts: Sequence[str]) -> Iterator[Line]:
+    """Compare the ids of ``texts``.
+
+    transformers' classes may build another tokenizer than the folder's file says. Then the file is followed, as in
+    training, and a line names the class and what it changes.
+    """
+    found: dict[str, Any] = find_tokenizer(folder)
+    if not found:
+        raise ValueError(f"'{folder}' has no tokenizer, and the checkpoint has a {run.kind}")
+    kind = found.pop("tokenizer_type")
+    ours, theirs = load_tokenizer(kind, **found), _their_tokenizer(folder)
+    outcome = tokenizers.compare(run, theirs or ours.encode, texts)
+    files = "the folder's files"
+    by = f"transformers {theirs.version}" if theirs else files
+    if theirs and outcome.wrong and (rebuilt := theirs.rebuilt(ours)):
+        what, encode = rebuilt
+        others, outcome, by = outcome, tokenizers.compare(run, encode, texts), files
+        told = f"gives others to {len(others.wrong)} of {others.count}: {what}. Training follows the files"
+        yield Line(f"  {theirs.name}", f"of transformers {theirs.version} {told}")
+    for text in outcome.wrong[:3]:
         yield Line(f"  {text[:40]!r}", "has other ids", False)
-    rest = f"; {len(left_out)} that spell special tokens left out, which are tokens there" if left_out else ""
-    yield Line("tokenizer", f"{count - len(wrong)} of {count} texts the same ids, by {by}{rest}", not wrong)
+    out = len(outcome.left_out)
+    rest = f"; {out} that spell special tokens left out, which are tokens there" if out else ""
+    same = f"{outcome.count - len(outcome.wrong)} of {outcome.count} texts the same ids, by {by}{rest}"
+    yield Line("tokenizer", same, not outcome.wrong)
 
 
-def _their_tokenizer(folder: Path) -> tuple[str, Callable[[str], list[int]]]:
-    if find_spec("transformers") is not None:
-        import transformers
+class _Theirs:
+    """The tokenizer that transformers makes of a folder, in which a text's special tokens are what its files say."""
 
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        return "transformers", lambda text: theirs.encode(text, add_special_tokens=False)
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"'{folder}' has no tokenizer.json, and without transformers no other file is compared"
-        )
-    made = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    told = folder / tokenizers.CONFIG
-    made.encode_special_tokens = told.is_file() and read_json(told, "").get("split_special_tokens", False)
-    return "tokenizers", lambda text: made.encode(text, add_special_tokens=False).ids
+    def __init__(self, transformers: Any, folder: Path) -> None:
+        self.version = transformers.__version__
+        try:
+            self._made = transformers.AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # noqa: BLE001 - what a reader of that library would see
+            raise ValueError(
+                f"transformers {self.version} cannot read the tokenizer in '{folder}': {error}"
+            ) from error
+        self.name = type(self._made).__name__
+
+    def __call__(self, text: str) -> list[int]:
+        return self._made.encode(text, add_special_tokens=False)
+
+    def rebuilt(self, ours: Tokenizer) -> tuple[str, Callable[[str], list[int]]] | None:
+        """Return what of the file the class replaces, and how ids are found with the file's own; None if nothing.
+
+        Added tokens stay those of transformers: they are compared in any case.
+        """
+        if not self._made.is_fast:
+            return None
+        if isinstance(ours, HuggingFaceTokenizer):
+            backend = json.loads(self._made.backend_tokenizer.to_str())
+            file = json.loads(ours.model.to_str())
+            other = [part for part in ("normalizer", "pre_tokenizer", "model") if backend[part] != file[part]]
+            made = library.Tokenizer.from_str(json.dumps({**backend, **{part: file[part] for part in other}}))
+            made.encode_special_tokens = self._made.split_special_tokens
+            what = f"it has another {', '.join(other)} than the files say"
+            return (what, lambda text: made.encode(text, add_special_tokens=False).ids) if other else None
+        if isinstance(ours, SentencePieceTokenizer) and self._made.get_vocab() == ours.vocabulary():
+            return "it is a conversion of tokenizer.model", ours.encode
+        return None
+
+
+def _their_tokenizer(folder: Path) -> _Theirs | None:
+    if find_spec("transformers") is None:
+        return None
+    import transformers
+
+    return _Theirs(transformers, folder)

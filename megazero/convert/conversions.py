@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from megazero.checkpoint.directory import checkpoint_name, fsync_directory
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
+from megazero.config.model.published import CONFIG_FILE, unread_tokenizer
 from megazero.convert.card import by_section, changed, flag_lines, flag_text, yaml_text
 from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.megatron.weights import MegatronWeights
+from megazero.convert.shards import PARTIAL
 from megazero.convert.source import DTYPES, Source
 
 ARGUMENTS_FILE = "run.yaml"
@@ -35,25 +41,31 @@ def _to_hf(options: argparse.Namespace) -> int:
         )
         good = options.no_check or _compared(source, Published.open(partial), options, progress)
     if not good:
-        print(f"'{partial}' is not the checkpoint's model, and was not renamed", file=sys.stderr)
+        (partial / CONFIG_FILE).unlink()  # without it no reader takes the folder for a model
+        print(
+            f"'{partial}' is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}",
+            file=sys.stderr,
+        )
         return 1
     print(finish(partial))
     return 0
 
 
 def _from_hf(options: argparse.Namespace) -> int:
-    with _progress() as progress:
+    def write(trial: Path, progress: ExportProgress) -> bool:
         published = Published.open(options.folder, options.accept_field)
+        if note := unread_tokenizer(options.folder):
+            progress.say(f"note: {note}", 0)
         progress.say("writing", 0)
-        path = write_checkpoint(published, options.checkpoint)
+        path = write_checkpoint(published, trial)
         options.tokenizer = None
-        good = options.no_check or _compared(Source(path), published, options, progress)
-    print(path)
-    return 0 if good else 1
+        return options.no_check or _compared(Source(path), published, options, progress)
+
+    return _import(options.checkpoint, write)
 
 
 def _from_megatron(options: argparse.Namespace) -> int:
-    with _progress() as progress:
+    def write(trial: Path, progress: ExportProgress) -> bool:
         progress.say("reading names and arguments", 0)
         weights = MegatronWeights.open(options.folder, options.ckpt_step, options.flags, options.accept_field)
         for note in weights.notes:
@@ -61,12 +73,35 @@ def _from_megatron(options: argparse.Namespace) -> int:
         family = weights.model.model_family
         said = changed(family, {"vocab_size": weights.model.vocab_size, **weights.arguments.options})
         progress.say("writing", 0)
-        file = {ARGUMENTS_FILE: f"{by_section(said)}\n".encode()}
-        path = write_checkpoint(weights, options.checkpoint, file)
+        path = write_checkpoint(weights, trial, {ARGUMENTS_FILE: f"{by_section(said)}\n".encode()})
         progress.say("comparing tensors", 0)
         good = options.no_check or _printed(compare_tensors(Source(path), weights))
-    print(" \\\n".join(flag_lines(family, said)))
-    print(path)
+        if good:
+            print(" \\\n".join(flag_lines(family, said)))
+        return good
+
+    return _import(options.checkpoint, write)
+
+
+def _import(root: Path, write: Callable[[Path, ExportProgress], bool]) -> int:
+    """Write ROOT/iter_0000000 and return the exit status. ``write`` writes it into another folder and checks it.
+
+    What does not pass the check is removed: a checkpoint of another model would be trained on.
+    """
+    final, trial = root / checkpoint_name(0), root.with_name(root.name + PARTIAL)
+    if final.exists():
+        raise ValueError(f"'{final}' exists already and was kept; name another folder, or move it away")
+    shutil.rmtree(trial, ignore_errors=True)
+    try:
+        with _progress() as progress:
+            good = write(trial, progress)
+        if good:
+            root.mkdir(parents=True, exist_ok=True)
+            os.rename(trial / final.name, final)
+            fsync_directory(root)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+    print(final if good else f"'{final}' was not written: it would be another model")
     return 0 if good else 1
 
 

@@ -102,7 +102,9 @@ def write_folder(
 
     cure = f"{doing}, and finished files stay: the same command goes on in '{partial}'"
     files = {file: entry for part in agree(group, cure, write) for file, entry in part.items()}
-    agree_local(group, doing, lambda: _describe(source, partial, shards, run, files) if run else None)
+    agree_local(
+        group, doing, lambda: _describe(source, partial, shards, run, files, progress) if run else None
+    )
     return partial
 
 
@@ -152,10 +154,18 @@ def hub_config(source: Source, run: RunTokenizer) -> dict[str, Any]:
 
 
 def _describe(
-    source: Source, partial: Path, shards: list[Shard], run: RunTokenizer, files: dict[str, FileEntry]
+    source: Source,
+    partial: Path,
+    shards: list[Shard],
+    run: RunTokenizer,
+    files: dict[str, FileEntry],
+    progress: ExportProgress,
 ) -> None:
     """Write all but the weights into ``partial``: config.json last."""
-    small = {**tokenizers.hub_files(run), tokenizers.GENERATION: tokenizers.generation_config(run)}
+    hub = tokenizers.hub_tokenizer(run)
+    if hub.note:
+        progress.say(f"note: {hub.note}", 0)
+    small = {**hub.files, tokenizers.GENERATION: tokenizers.generation_config(run)}
     for name, data in small.items():
         with replacing(partial / name) as handle:
             handle.write(data)
@@ -164,7 +174,7 @@ def _describe(
     remove_notes(partial, shards)
     described = {**files, **{name: checksum(partial / name) for name in small}}
     with replacing(partial / CARD_FILE) as handle:
-        handle.write(card(source, described).encode())
+        handle.write(card(source, described, hub.note).encode())
     write_json(
         partial / CONVERSION_FILE,
         {

@@ -18,17 +18,13 @@ from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.planners import box_view
 from megazero.checkpoint.records import SliceRecord
 from megazero.config.model.architecture import from_hf_config
+from megazero.config.model.published import find_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import DataConfig
 from megazero.config.run import to_store
 from megazero.config.secrets import redact
 from megazero.convert.folder import Folder
-from megazero.data.tokenizer_files import (
-    find_tokenizer,
-    load_run_tokenizer,
-    read_tokenizer_files,
-    tokenizer_options,
-)
+from megazero.data.tokenizer_files import load_run_tokenizer, read_tokenizer_files, tokenizer_options
 from megazero.models.hf_weights import match_names, tied_head
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -144,11 +140,18 @@ def write_checkpoint(weights: Weights, root: Path, files: Mapping[str, bytes] | 
     """Write ROOT/iter_0000000 with the weights, bit for bit, and their tokenizer. Returns its path.
 
     files: small files that go with them, by name.
-    Raises CheckpointError if ROOT has that already, or cannot be written; then it is as before.
+    Raises CheckpointError if ROOT has that already, or cannot be written; then it is as before. Raises ValueError if
+    the tokenizer has more ids than the model.
     """
     dtype = {"params_dtype": PRECISIONS[weights.dtype]}
     values = {**dataclasses.asdict(weights.model), **dataclasses.asdict(weights.data), **dtype}
     tokenizer = load_run_tokenizer(values, {}, {})
+    if tokenizer.info.vocab_size > weights.model.vocabulary:
+        raise ValueError(
+            f"the tokenizer of {weights.origin} has {tokenizer.info.vocab_size} ids, and the embedding "
+            f"{weights.model.vocabulary} rows: a text with the last of them has no embedding; remove the tokens "
+            "that were added since, or resize the model"
+        )
     state = {
         "iteration": 0,
         "consumed_samples": 0,

@@ -114,13 +114,20 @@ def to_tokenizer_json(raw: bytes) -> Any:
     """Return a tokenizers.Tokenizer with the ids of the SentencePiece model ``raw``.
 
     Raises ValueError for a model of a kind that the tokenizers library cannot express. ``differences`` proves the
-    rest.
+    rest. Characters are replaced by another rule there (spm_precompiled's normalize_string): by whole graphemes of
+    less than six bytes, whose first character decides, else by single characters. So neither decomposed kana and
+    Hangul nor a ligature with an accent become what the model makes of them.
     """
     spec = read_spec(raw)
     if spec.model_type not in (UNIGRAM, BPE) or spec.space_is_suffix or not spec.escape_spaces:
         raise ValueError(
             "tokenizer.json can express SentencePiece models of type unigram and bpe whose spaces are escaped and "
             "begin pieces; this model is another"
+        )
+    if spec.charsmap:
+        raise ValueError(
+            "this SentencePiece model replaces characters (as nmt_nfkc, its trainer's default), and tokenizer.json "
+            "cannot replace several at once"
         )
     unknown = spec.pieces[spec.unknown].text
     model: Any
@@ -133,14 +140,11 @@ def to_tokenizer_json(raw: bytes) -> Any:
             vocabulary, _merges(spec), unk_token=unknown, fuse_unk=True, byte_fallback=spec.byte_fallback
         )
     made = Tokenizer(model)
-    steps: list[Any] = [normalizers.Precompiled(spec.charsmap)] if spec.charsmap else []
+    steps = list[Any]()
     if spec.remove_extra_spaces:
-        # Of the text's own marks those at its end count as spaces, too.
-        edges, runs = (
-            normalizers.Replace(Regex(f"^ +|[ {SPACE}]+$"), ""),
-            normalizers.Replace(Regex(" +"), " "),
-        )
-        steps += [edges, runs]
+        # Of the text's own marks those at its end count as spaces, too. (^ and $ are the ends of lines.)
+        edges = normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), "")
+        steps += [edges, normalizers.Replace(Regex(" +"), " ")]
     if spec.dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])

@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from sentencepiece import SentencePieceProcessor
 
 from megazero.checkpoint import store
+from megazero.config.model.published import CONFIG_FILE, MODEL_FILES, held_tokenizer
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
-from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, load_tokenizer
+from megazero.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megazero.data.tokenizer_files import (
-    MODEL_FILES,
     TOKENIZER_FILES,
-    held_tokenizer,
     load_run_tokenizer,
     read_tokenizer_files,
     tokenizer_options,
 )
+from megazero.data.tokenizer_settings import CONFIG, GENERATION, TokenizerSettings
 
-CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 # transformers 4 and 5 both have this class; what 5 writes by itself, "TokenizersBackend", 4 does not know.
 CLASS = "PreTrainedTokenizerFast"
+# Both have this one, too, which asks sentencepiece itself, by a model of this name.
+EXACT_CLASS, EXACT_FILE = "BertGenerationTokenizer", "spiece.model"
 # The texts of a training spell no special token: a text that does is a text.
 SPELT = {"split_special_tokens": True}
+# Ten scripts whose letters have parts of their own.
+SCRIPTS = (
+    "Tiếng Việt: Ồ, ñandú, Ångström",
+    "Ελληνικά: ᾧ, ΐ, ώρα",
+    "Русский: ёлка, йод, Ґ, їжак",
+    "かな: がぎぐ ぱぴぷ ヴガギグ",
+    "한국어: 안녕하세요, 값, 읽다",
+    "हिन्दी: क़लम, ज़मीन, सड़क",
+    "বাংলা: বোঝা, মৌ, ড়",
+    "தமிழ்: கொ, யோ, சௌ",
+    "العربية: آب، أمل، إلى، مؤمن",
+    "മലയാളം: കൊ, പോ, സൌ",
+)
 SAMPLES = (
     "",
     " ",
@@ -41,8 +55,9 @@ SAMPLES = (
     "Привет, мир. 你好,世界。 こんにちは 안녕하세요 שלום مرحبا नमस्ते",
     "🙂👩‍👩‍👧‍👦🇩🇪 ∑∫√ \u200bzero\u00a0width\u3000space",
     "aaaaaaaaaaaaaaaaaaaaaaaa ================ ........",
-    "null\0byte \x7f \ufffd",
+    "null\0byte \x7f \ufffd \ufb01\u0301 \u00a0x\u2003y\u3000 z\u2581 \u2581",
     "<s>spelt</s> <|endoftext|> <unk> <pad> [INST] <0x0A>",
+    *(unicodedata.normalize("NFD", text) for text in SCRIPTS),
 )
 
 
@@ -88,61 +103,75 @@ def of_checkpoint(path: Path, values: Mapping[str, Any], named: Path | None = No
     return RunTokenizer(kind, tokenizer, read_tokenizer_files(kind, {**tokenizer_options(values), **given}))
 
 
-def special_ids(run: RunTokenizer) -> dict[str, int]:
-    """Return the ids of special tokens by role: "eos" ends a document; SentencePiece has bos, unk and pad, too."""
-    if run.kind != "SentencePieceTokenizer":
-        return {"eos": run.tokenizer.info.eod}
-    spec = read_spec(run.files["tokenizer.model"])
-    roles = {"bos": spec.bos, "eos": spec.eos, "unk": spec.unknown, "pad": spec.pad}
-    return {role: i for role, i in roles.items() if 0 <= i < len(spec.pieces)}
-
-
 def special_tokens(run: RunTokenizer) -> dict[str, str]:
     """Return the special tokens as tokenizer_config.json has them: eos_token and so on, as text."""
-    if run.kind == "SentencePieceTokenizer":
-        pieces = read_spec(run.files["tokenizer.model"]).pieces
-        return {f"{role}_token": pieces[i].text for role, i in special_ids(run).items()}
-    if isinstance(run.tokenizer, GPT2BPETokenizer):
-        return {"eos_token": run.tokenizer.EOD}
-    model = tokenizers.Tokenizer.from_buffer(run.files["tokenizer.json"])
-    return {f"{role}_token": model.id_to_token(i) or "" for role, i in special_ids(run).items()}
-
-
-def hub_files(run: RunTokenizer) -> dict[str, bytes]:
-    """Return the tokenizer's files of a Hugging Face folder, by name. What was imported stays byte for byte.
-
-    A SentencePiece model, and GPT-2's two files, are written as a tokenizer.json, too. Raises ValueError if the ids
-    of that would not be the same.
-    """
-    if run.kind == "NullTokenizer":
-        return {}
-    if run.kind not in MODEL_FILES:
-        raise ValueError(f"a {run.kind} is not exported; only {', '.join(TOKENIZERS)} are")
-    files, told = dict(run.files), json.loads(run.files.get(CONFIG, b"{}"))
-    files.pop(GENERATION, None)
-    defaults: dict[str, Any] = {"tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
-    if run.kind == "SentencePieceTokenizer":
-        made = to_tokenizer_json(files["tokenizer.model"])
-        _prove(files["tokenizer.model"], made)
-        files["tokenizer.json"] = made.to_str(pretty=False).encode()
-        told |= {**defaults, **special_tokens(run), **SPELT}
-    elif isinstance(run.tokenizer, GPT2BPETokenizer):
-        files["tokenizer.json"] = run.tokenizer.to_json()
-        told |= {**defaults, **special_tokens(run), **SPELT, "add_prefix_space": False}
-    elif told.get("tokenizer_class") in (None, "TokenizersBackend"):
-        told |= {**defaults, **special_tokens(run)}
-    else:
-        return files
-    files[CONFIG] = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
-    return files
+    return {f"{role}_token": text for role, (_, text) in _special(run).items()}
 
 
 def token_ids(run: RunTokenizer) -> dict[str, Any]:
     """Return bos_token_id, eos_token_id and pad_token_id: what was imported says, else the tokenizer, else None."""
-    given, own = json.loads(run.files.get(GENERATION, b"{}")), special_ids(run)
-    return {
-        f"{role}_token_id": given.get(f"{role}_token_id", own.get(role)) for role in ("bos", "eos", "pad")
-    }
+    ids = {role: i for role, (i, _) in _special(run).items()} | dict(TokenizerSettings.read(run.files).ids)
+    return {f"{role}_token_id": ids.get(role) for role in ("bos", "eos", "pad")}
+
+
+def _special(run: RunTokenizer) -> dict[str, tuple[int, str]]:
+    """Return the id and the text of special tokens by role; "eos" ends a document."""
+    end = run.tokenizer.info.eod
+    if run.kind == "SentencePieceTokenizer":
+        spec = read_spec(run.files["tokenizer.model"])
+        roles = {"bos": spec.bos, "eos": end, "unk": spec.unknown, "pad": spec.pad}
+        return {role: (i, spec.pieces[i].text) for role, i in roles.items() if 0 <= i < len(spec.pieces)}
+    if isinstance(run.tokenizer, HuggingFaceTokenizer):
+        model, named = run.tokenizer.model, TokenizerSettings.read(run.files).special
+        found = {
+            role: (i, text) for role, text in named.items() if (i := model.token_to_id(text)) is not None
+        }
+        return {**found, "eos": (end, model.id_to_token(end) or "")}
+    return {"eos": (end, GPT2BPETokenizer.EOD)} if run.kind == "GPT2BPETokenizer" else {"eos": (end, "")}
+
+
+@dataclass(frozen=True)
+class HubTokenizer:
+    """A tokenizer in a Hugging Face folder: its files by name, and a note on what the folder lacks."""
+
+    files: Mapping[str, bytes]
+    note: str | None = None
+
+
+def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
+    """Return the tokenizer as Hugging Face has it. What was imported stays byte for byte.
+
+    GPT-2's two files are written as a tokenizer.json, too. So is a SentencePiece model if that gives the same ids;
+    else the folder has the model, and the class of transformers that asks sentencepiece itself.
+    """
+    if run.kind == "NullTokenizer":
+        return HubTokenizer({})
+    if run.kind not in MODEL_FILES:
+        raise ValueError(f"a {run.kind} is not exported; only {', '.join(TOKENIZERS)} are")
+    told, note = json.loads(run.files.get(CONFIG, b"{}")), None
+    own = {**special_tokens(run), "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
+    files = {name: data for name, data in run.files.items() if name not in (GENERATION, CONFIG_FILE)}
+    if run.kind == "SentencePieceTokenizer":
+        raw = files["tokenizer.model"]
+        own |= SPELT
+        try:
+            files["tokenizer.json"] = _proved(raw)
+        except ValueError as error:
+            files[EXACT_FILE] = raw
+            own |= {"tokenizer_class": EXACT_CLASS, "legacy": True, "sp_model_kwargs": {}}
+            own = {"sep_token": None, "pad_token": None, **own}
+            note = (
+                f"the folder has no tokenizer.json: {error}. It has tokenizer.model, and {EXACT_FILE} for "
+                f"transformers' {EXACT_CLASS}, which gives the ids of the training by sentencepiece"
+            )
+    elif isinstance(run.tokenizer, GPT2BPETokenizer):
+        files["tokenizer.json"] = run.tokenizer.to_json()
+        own |= {**SPELT, "add_prefix_space": False}
+    elif told.get("tokenizer_class") not in (None, "TokenizersBackend"):
+        return HubTokenizer(files)
+    told = {name: value for name, value in told.items() if name != "auto_map"} | own
+    files[CONFIG] = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+    return HubTokenizer(files, note)
 
 
 def generation_config(run: RunTokenizer) -> bytes:
@@ -159,44 +188,44 @@ def sample_texts(tokenizer: Tokenizer, count: int = 200) -> list[str]:
     return [*SAMPLES, *made]
 
 
-def _prove(raw: bytes, made: Any) -> None:
-    """Compare a tokenizer.json with its SentencePiece model. Raises ValueError, naming a text with other ids."""
-    model, spec, draw = SentencePieceProcessor(model_proto=raw), read_spec(raw), random.Random(1)
+def _proved(raw: bytes) -> bytes:
+    """Return a tokenizer.json of a SentencePiece model. Raises ValueError, naming a text with other ids there."""
+    made, spec, draw = to_tokenizer_json(raw), read_spec(raw), random.Random(1)
+    model = SentencePieceProcessor(model_proto=raw)
     drawn = [[draw.randrange(len(spec.pieces)) for _ in range(30)] for _ in range(200)]
-    texts = [
-        *SAMPLES,
-        *(model.decode(ids) for ids in drawn),
-        *(model.decode([i]) for i in range(len(spec.pieces))),
-    ]
-    wrong = differences(
-        raw,
-        lambda text: made.encode(text, add_special_tokens=False).ids,
-        [text for text in texts if not spelt(spec, text)],
-    )
+    single = [[i] for i in range(len(spec.pieces))]
+    texts = [*SAMPLES, *(model.decode(ids) for ids in [*drawn, *single])]
+    compared = [text for text in texts if not spelt(spec, text)]
+    wrong = differences(raw, lambda text: made.encode(text, add_special_tokens=False).ids, compared)
     if wrong:
         raise ValueError(
-            f"this SentencePiece model cannot be written as a tokenizer.json with the same ids: {wrong[0]!r} has "
-            f"others ({len(wrong)} of {len(texts)} texts). Export without it is not offered: its ids would be wrong "
-            "in silence"
+            f"it would give other ids to {len(wrong)} of {len(compared)} texts, such as {wrong[0]!r}"
         )
+    return made.to_str(pretty=False).encode()
 
 
-def other_ids(run: RunTokenizer, encode: Callable[[str], list[int]]) -> tuple[list[str], list[str], int]:
-    """Compare ``encode`` with the training's tokenizer on ``sample_texts``.
+@dataclass(frozen=True)
+class Comparison:
+    """What came of ``compare``: the texts with other ids, those left out, and how many were compared."""
 
-    Returns the texts to which it gives other ids, those that were left out (they spell a special token, of a unigram
-    model or of a published GPT-2, which is found in a text there), and how many were compared.
+    wrong: list[str]
+    left_out: list[str]
+    count: int
+
+
+def compare(run: RunTokenizer, encode: Callable[[str], list[int]], texts: Sequence[str]) -> Comparison:
+    """Compare ``encode`` with the training's tokenizer.
+
+    Texts with other ids are left out that spell a special token of a unigram model or of a published GPT-2, which is
+    found in a text there.
     """
-    texts, raw = sample_texts(run.tokenizer), run.files.get("tokenizer.model")
-    if run.kind != "SentencePieceTokenizer" or raw is None:
-        found_in_texts = (
-            isinstance(run.tokenizer, GPT2BPETokenizer) and len(encode(GPT2BPETokenizer.EOD)) == 1
-        )
-        left_out = [text for text in texts if found_in_texts and GPT2BPETokenizer.EOD in text]
-        compared = [text for text in texts if text not in left_out]
-        wrong = [text for text in compared if run.tokenizer.encode(text) != encode(text)]
-        return wrong, left_out, len(compared)
-    spec = read_spec(raw)
-    left_out = [text for text in texts if spelt(spec, text)]
-    compared = [text for text in texts if not spelt(spec, text)]
-    return differences(raw, encode, compared), left_out, len(compared)
+    raw, end = run.files.get("tokenizer.model"), GPT2BPETokenizer.EOD
+    if run.kind == "SentencePieceTokenizer" and raw is not None:
+        spec, wrong = read_spec(raw), differences(raw, encode, texts)
+        left_out = [text for text in wrong if spelt(spec, text)]
+    else:
+        found = isinstance(run.tokenizer, GPT2BPETokenizer) and len(encode(end)) == 1
+        wrong = [text for text in texts if run.tokenizer.encode(text) != encode(text)]
+        left_out = [text for text in wrong if found and end in text]
+    out = set(left_out)
+    return Comparison([text for text in wrong if text not in out], left_out, len(texts) - len(left_out))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import sentencepiece
 import tokenizers
@@ -15,9 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megazero.config.nearest import did_you_mean
 from megazero.config.options.data_inputs import TOKENIZERS
+from megazero.data.tokenizer_settings import TokenizerSettings
 from megazero.files import replacing
 
-EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # the first that names a token decides
 KNOWN_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -35,13 +35,9 @@ class TokenizerInfo:
 
 
 class Tokenizer(Protocol):
-    """Turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text).
-
-    ``files`` are all that it was read from, so that they can be carried with what it made.
-    """
+    """Turns text into ids and back. ``encode`` adds no token of its own (no begin, no end of text)."""
 
     info: TokenizerInfo
-    files: tuple[Path, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -49,22 +45,32 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """Reads a SentencePiece ``.model`` file, whose end-of-sentence piece marks the end of a document."""
+    """Reads a SentencePiece ``.model`` file, or a directory that holds a tokenizer.model.
+
+    The end of document is the model's end-of-sentence piece, else the eos_token_id of generation_config.json or
+    config.json beside it. Tokens beside it that the model does not have are refused: no one way to find them in a
+    text is that of every reader.
+    """
 
     def __init__(self, model: Path) -> None:
-        raw = _read(model, "SentencePieceTokenizer", "a .model file as its tokenizer model")
+        path = model / "tokenizer.model" if model.is_dir() else model
+        wanted = "a .model file or a directory that holds a tokenizer.model as its tokenizer model"
+        raw = _read(path, "SentencePieceTokenizer", wanted)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=raw)
         except RuntimeError as error:
-            raise ValueError(f"{model} is not a SentencePiece model: {error}") from None
-        if self._model.eos_id() < 0:
+            raise ValueError(f"{path} is not a SentencePiece model: {error}") from None
+        size, settings = self._model.vocab_size(), TokenizerSettings.beside(path)
+        eod = next((i for i in (self._model.eos_id(), settings.end) if 0 <= i < size), None)
+        if eod is None:
             raise ValueError(
-                f"{model} has no end-of-sentence piece to mark the end of a document; train it with eos_id >= 0"
+                f"{path} has no end-of-sentence piece to mark the end of a document; train it with eos_id >= 0"
             )
-        self.info = TokenizerInfo(
-            hashlib.sha256(raw).hexdigest(), self._model.vocab_size(), self._model.eos_id()
-        )
-        self.files: tuple[Path, ...] = (model,)
+        _refuse_added(path, settings, size)
+        self.info = TokenizerInfo(hashlib.sha256(raw).hexdigest(), size, eod)
+
+    def vocabulary(self) -> dict[str, int]:
+        return {self._model.id_to_piece(i): i for i in range(self.info.vocab_size)}
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
@@ -76,8 +82,9 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """Reads a ``tokenizer.json`` of the tokenizers library, or a directory that holds one.
 
-    The end of document is the ``eos_token`` that tokenizer_config.json or special_tokens_map.json beside it names,
-    else the first of KNOWN_EOD in the vocabulary.
+    It is what the files beside it make of it: tokens that they add, and the settings of tokenizer_config.json. The
+    end of document is the eos_token that these name, else the eos_token_id of generation_config.json or config.json,
+    else the first of KNOWN_EOD in the vocabulary. ``model`` is the library's.
     """
 
     def __init__(self, model: Path) -> None:
@@ -85,30 +92,32 @@ class HuggingFaceTokenizer:
         wanted = "a tokenizer.json or a directory that holds one as its tokenizer model"
         raw = _read(path, "HuggingFaceTokenizer", wanted)
         try:
-            self._model = tokenizers.Tokenizer.from_buffer(raw)
+            self.model = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception and ValueError
             raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
-        vocabulary = self._model.get_vocab(with_added_tokens=True)
-        named = _eos_token(path.parent)
-        eod = next(
-            (vocabulary[word] for word in ([named] if named else KNOWN_EOD) if word in vocabulary), None
-        )
+        settings = TokenizerSettings.beside(path)
+        changed = settings.apply(self.model)
+        vocabulary = self.model.get_vocab(with_added_tokens=True)
+        named, size = settings.special.get("eos"), max(vocabulary.values()) + 1
+        words = [vocabulary[word] for word in ([named] if named else KNOWN_EOD) if word in vocabulary]
+        eod = settings.end if named is None and 0 <= settings.end < size else next(iter(words), None)
         if eod is None:
             raise ValueError(
                 f"{path}: no end of document, {named or ' '.join(KNOWN_EOD)!r} not in the vocabulary; "
                 f'put {{"eos_token": "..."}} in special_tokens_map.json beside it'
             )
-        self.info = TokenizerInfo(hashlib.sha256(raw).hexdigest(), max(vocabulary.values()) + 1, eod)
-        self.files: tuple[Path, ...] = (
-            path,
-            *(side for side in map(path.with_name, EOS_FILES) if side.is_file()),
-        )
+        digest = hashlib.sha256(
+            raw
+        )  # alone where nothing else decides, as it was before anything else was read
+        if changed:
+            digest.update(json.dumps(changed, sort_keys=True).encode())
+        self.info = TokenizerInfo(digest.hexdigest(), size, eod)
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self.model.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 class GPT2BPETokenizer:
@@ -145,8 +154,8 @@ class GPT2BPETokenizer:
         self._model.decoder = decoders.ByteLevel()
         digests = (hashlib.sha256(part).digest() for part in (raw, raw_merges))
         fingerprint = hashlib.sha256(b"".join(digests)).hexdigest()
+        _refuse_added(vocabulary, TokenizerSettings.beside(vocabulary), max(ids.values()) + 1)
         self.info = TokenizerInfo(fingerprint, max(ids.values()) + 1, ids[self.EOD])
-        self.files: tuple[Path, ...] = (vocabulary, merges)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text).ids
@@ -163,8 +172,6 @@ class GPT2BPETokenizer:
 
 class NullTokenizer:
     """Its text is decimal integers below ``vocab_size``, separated by spaces. The eod is ``vocab_size`` itself."""
-
-    files: tuple[Path, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
@@ -281,12 +288,10 @@ def _merges(path: Path, raw: bytes) -> list[tuple[str, str]]:
     return [(one, two) for _, (one, two) in pairs]
 
 
-def _eos_token(directory: Path) -> str | None:
-    for name in EOS_FILES:
-        path = directory / name
-        if path.is_file():
-            token: Any = json.loads(path.read_bytes()).get("eos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if token:
-                return token
-    return None
+def _refuse_added(path: Path, settings: TokenizerSettings, size: int) -> None:
+    beyond = [token.content for i, token in settings.added.items() if i >= size]
+    if beyond:
+        raise ValueError(
+            f"{path} has {size} ids, and the files beside it add {len(beyond)} tokens, such as {beyond[0]!r}: they "
+            "are read with a tokenizer.json only, which transformers' save_pretrained writes"
+        )

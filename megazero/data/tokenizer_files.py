@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megazero.config.model.published import MODEL_FILES
+from megazero.config.options.data_inputs import FILE_OPTIONS
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer_settings import BESIDE
 
-# The files that a tokenizer is made from, by its type and the option that names them.
-MODEL_FILES: Mapping[str, Mapping[str, str]] = {
-    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
-    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
-    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-}
-# What lies beside it and says how the model is used: it goes along, byte for byte.
-BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 TOKENIZER_FILES = (*(name for files in MODEL_FILES.values() for name in files.values()), *BESIDE)
 
 
@@ -41,27 +30,6 @@ def read_tokenizer_files(kind: str | None, given: Mapping[str, str | Path | None
     return files
 
 
-def held_tokenizer(kind: str | None, folder: Path, files: Collection[str]) -> dict[str, Path]:
-    """Return the tokenizer's files in a checkpoint's folder by option; none if its ``files`` do not have them."""
-    names = MODEL_FILES.get(kind or "", {})
-    complete = all(name in files for name in names.values())
-    return {option: folder / name for option, name in names.items()} if complete else {}
-
-
-def find_tokenizer(folder: Path) -> dict[str, str]:
-    """Return the options of the tokenizer in a published folder: its type and its files. None if it has none.
-
-    A tokenizer.json comes before what it is made from: it says how the published model was used.
-    """
-    if (folder / "tokenizer.json").is_file():
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
-    for kind in ("SentencePieceTokenizer", "GPT2BPETokenizer"):
-        files = {option: folder / name for option, name in MODEL_FILES[kind].items()}
-        if all(file.is_file() for file in files.values()):
-            return {"tokenizer_type": kind, **{option: str(file) for option, file in files.items()}}
-    return {}
-
-
 def load_run_tokenizer(
     values: Mapping[str, Any], held: Mapping[str, Path], given: Mapping[str, str | Path | None]
 ) -> Tokenizer:
@@ -79,4 +47,4 @@ def load_run_tokenizer(
 
 def tokenizer_options(values: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the options that name a tokenizer's files, of options by name."""
-    return {name: values[name] for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    return {name: values[name] for name in FILE_OPTIONS}

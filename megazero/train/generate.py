@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint import store
+from megazero.config.model.published import held_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.run import stored_values
 from megazero.data.tokenizer import Tokenizer
-from megazero.data.tokenizer_files import held_tokenizer, load_run_tokenizer
+from megazero.data.tokenizer_files import load_run_tokenizer
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict
 from megazero.train.parallelize import DTYPES
@@ -104,7 +105,7 @@ def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Genera
 
 
 def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
-    """Yield up to ``count`` tokens after ``prompt``. It ends before the end-of-document token.
+    """Yield up to ``count`` tokens of the tokenizer after ``prompt``. It ends before the end-of-document token.
 
     An empty prompt begins a document. If the text is longer than the model's context, only its end counts.
     """
@@ -116,8 +117,8 @@ def sample_tokens(model: TextModel, prompt: Sequence[int], count: int, sampling:
     context = list(prompt) or [eod]
     for _ in range(count):
         window = context[-decoder.config.max_position_embeddings :]
-        logits = decoder.full_logits(torch.tensor([window], device=device))
-        token = next_token(logits[0, -1].cpu(), sampling, generator)
+        logits = decoder.full_logits(torch.tensor([window], device=device))[0, -1]
+        token = next_token(logits[: model.tokenizer.info.vocab_size].cpu(), sampling, generator)
         if token == eod:
             return
         context.append(token)

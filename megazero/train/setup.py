@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -263,6 +264,8 @@ def prepare(
     checkpointing = _checkpointing(config, tokenizer, engine, decoder, supervisor.lease)
     if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
         checkpointing.try_saving()
+        if config.checkpoint.save_hf is not None:
+            found = (*found, *checkpointing.try_exporting(Path(config.checkpoint.save_hf)))
     checkpointing.load(origin)
     found = (*leave_behind(config, origin, mesh), *found)
 

@@ -10,8 +10,16 @@ from typing import Any, NamedTuple
 from megazero.checkpoint.directory import Look, described, latest, named
 from megazero.checkpoint.manifest import Manifest, read_manifest, to_json
 from megazero.config.model.architecture import from_hf_config
-from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
+from megazero.config.model.published import (
+    CONFIG_FILE,
+    find_tokenizer,
+    held_tokenizer,
+    is_published,
+    published_folder,
+    unread_tokenizer,
+)
 from megazero.config.model.section import as_trained, complete
+from megazero.config.options.data_inputs import FILE_OPTIONS
 from megazero.config.options.fields import typed
 from megazero.config.read.files import read_json
 from megazero.config.run import all_options
@@ -93,11 +101,16 @@ def _begins_alike(values: Mapping[str, Any], saved: Manifest, by_name: bool) -> 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model that --load names. architecture, rather: options by name that the run has, or has unless it says."""
+    """The model that --load names. architecture, rather: options by name that the run has, or has unless it says.
+
+    tokenizer: the options of its tokenizer, which the run has unless it names one. note: on what it lacks.
+    """
 
     where: str
     architecture: Mapping[str, Any]
     rather: Mapping[str, Any]
+    tokenizer: Mapping[str, Any]
+    note: str | None = None
 
 
 def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -110,7 +123,7 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     notes, errors = list[str](), list[str]()
     try:
         chosen = checkpoint_to_load(said)
-        loaded = _published(said) if is_published(load) else _checkpoint(said, chosen.path)
+        loaded = _published(said) if is_published(load) else _checkpoint(chosen.path)
     except (ValueError, OSError) as error:
         return values, [], [f"--load {load}: {error}"]
     if loaded is None:
@@ -118,8 +131,13 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     if is_published(load):
         values["finetune"] = True
         notes += [] if chosen.again else [_FRESH.format(load)]
-    options = all_options()
-    for name, value in loaded.architecture.items():
+    notes += [loaded.note] if loaded.note else []
+    options, architecture, rather = all_options(), dict(loaded.architecture), dict(loaded.rather)
+    if said.get("tokenizer_type") == "NullTokenizer" and "vocab_size" in architecture:
+        architecture["vocab_size"] -= 1  # the run adds the end of document to what is said
+    if not any(said.get(name) for name in ("tokenizer_type", *FILE_OPTIONS)):
+        rather |= loaded.tokenizer
+    for name, value in architecture.items():
         if said.get(name) in (None, value):
             values[name] = value
             continue
@@ -132,7 +150,7 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
             "name another folder"
         )
         values[name] = value
-    saved = {**loaded.architecture, **{n: v for n, v in loaded.rather.items() if said.get(n) is None}}
+    saved = {**architecture, **{n: v for n, v in rather.items() if said.get(n) is None}}
     values |= {name: value for name, value in saved.items() if said.get(name) is None}
     would_be = {name: options[name].default for name in saved} | complete(said)
     taken = [typed(options[n], v) for n, v in saved.items() if said.get(n) is None and would_be[n] != v]
@@ -141,14 +159,16 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     return values, notes, errors
 
 
-def _checkpoint(said: Mapping[str, Any], path: Path | None) -> Loaded | None:
-    """Return the model of a checkpoint. The data's tokenizer decides the vocabulary if one is named."""
+def _checkpoint(path: Path | None) -> Loaded | None:
+    """Return the model of a checkpoint, and the tokenizer that it holds."""
     if path is None:
         return None
-    saved = _architecture(_trained(read_manifest(path).configuration.get("model", {})))
-    if said.get("tokenizer_type") is not None:
-        saved.pop("vocab_size", None)
-    return Loaded(f"the checkpoint in {path}", saved, {})
+    manifest = read_manifest(path)
+    saved = _architecture(_trained(manifest.configuration.get("model", {})))
+    kind = manifest.configuration.get("data", {}).get("tokenizer_type")
+    held = held_tokenizer(kind, path, manifest.files)
+    tokenizer = {"tokenizer_type": kind, **{name: str(file) for name, file in held.items()}} if held else {}
+    return Loaded(f"the checkpoint in {path}", saved, {}, tokenizer)
 
 
 def _trained(stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,7 +194,8 @@ def _published(said: Mapping[str, Any]) -> Loaded:
     config = read_json(folder / CONFIG_FILE, "it says what the model is")
     model = asdict(from_hf_config(config, tuple(said.get("accept_field") or ())))
     longest = {"max_position_embeddings": model["max_position_embeddings"]}
-    return Loaded(f"the Hugging Face folder {folder}", _architecture(model), longest)
+    tokenizer, note = find_tokenizer(folder), unread_tokenizer(folder)
+    return Loaded(f"the Hugging Face folder {folder}", _architecture(model), longest, tokenizer, note)
 
 
 def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "NullTokenizer": ("vocab_size",),
     }
 )
+# Of these, what names files.
+FILE_OPTIONS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def tokenizer_type(said: str | None, given: Collection[str]) -> str | None:

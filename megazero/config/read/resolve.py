@@ -13,7 +13,7 @@ from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
 from megazero.config.model.loaded import batch_to_keep, take_architecture
 from megazero.config.model.section import ModelConfig, complete, has_gelu
-from megazero.config.options.data_inputs import SPLITS, TOKENIZERS, tokenizer_type
+from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
 from megazero.config.options.fields import show, stand_in
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
@@ -126,7 +126,7 @@ def _complete_tokenizer(values: dict[str, Any]) -> list[str]:
 
     Returns notes on that, and on files that the tokenizer is not made from.
     """
-    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if values.get(name) is not None]
+    files = [name for name in FILE_OPTIONS if values.get(name) is not None]
     notes = []
     said = values.get("tokenizer_type")
     kind = tokenizer_type(said, files) or ""

@@ -45,7 +45,7 @@ def with_vocabulary(config: RunConfig, tokenizer: TokenizerInfo) -> RunConfig:
     if wanted is not None and wanted < tokenizer.vocab_size and config.data.tokenizer_type != "NullTokenizer":
         raise ValueError(
             f"--vocab-size {wanted} is below the tokenizer's {tokenizer.vocab_size}; leave it out, or give at "
-            f"least {tokenizer.vocab_size}"
+            f"least {tokenizer.vocab_size}. A model that is loaded needs its own: leave --tokenizer-type out"
         )
     size = max(wanted or 0, tokenizer.vocab_size)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))

@@ -25,9 +25,11 @@ from megazero.checkpoint.records import SliceRecord
 from megazero.config import RunConfig
 from megazero.config.options.skipping import SkippingConfig
 from megazero.config.secrets import redact
-from megazero.convert.export import converted_from, finish, write_folder
+from megazero.convert.export import CONVERSION_FILE, converted_from, finish, target_errors, write_folder
 from megazero.convert.importing import Published, fill
 from megazero.convert.source import Source
+from megazero.convert.tokenizer import RunTokenizer, hub_tokenizer
+from megazero.data.tokenizer_files import load_run_tokenizer, tokenizer_options
 from megazero.mesh.mesh import Mesh
 from megazero.train.parallelize import DTYPES
 from megazero.train.schedule.loss_scaling import LossScaling
@@ -218,6 +220,26 @@ class Checkpointing:
         doing = f"'{published.folder.path}' not loaded"
         agree(world_group(), doing, lambda: fill(published, records, (MASTER, WEIGHTS)))
         self.engine.invalidate()
+
+    def try_exporting(self, folder: Path) -> tuple[str, ...]:
+        """Make the tokenizer of --save-hf, and prove it, as when the run ends. Collective. Returns notes.
+
+        Raises CheckpointError on every rank if that fails, or if the folder is there and no run's export.
+        """
+        data = self.config.data
+
+        def make() -> tuple[str, ...]:
+            if self.mesh.rank:
+                return ()
+            if folder.exists() and not (folder / CONVERSION_FILE).is_file():
+                raise store.CheckpointError(target_errors(folder))
+            vocabulary, kind = self.config.model.vocabulary, data.tokenizer_type or "NullTokenizer"
+            named = tokenizer_options(vars(data))
+            known = load_run_tokenizer({**named, "tokenizer_type": kind, "vocab_size": vocabulary}, {}, {})
+            note = hub_tokenizer(RunTokenizer(kind, known, self.tokenizer.files)).note
+            return (f"--save-hf {folder}: {note}",) if note else ()
+
+        return agree(world_group(), f"--save-hf {folder}: this run could not be exported", make)[0]
 
     def export(self, iteration: int, folder: Path) -> Path | None:
         """Write the ``folder`` of --save-hf from the checkpoint of ``iteration``. Returns it. Collective.
