@@ -37,7 +37,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job as SLURM has it: its state in SLURM's words, or GONE; how often it was restarted, and why it waits."""
 
     number: str
@@ -64,7 +64,7 @@ class Vitals:
     lease: Holder | None = None
     heard_s: float | None = None
     ahead_s: float = 0.0
-    job: Job | None = None
+    job: SlurmJob | None = None
     asked: str = ""
 
     @property
@@ -142,7 +142,7 @@ class Vitals:
 
 
 def read_run(
-    log_dir: str | os.PathLike[str], job: str = "", ask: Callable[[str], Job | None] | None = None
+    log_dir: str | os.PathLike[str], job: str = "", ask: Callable[[str], SlurmJob | None] | None = None
 ) -> Vitals:
     """Read a run's files, and ask SLURM about its job: ``job``, or the one that the files name.
 
@@ -172,7 +172,7 @@ def read_run(
     )
 
 
-def ask_slurm(number: str) -> Job | None:
+def ask_slurm(number: str) -> SlurmJob | None:
     """Return what SLURM says of a job; None if there is no SLURM here, or it does not answer."""
     if not _JOB.fullmatch(number) or shutil.which("squeue") is None:
         return None
@@ -181,9 +181,9 @@ def ask_slurm(number: str) -> Job | None:
         return None
     words = said.split(maxsplit=2)
     if len(words) == 3:
-        return Job(number, words[0], int(words[1]), words[2].strip())
+        return SlurmJob(number, words[0], int(words[1]), words[2].strip())
     finished = (_output("sacct", "-n", "-X", "-j", number, "-o", "State%20") or "").split()
-    return Job(number, finished[0] if finished else GONE)
+    return SlurmJob(number, finished[0] if finished else GONE)
 
 
 def when(line: Line) -> datetime | None:

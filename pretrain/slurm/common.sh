@@ -1,5 +1,7 @@
 # What the batch scripts beside this one share. sbatch runs a copy of a script, so they look for this file, and for
-# megazero's programs, in the folder that they are submitted from: the checkout.
+# megazero's programs, in the folder that they are submitted from: the checkout. sbatch hands on the environment that it
+# is called in, so a virtual environment is activated before. LAUNCH stands before python, on each node: a container's
+# "apptainer exec --nv IMAGE". No variable has to be set.
 STOPPED=75 RANK_LOST=76                   # exit statuses after which the same command goes on (docs/slurm.md)
 IN_USE=73                                 # another job writes into RUN
 MOST_RESTARTS=${MOST_RESTARTS:-3}         # in a row, without a new checkpoint in between

@@ -22,7 +22,7 @@ from megazero.ops import vitals
 from megazero.ops.lease import Holder
 from megazero.ops.status import State, facts, judge, restarts
 from megazero.ops.status_page import POINTS, page
-from megazero.ops.vitals import Job, read_run
+from megazero.ops.vitals import SlurmJob, read_run
 from tests.unit.test_train_metrics import _line
 from tools import status
 
@@ -164,15 +164,15 @@ TRUE_STATES: dict[str, tuple[State, str, dict[str, Any] | None, list[dict[str, A
 }  # fmt: skip
 
 
-def slurms(number: str, words: str) -> Job | None:
+def slurms(number: str, words: str) -> SlurmJob | None:
     """What SLURM says: a state, a number of restarts and a reason; nothing where there is no SLURM."""
     state, restarts, reason = [*words.split(), *["", "0", "None"][len(words.split()) :]]
-    return Job(number, state, int(restarts), reason) if words else None
+    return SlurmJob(number, state, int(restarts), reason) if words else None
 
 
 def true_state(
     folder: Path, monkeypatch: pytest.MonkeyPatch, what: str, skew_s: float = 0.0
-) -> Callable[[str], Job | None]:
+) -> Callable[[str], SlurmJob | None]:
     """Write the files of a run in this state, whose hosts' clocks are ahead. Returns what asks SLURM."""
     _, _, fields, events, job, heard = TRUE_STATES[what]
     write_run(folder)
@@ -221,7 +221,7 @@ def test_a_run_that_has_written_nothing_is_known_by_its_job(
     """The default folder of a batch script names it."""
     asked: list[str] = []
 
-    def ask(number: str) -> Job | None:
+    def ask(number: str) -> SlurmJob | None:
         asked.append(number)
         return slurms(number, job)
 
