@@ -287,6 +287,25 @@ megazero/ops/failures.py
 + self.skipped_in_a_row = 1
   a run of skipped steps never ends
 
+megazero/ops/lease.py
+- if max(numbers, default=number + 1) == number + 1:
++ if True:
+  a start that acts on an old listing takes a living run's folder
+- if own is not None and self._is_there(_file(place.folder, own)):
++ if own is not None and _newest(self._files, place.folder)[0] == own:
+  an old listing hides that the lease was taken
+- (0 if gone else SETTLE_S)
++ 0
+  the next owner writes before the last one has noticed
+- return other.restarts > self.restarts or bool(
++ return True or bool(
+  a second step takes the folder of its own job's first
+
+megazero/log/exit_status.py
+- return recorded is None or (recorded == ExitStatus.RANK_LOST and status not in _SEEN_FROM_OUTSIDE)
++ return True
+  what follows from a rank's end takes the place of its status
+
 megazero/train/schedule/loss_scaling.py
 - self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
 + self.growth_tracker = 0

@@ -49,8 +49,9 @@ class Launch:
     holds the rendezvous store; otherwise rank 0 does. ``hosts`` are the nodes in the order of the ranks, if the
     launcher lists them. ``node`` is SLURM's name of this node, whatever launched the rank; None outside of SLURM.
     ``job`` is the batch system's name of the job, or torchrun's of the run ('' where there is none). ``restarts`` is
-    how often it was started before, by SLURM's count and torchrun's. ``local_rank``, ``local_world_size`` or
-    ``master_addr`` (the host of rank 0) is None where the launcher does not say it.
+    how often it was started before, by SLURM's count and torchrun's. ``identity`` is what all starts of this job have
+    in common, and no other run: cluster or address are part of it ('' if it is unknown). ``local_rank``,
+    ``local_world_size`` or ``master_addr`` (the host of rank 0) is None where the launcher does not say it.
     """
 
     rank: int = 0
@@ -66,6 +67,7 @@ class Launch:
     node: str | None = None
     job: str = ""
     restarts: int = 0
+    identity: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -162,6 +164,7 @@ def read_launch(
     except ValueError as error:
         raise ValueError(f"launcher environment: {error}") from None
     launch = replace(launch, job=_job(env), restarts=requeued + launch.attempt)
+    launch = replace(launch, identity=_identity(env, launch))
     if starts is not None and (launch.launcher != "single process" or local_rank is not None):
         raise ValueError(
             f"--nproc-per-node {starts} starts ranks, but this process is one, started by "
@@ -193,6 +196,15 @@ def _job(env: Mapping[str, str]) -> str:
         return f"{array}_{task}"
     named = (env.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"))
     return next((name for name in named if name and name != "none"), "")
+
+
+def _identity(env: Mapping[str, str], launch: Launch) -> str:
+    if env.get("SLURM_JOB_ID"):
+        return f"{env.get('SLURM_CLUSTER_NAME', '')} {launch.job}"
+    # Users give many runs of torchrun one id. Two that live at once do not have one store.
+    if launch.job and launch.agent_store and launch.master_addr not in (None, "localhost", "127.0.0.1"):
+        return f"{launch.job} at {launch.master_addr}:{launch.master_port}"
+    return ""
 
 
 def _read(env: Mapping[str, str]) -> Launch:

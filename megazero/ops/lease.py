@@ -67,7 +67,7 @@ _NAME = re.compile(r"lease\.(\d+)")
 
 
 @dataclass(frozen=True)
-class Holder:
+class Leaseholder:
     """Who holds a folder: the content of a lease, as the head of this file describes it."""
 
     owner: str
@@ -89,7 +89,7 @@ class Holder:
     start: str = ""
 
     @classmethod
-    def of(cls, launch: Launch, environ: Mapping[str, str] = os.environ) -> Self:
+    def of(cls, launch: Launch) -> Self:
         """Return this process as a holder. It begins to hold now."""
         return cls(
             owner=secrets.token_hex(8),
@@ -99,9 +99,9 @@ class Holder:
             started=_now(),
             kernel=_kernel(),
             began=started(os.getpid()),
-            run=_run(launch, environ),
+            run=launch.identity,
             restarts=launch.restarts,
-            start=environ.get(END_FOLDER, ""),
+            start=os.environ.get(END_FOLDER, ""),
         )
 
     @classmethod
@@ -127,7 +127,7 @@ class Holder:
         """Whether its process has ended. False if that cannot be known here."""
         return bool(self.kernel) and self.kernel == _kernel() and is_gone(self.pid, self.began)
 
-    def precedes(self, other: Holder) -> bool:
+    def precedes(self, other: Leaseholder) -> bool:
         """Tell whether it is an earlier start of the other's job, which has ended because that one has begun."""
         if not self.run or self.run != other.run:
             return False
@@ -136,9 +136,9 @@ class Holder:
         )
 
 
-def read_lease(folder: str | os.PathLike[str]) -> Holder | None:
+def read_lease(folder: str | os.PathLike[str]) -> Leaseholder | None:
     """Return what the lease of a folder says, also of one that was released. None if there is none."""
-    return Holder.read(_newest(Files(), Path(folder))[1])
+    return Leaseholder.read(_newest(Files(), Path(folder))[1])
 
 
 def lease_file(folder: str | os.PathLike[str]) -> Path | None:
@@ -206,7 +206,7 @@ class Lease:
     def __init__(
         self,
         places: tuple[Place, ...],
-        holder: Holder,
+        holder: Leaseholder,
         *,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -225,7 +225,7 @@ class Lease:
     def of(cls, save: str | None, log_dir: str, launch: Launch) -> Self:
         """Return the lease that a run needs, not yet taken."""
         places = {Path(log_dir).resolve(): "--log-dir"} | ({Path(save).resolve(): "--save"} if save else {})
-        return cls(tuple(Place(folder, flag) for folder, flag in places.items()), Holder.of(launch))
+        return cls(tuple(Place(folder, flag) for folder, flag in places.items()), Leaseholder.of(launch))
 
     def take(self, note: Callable[[str], None] = lambda text: None) -> None:
         """Take the lease of every folder, and renew them until ``release``. Touches nothing else in the folders.
@@ -254,7 +254,7 @@ class Lease:
         """Wait, before the first write, until a holder that may live has noticed that its lease is gone."""
         self._sleep(max(0.0, self._settled - self._clock()))
 
-    def taker(self) -> Holder | None:
+    def taker(self) -> Leaseholder | None:
         """Return who holds a folder in this run's place, or None if nobody does, as far as the disk answers.
 
         On a rank that was not told yet what the first rank holds: who else seems to hold it.
@@ -265,19 +265,19 @@ class Lease:
                 if own is not None and self._is_there(_file(place.folder, own)):
                     continue
                 number, text = _newest(self._files, place.folder)
-                holder = Holder.read(text)
+                holder = Leaseholder.read(text)
                 free = number == 0 or (holder is not None and bool(holder.released))
                 if free if own is None else number == 0:  # else it was deleted by hand, and nobody took it
                     continue
                 if own is None and holder is not None and holder.run == self.holder.run != "":
                     continue
-                return holder or Holder("")
+                return holder or Leaseholder("")
         return None
 
     def _is_there(self, file: Path) -> bool:
         """Whether the file of a lease is still this run's. Who takes over deletes it: a listing may be an old one."""
         text = self._files.read(file)
-        holder = Holder.read(text)
+        holder = Leaseholder.read(text)
         return text is not None and (holder is None or holder.owner == self.holder.owner)
 
     def check(self, fresh: bool = False) -> None:
@@ -310,7 +310,7 @@ class Lease:
         self._write(replace(self.holder, at=now, released=now))
         self.numbers = {}
 
-    def _write(self, holder: Holder) -> None:
+    def _write(self, holder: Leaseholder) -> None:
         for folder, number in self.numbers.items():
             file = _file(Path(folder), number)
             with suppress(OSError):  # a full disk, or one that hangs: the next beat tries again
@@ -330,7 +330,7 @@ class Lease:
         since = 0.0
         while True:
             number, text = seen = _newest(self._files, place.folder)
-            holder = Holder.read(text)
+            holder = Leaseholder.read(text)
             gone = number == 0 or (holder is not None and bool(holder.released or holder.is_gone))
             if not gone and not (holder is not None and holder.precedes(self.holder)):
                 if watched is not None and seen != watched and holder is not None:
@@ -394,13 +394,3 @@ def _kernel() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _run(launch: Launch, environ: Mapping[str, str]) -> str:
-    """Return the name that restarts of a job share, and nothing else that runs. '' if there is none."""
-    if environ.get("SLURM_JOB_ID"):
-        return f"{environ.get('SLURM_CLUSTER_NAME', '')} {launch.job}"
-    # Users give many runs of torchrun one id. Two that live at once do not have one store.
-    if launch.job and launch.agent_store and launch.master_addr not in (None, "localhost", "127.0.0.1"):
-        return f"{launch.job} at {launch.master_addr}:{launch.master_port}"
-    return ""

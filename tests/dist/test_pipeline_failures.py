@@ -186,4 +186,4 @@ def test_ranks_with_different_options_are_refused_at_the_start(tmp_path: Path, c
     (line,) = [line for text in ranks.texts() for line in errors(text)]
     assert line[0] == "ValueError" and line[1].startswith("ranks were started with different options: "), line
     assert message in line[1] and "log-dir" not in line[1] and "Traceback" not in "".join(ranks.texts())
-    assert {file.name for file in (tmp_path / "logs").iterdir()} == {"events.jsonl", "exit_status"}
+    assert {file.name for file in (tmp_path / "logs").iterdir()} == {"events.jsonl", "exit_status", "lease.1"}

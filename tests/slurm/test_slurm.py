@@ -144,6 +144,59 @@ def test_the_status_of_a_run_is_true(slurm, tmp_path: Path) -> None:
     assert state() == ("finished", 0)
 
 
+SKEW = """#!/bin/bash
+# Ranks come at different times; the first comes last.
+sleep $((SLURM_PROCID == 0 ? 6 : SLURM_PROCID % 3))
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    "script, mistake, said",
+    [
+        ("pretrain.sbatch", ("--global-batch-size", "3"), "--global-batch-size"),
+        ("pretrain.sbatch", ("--no-such-flag",), "--no-such-flag"),
+        ("pretrain.sbatch", ("--exit-on-missing-checkpoint",), "--exit-on-missing-checkpoint"),
+        ("spare.sbatch", ("--lr", "-1"), "--lr"),
+    ],
+)
+def test_a_mistake_is_told_and_kept_though_the_first_rank_comes_last(
+    slurm, tmp_path: Path, script, mistake, said
+) -> None:
+    """srun ends the first rank while Python is loaded there, as others have left with their mistake."""
+    (tmp_path / "skew").write_text(SKEW)
+    (tmp_path / "skew").chmod(0o755)
+    folder, environ = tmp_path / "run", {"LAUNCH": str(tmp_path / "skew"), "NODES": "2"}
+    number = submit(slurm, folder, script=script, flags=[*words(), *mistake], environ=environ)
+    job = slurm.wait(number)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log(folder)
+    assert said in log(folder) and not list(folder.glob(".end-*")), log(folder)
+
+
+def test_a_second_job_on_a_folder_ends_before_it_touches_anything(slurm, whole, tmp_path) -> None:
+    first = submit(slurm, tmp_path / "run")
+    wait_for_iterations(tmp_path / "run", 20)
+    second = slurm.wait(submit(slurm, tmp_path / "run"))
+    assert (second["JobState"], second["ExitCode"], second["Restarts"]) == ("FAILED", "73:0", "0"), log(
+        tmp_path / "run"
+    )
+    job = slurm.wait(first)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), log(tmp_path / "run")
+    assert f"is in use: job {first} on node" in log(tmp_path / "run")
+    assert curve(tmp_path / "run") == whole
+
+
+def test_a_requeued_job_takes_its_own_folder_back_at_once(slurm, whole, tmp_path) -> None:
+    """Its ranks are killed, on the first node, too; another job would wait for a minute."""
+    number = submit(slurm, tmp_path / "run")
+    wait_for_iterations(tmp_path / "run", 50)
+    slurm.lose(nodes_of(slurm, number)[0])
+    slurm.bring_back(nodes_of(slurm, number)[0])
+    job = slurm.wait(number, timeout=240)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log(tmp_path / "run")
+    assert "to see whether it lives" not in log(tmp_path / "run") and curve(tmp_path / "run") == whole
+
+
 @pytest.fixture
 def bad_node(slurm, tmp_path) -> Iterator[str]:
     """A node that has another folder in the place of the runs'. Jobs get it: SLURM takes nodes in their order."""

@@ -199,3 +199,23 @@ def test_a_planned_stop_is_no_failure_to_torchrun_alone(status, monkeypatch) -> 
     assert process_status(status) == status
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
     assert process_status(status) == (0 if status == ExitStatus.STOPPED else status)
+
+
+@pytest.mark.parametrize(
+    "environ, identity",
+    [
+        ({"SLURM_JOB_ID": "7"}, " 7"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"},
+            "c 7",
+        ),  # another cluster's job 7 may share the disk
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, " 7_2"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "gpu01"}, "x at gpu01:29500"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}, ""),  # any host's
+        ({"MASTER_ADDR": "gpu01"}, ""),
+    ],
+)
+def test_starts_of_one_job_share_an_identity_that_no_other_run_has(environ, identity) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert read_launch({**torchrun, "TORCHELASTIC_RUN_ID": "x", **environ}).identity == identity
+    assert read_launch({}).identity == ""

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megazero.log.exit_status import END_FOLDER
 from megazero.mesh.launch import Launch
 from megazero.ops import lease as module
-from megazero.ops.lease import BEAT_S, LOOK_S, SIZE, FolderInUse, Holder, Lease, Place, read_lease
+from megazero.ops.lease import BEAT_S, LOOK_S, SIZE, FolderInUse, Lease, Leaseholder, Place, read_lease
 
 SILENT_S = module.SILENT_S
 FOLDER = Path("/save")
@@ -170,7 +169,7 @@ class Disk(module.Files):
         self.world.files.pop(path, None)
 
 
-def start(world: Simulation, process: Process, holder: Holder, iterations: int, leaves: bool) -> None:
+def start(world: Simulation, process: Process, holder: Leaseholder, iterations: int, leaves: bool) -> None:
     """Start a run that takes the lease, writes a line per iteration, and ends, or hangs on until it is killed."""
 
     def clock() -> float:
@@ -240,7 +239,7 @@ def trial(seed: int, monkeypatch: pytest.MonkeyPatch) -> Simulation:
             f"{job}/{number}", job, host, rng.uniform(-1e6, 1e6), rng.uniform(0.99, 1.01), begins
         )
         world.processes.append(process)
-        holder = Holder(
+        holder = Leaseholder(
             f"{number}",
             job,
             host,
@@ -298,16 +297,14 @@ def test_there_are_never_two_writers_and_nobody_waits_longer_than_stated(seeds, 
 # -- the rule, case by case, on a real folder ------------------------------------------------------------------
 
 NEVER = 2**22 + 1  # above the largest process id
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
 
 
-def holder(launch: Launch | None = None, environ: dict[str, str] | None = None, **changes: object) -> Holder:
-    launch = launch or Launch(job="7" if environ else "", node="gpu01")
-    return replace(Holder.of(launch, environ or {}), **changes)
+def holder(identity: str = "", **changes: object) -> Leaseholder:
+    return replace(Leaseholder.of(Launch(node="gpu01", identity=identity)), **changes)
 
 
 def lease(
-    folder: Path, own: Holder, during: Callable[[float], None] = lambda now: None
+    folder: Path, own: Leaseholder, during: Callable[[float], None] = lambda now: None
 ) -> tuple[Lease, list[float]]:
     """A lease on ``folder``, and its clock, which sleeps move on. during: called in every sleep."""
     clock = [random.uniform(0, 1e6)]
@@ -330,22 +327,14 @@ CASES = {
         holder(kernel="another", pid=NEVER), holder(), SILENT_S,
     ),
     "a requeue of its job": (
-        holder(environ=SLURM, **ELSEWHERE), holder(environ=SLURM, restarts=1), 0.0,
+        holder(identity="c 7", **ELSEWHERE), holder(identity="c 7", restarts=1), 0.0,
     ),
-    "the same job of another cluster": (
-        holder(environ=SLURM, **ELSEWHERE), holder(environ=SLURM | {"SLURM_CLUSTER_NAME": "d"}, restarts=1), SILENT_S,
-    ),
-    "another step of its job": (holder(environ=SLURM, **ELSEWHERE), holder(environ=SLURM), SILENT_S),
+    "another step of its job": (holder(identity="c 7", **ELSEWHERE), holder(identity="c 7"), SILENT_S),
     "the next step of its script": (
-        holder(environ=SLURM | {END_FOLDER: "a"}, **ELSEWHERE), holder(environ=SLURM | {END_FOLDER: "b"}), 0.0,
+        holder(identity="c 7", start="a", **ELSEWHERE), holder(identity="c 7", start="b"), 0.0,
     ),
-    "a restart by torchrun": (
-        holder(Launch(job="x", agent_store=True, master_addr="h"), **ELSEWHERE),
-        holder(Launch(job="x", agent_store=True, master_addr="h", restarts=1)), 0.0,
-    ),
-    "another torchrun of that id": (
-        holder(Launch(job="x", agent_store=True, master_addr="h"), **ELSEWHERE),
-        holder(Launch(job="x", agent_store=True, master_addr="g", restarts=1)), SILENT_S,
+    "another job that was requeued": (
+        holder(identity="c 7", **ELSEWHERE), holder(identity="d 7", restarts=1), SILENT_S,
     ),
     "silent": (holder(**ELSEWHERE), holder(), SILENT_S),
     "nothing yet": ("", holder(), SILENT_S),  # it died between two calls
@@ -371,9 +360,8 @@ def test_a_lease_is_taken_at_once_or_when_its_holder_was_silent(case, tmp_path) 
 
 
 def test_who_beats_is_alive_and_is_named(tmp_path) -> None:
-    other = holder(
-        Launch(job="4711", node="gpu07"), kernel="another", pid=12, started="2026-05-04T11:02:13+00:00"
-    )
+    at = "2026-05-04T11:02:13+00:00"
+    other = holder(job="4711", host="gpu07", kernel="another", pid=12, started=at)
     path = tmp_path / "lease.9"
     path.write_text(other.write())
     # It is stopped for a while, and its clock is a year behind.
