@@ -266,6 +266,22 @@ megazero/data/sampler.py
 +         self.consumed = consumed
   after a seek come the batches prepared before it
 
+megazero/ops/status.py
+- if job and job.state in _RUNS and job.restarts > before:
++ if job and job.state in _RUNS:
+  killed ranks, whose job SLURM has yet to end, are starting
+
+megazero/ops/vitals.py
+- not -FUTURE_S <= heard <= SILENT_S:
++ not heard <= SILENT_S:
+  a heartbeat by a clock that is ahead lives for as long
+- return None if self.begins or not last
++ return None if not last
+  what was said of the start before counts for the new one
+- return done.stdout if done.returncode == 0 else "" if unknown else None
++ return done.stdout if done.returncode == 0 else ""
+  a controller that does not answer knows no job
+
 megazero/ops/failures.py
 - self.skipped_in_a_row += 1
 + self.skipped_in_a_row = 1

@@ -23,7 +23,7 @@ from typing import Any
 from megazero.config.secrets import redact
 from megazero.log.history import EVENTS_FILE, read_events
 from megazero.log.metrics import METRICS_FILE, decode
-from megazero.ops.lease import SILENT_S, Holder, lease_file, read_lease
+from megazero.ops.lease import SILENT_S, Leaseholder, lease_file, read_lease
 
 MOST_LINES = 20_000  # to decode; of longer files only every n-th line is decoded
 LATEST = 100  # iterations over which the speed is the mean
@@ -37,7 +37,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job as SLURM has it: its state in SLURM's words, or GONE; how often it was restarted, and why it waits."""
 
     number: str
@@ -61,10 +61,10 @@ class Vitals:
     evaluations: Sequence[Line]
     events: Sequence[Line]
     now: datetime
-    lease: Holder | None = None
+    lease: Leaseholder | None = None
     heard_s: float | None = None
     ahead_s: float = 0.0
-    job: Job | None = None
+    job: SlurmJob | None = None
     asked: str = ""
 
     @property
@@ -142,7 +142,7 @@ class Vitals:
 
 
 def read_run(
-    log_dir: str | os.PathLike[str], job: str = "", ask: Callable[[str], Job | None] | None = None
+    log_dir: str | os.PathLike[str], job: str = "", ask: Callable[[str], SlurmJob | None] | None = None
 ) -> Vitals:
     """Read a run's files, and ask SLURM about its job: ``job``, or the one that the files name.
 
@@ -172,7 +172,7 @@ def read_run(
     )
 
 
-def ask_slurm(number: str) -> Job | None:
+def ask_slurm(number: str) -> SlurmJob | None:
     """Return what SLURM says of a job; None if there is no SLURM here, or it does not answer."""
     if not _JOB.fullmatch(number) or shutil.which("squeue") is None:
         return None
@@ -181,9 +181,9 @@ def ask_slurm(number: str) -> Job | None:
         return None
     words = said.split(maxsplit=2)
     if len(words) == 3:
-        return Job(number, words[0], int(words[1]), words[2].strip())
+        return SlurmJob(number, words[0], int(words[1]), words[2].strip())
     finished = (_output("sacct", "-n", "-X", "-j", number, "-o", "State%20") or "").split()
-    return Job(number, finished[0] if finished else GONE)
+    return SlurmJob(number, finished[0].rstrip("+") if finished else GONE)  # "CANCELLED+" is cut: by whom
 
 
 def when(line: Line) -> datetime | None:
@@ -212,7 +212,9 @@ def _job_in(folder: Path) -> str:
     return name[2] if name[1] and _JOB.fullmatch(name[2]) else ""
 
 
-def _heartbeat(folder: Path, lines: Sequence[Line]) -> tuple[Holder | None, datetime, float | None, float]:
+def _heartbeat(
+    folder: Path, lines: Sequence[Line]
+) -> tuple[Leaseholder | None, datetime, float | None, float]:
     """Return the lease, the time by the clock of the run's first rank, heard_s and ahead_s (``Vitals``)."""
     lease, file = read_lease(folder), lease_file(folder)
     if lease is None or file is None:
@@ -230,7 +232,7 @@ def _heartbeat(folder: Path, lines: Sequence[Line]) -> tuple[Holder | None, date
     return lease, said + timedelta(seconds=max(0.0, heard)), heard, said.timestamp() - here + max(0.0, heard)
 
 
-def _watch(folder: Path, lease: Holder, heard: float) -> tuple[float, Holder]:
+def _watch(folder: Path, lease: Leaseholder, heard: float) -> tuple[float, Leaseholder]:
     """Watch a heartbeat whose age cannot be right, or looks bad. Returns its age, 0 if it beats, and the lease."""
     deadline = time.monotonic() + 2 * lease.every_s + 1
     while time.monotonic() < deadline:

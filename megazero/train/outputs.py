@@ -77,6 +77,12 @@ class Outputs:
         self.loggers.undo(out.first)
         self.event("rollback", why=why, first=out.first, last=out.last)
 
+    def close_lines(self) -> None:
+        """Write the lines that still wait for room on the log disk, or warn how many are lost. No more follow."""
+        for file in (self.metrics, self.events):
+            if file is not None:
+                file.close()
+
     def event(self, event: str, **values: Any) -> None:
         """Write a line of events.jsonl, on the first rank."""
         if self.events is not None:

@@ -90,7 +90,7 @@ class Supervisor:
         return self.phase, sent, program.at, order.position if order else 0, files
 
     def look(self) -> dict[str, Any]:
-        """Return what the lease says of this rank to those who watch the run (``Holder``)."""
+        """Return what the lease says of this rank to those who watch the run (``Leaseholder``)."""
         seconds = {}
         for name, value in (("phase_s", self.phase), ("still_s", self.progress())):
             seen, since = self._seen.get(name, (None, 0.0))
@@ -130,6 +130,8 @@ class Supervisor:
         reason = (why.strip().splitlines() or [status.name])[0][:LONGEST]
         facts = self._facts()
         ours = self.lease.taker() is None
+        if ours and self.trainer is not None:
+            self.trainer.outputs.close_lines()  # lines that waited for room come before the end, and whole
         record_end(self.config.logging.log_dir if ours else None, status, reason, facts)
         if self.trainer is not None:
             self.trainer.outputs.console.note(end_line(reason, facts))

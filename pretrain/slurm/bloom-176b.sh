@@ -3,6 +3,7 @@
 #   TOKENIZER=DIR TRAIN=train-splits.txt VALID=valid-splits.txt pretrain/slurm/bloom-176b.sh [FLAGS]
 # The split files hold "NAME: WEIGHT START:END PREFIX, ..." (README.md, Data). FLAGS replace those below. SUBMIT starts
 # the run; pretrain.sbatch adds --save, --load and --log-dir, and goes on until the last iteration.
+# LAUNCH, and where a virtual environment is entered: docs/slurm.md.
 set -eu
 missing=""
 for name in TOKENIZER TRAIN VALID; do [ -n "${!name:-}" ] || missing+="${missing:+ and }$name"; done

@@ -1,5 +1,7 @@
 # What the batch scripts beside this one share. sbatch runs a copy of a script, so they look for this file, and for
-# megazero's programs, in the folder that they are submitted from: the checkout.
+# megazero's programs, in the folder that they are submitted from: the checkout. sbatch hands on the environment that it
+# is called in, so a virtual environment is activated before. LAUNCH stands before python, on each node: a container's
+# "apptainer exec --nv IMAGE". No variable has to be set.
 STOPPED=75 RANK_LOST=76                   # exit statuses after which the same command goes on (docs/slurm.md)
 IN_USE=73                                 # another job writes into RUN
 MOST_RESTARTS=${MOST_RESTARTS:-3}         # in a row, without a new checkpoint in between
@@ -65,9 +67,12 @@ newest() { ls -d "$RUN"/iter_* 2>/dev/null | grep -v superseded | tail -1; }
 bad_nodes() { [ -z "$named" ] || echo "$named"; }
 
 # Say what becomes of the run, and note it among its own events: queue (its job goes back there), chain (another job
-# goes on) or end.
+# goes on) or end. Those of a folder that another job holds are not this job's.
 decide() {
+    local lease
     say "${@:2}"
+    lease=$(ls -v "$RUN/logs"/lease.* | tail -1)
+    [ -n "$lease" ] && grep -q '"released": ""' "$lease" && ! grep -q "\"job\": \"$job\"" "$lease" && return
     mkdir -p "$RUN/logs"
     printf '{"event": "job", "time": "%s", "job_id": "%s", "status": %d, "then": "%s", "why": "%s"}\n' \
         "$(date -u +%FT%T.%3N+00:00)" "$job" "$status" "$1" "${*:2}" >> "$RUN/logs/events.jsonl"

@@ -5,14 +5,16 @@ make slurm-test runs these (some minutes; slurm-wlm and munge installed, as root
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import ITERATIONS, curve, log, nodes_of, submit, wait_for_iterations, words
+from tests.slurm.cluster import Cluster, until
+from tests.slurm.jobs import ITERATIONS, ROOT, curve, log, nodes_of, submit, wait_for_iterations, words
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +107,41 @@ def test_a_mistake_is_not_tried_again(slurm, tmp_path: Path, mistake: tuple[str,
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), log(
         tmp_path / "run"
     )
+
+
+def test_the_status_of_a_run_is_true(slurm, tmp_path: Path) -> None:
+    """By SLURM's own word where the run has none. tests/unit/test_status.py has every state."""
+    run = tmp_path / "run"
+    number = submit(slurm, run, "--hold")
+
+    def state(*options: str) -> tuple[str, int]:
+        inside = [*slurm.lab.members[0].inside, "env", f"--chdir={ROOT}", f"PYTHONPATH={ROOT}", sys.executable]
+        done = subprocess.run(
+            [*inside, "tools/status.py", f"{run}/logs", "--no-chart", *options],
+            env={**os.environ, **slurm.environ},
+            capture_output=True,
+            text=True,
+        )
+        found = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("state")]
+        return (found[0].partition(":")[0] if found else done.stderr), done.returncode
+
+    assert state("--job", f"{number}") == ("held", 1) and state()[1] == 2
+    slurm.call("scontrol", "release", f"{number}")
+    wait_for_iterations(run, 20)
+    assert state() == ("under way", 0)
+    slurm.call("scontrol", "requeuehold", f"{number}")
+    slurm.wait(number, "PENDING", "REQUEUE_HOLD")
+    until(lambda: state() == ("held", 1), 60, lambda: f"{state()}")
+    slurm.call("scontrol", "release", f"{number}")
+    assert state()[0] in ("requeued", "starting")
+    wait_for_iterations(run, 60)
+    stop_by_signal(slurm, number)
+    until(lambda: state()[0] in ("stopping", "requeued", "starting"), 30, lambda: f"{state()}")
+    slurm.wait(number, "PENDING", timeout=60)
+    slurm.call("scancel", f"{number}")
+    assert state() == ("stopped", 0)
+    assert slurm.wait(submit(slurm, run))["JobState"] == "COMPLETED", log(run)
+    assert state() == ("finished", 0)
 
 
 SKEW = """#!/bin/bash

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megazero.log.exit_status import ExitStatus
+from megazero.ops.lease import Leaseholder
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +136,19 @@ def test_a_job_that_is_cancelled_stays_so(scripts, state, again, task, job) -> N
         assert last["why"] in text and last["status"] == 75
         shutil.rmtree(scripts.run)
         (scripts.folder / "calls").unlink()
+
+
+@pytest.mark.parametrize("job, released, written", [("8", "", 0), ("8", "2026-05-04", 1), ("7", "", 1)])
+def test_a_script_writes_no_word_into_a_folder_that_another_job_holds(
+    scripts, job, released, written
+) -> None:
+    logs = scripts.run / "logs"
+    logs.mkdir(parents=True)
+    (logs / "lease.9").write_text(Leaseholder("a", "7").write())
+    (logs / "lease.10").write_text(Leaseholder("b", job, released=released).write())
+    scripts.end("pretrain.sbatch", ends=2)
+    events = (logs / "events.jsonl").read_text() if (logs / "events.jsonl").exists() else ""
+    assert events.count("it is not started again") == written
 
 
 def test_a_script_that_was_not_submitted_says_how(scripts) -> None:

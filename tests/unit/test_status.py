@@ -19,10 +19,10 @@ import pytest
 
 from megazero.charts import text_chart
 from megazero.ops import vitals
-from megazero.ops.lease import Holder
+from megazero.ops.lease import Leaseholder
 from megazero.ops.status import State, facts, judge, restarts
 from megazero.ops.status_page import POINTS, page
-from megazero.ops.vitals import Job, read_run
+from megazero.ops.vitals import SlurmJob, read_run
 from tests.unit.test_train_metrics import _line
 from tools import status
 
@@ -164,15 +164,15 @@ TRUE_STATES: dict[str, tuple[State, str, dict[str, Any] | None, list[dict[str, A
 }  # fmt: skip
 
 
-def slurms(number: str, words: str) -> Job | None:
+def slurms(number: str, words: str) -> SlurmJob | None:
     """What SLURM says: a state, a number of restarts and a reason; nothing where there is no SLURM."""
     state, restarts, reason = [*words.split(), *["", "0", "None"][len(words.split()) :]]
-    return Job(number, state, int(restarts), reason) if words else None
+    return SlurmJob(number, state, int(restarts), reason) if words else None
 
 
 def true_state(
     folder: Path, monkeypatch: pytest.MonkeyPatch, what: str, skew_s: float = 0.0
-) -> Callable[[str], Job | None]:
+) -> Callable[[str], SlurmJob | None]:
     """Write the files of a run in this state, whose hosts' clocks are ahead. Returns what asks SLURM."""
     _, _, fields, events, job, heard = TRUE_STATES[what]
     write_run(folder)
@@ -184,7 +184,7 @@ def true_state(
     if fields is not None:
         usual = {"owner": "o2", "job": "77", "host": "n1", "restarts": 2, "phase": ITERATION}
         times = {"started": at(fields.get("started", 1540) + skew_s), "at": at(1602 + skew_s)}
-        holder = Holder(**{**usual, **fields, **times})
+        holder = Leaseholder(**{**usual, **fields, **times})
         (folder / "lease.3").write_text(holder.write())
         os.utime(folder / "lease.3", (0, NOON.timestamp() + 1602))
     return lambda number: slurms(number, job)
@@ -221,7 +221,7 @@ def test_a_run_that_has_written_nothing_is_known_by_its_job(
     """The default folder of a batch script names it."""
     asked: list[str] = []
 
-    def ask(number: str) -> Job | None:
+    def ask(number: str) -> SlurmJob | None:
         asked.append(number)
         return slurms(number, job)
 
@@ -232,6 +232,30 @@ def test_a_run_that_has_written_nothing_is_known_by_its_job(
     else:
         assert judge(read_run(folder, ask=ask)).state is wanted
     assert asked == ["12_3"]
+
+
+@pytest.mark.parametrize(
+    "queue, account, found",
+    [
+        ("echo 'RUNNING             2         None     '", "", SlurmJob("12_3", "RUNNING", 2, "None")),
+        (
+            "echo 'PENDING 0 Nodes required are DOWN'",
+            "",
+            SlurmJob("12_3", "PENDING", 0, "Nodes required are DOWN"),
+        ),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "", SlurmJob("12_3", "GONE")),
+        ("exit 0", "echo ' CANCELLED+ '", SlurmJob("12_3", "CANCELLED")),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "", None),
+    ],
+)
+def test_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue, account, found) -> None:
+    """Of a job that squeue has forgotten, the accounting may know. A controller that is away says nothing."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for name, text in (("squeue", queue), ("sacct", account)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    assert vitals.ask_slurm("12_3") == found
+    assert vitals.ask_slurm("name-of-torchrun") is None
 
 
 def test_another_jobs_run_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +272,7 @@ def test_a_heartbeat_that_looks_old_is_watched(tmp_path: Path, monkeypatch: pyte
         file = tmp_path / f"{written}" / "lease.3"
         os.utime(file, (0, NOON.timestamp() + 1602 + written))
         assert judge(read_run(file.parent, ask=ask)).state in (State.LOST, State.SILENT)
-        holder = Holder.read(file.read_text())
+        holder = Leaseholder.read(file.read_text())
         assert holder is not None
         beats = replace(holder, beat=holder.beat + 1).write()
         monkeypatch.setattr(vitals.time, "sleep", lambda _, file=file, beats=beats: file.write_text(beats))
