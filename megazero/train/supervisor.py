@@ -118,8 +118,8 @@ class Supervisor:
         """
         reason = (why.strip().splitlines() or [status.name])[0][:LONGEST]
         facts = self._facts()
-        ours = self.lease.taker() is None
-        record_end(self.config.logging.log_dir if ours else None, status, reason, facts)
+        log_dir = self.config.logging.log_dir
+        record_end(log_dir if self.lease.taker(log_dir) is None else None, status, reason, facts)
         if self.trainer is not None:
             self.trainer.outputs.console.note(end_line(reason, facts))
         if self.launch.rank == 0:
