@@ -364,8 +364,8 @@ megazero/models/positions.py
   a window has a token more
 
 megazero/models/layer.py
-- (soft_cap(scores * scale, cap) + mask)
-+ soft_cap(scores * scale + mask, cap)
+- (soft_cap(scores, cap) + mask)
++ soft_cap(scores + mask, cap)
   hidden keys have the lowest score instead of none
 
 megazero/convert/check.py
