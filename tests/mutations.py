@@ -380,10 +380,33 @@ megazero/plan/activations.py
 + left = peak * one
   at the embedding the layers' activations are still there
 
-megazero/config/model/section.py
-- min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
-+ self.max_position_embeddings
-  a window that is not computed is passed over
+megazero/families/layer_kinds.py
+- return (index + 1) % frequency[0] == 0
++ return index % frequency[0] == 0
+  every N-th layer is the first of N
+- options.rotary_scaling if local is None else "none",
++ options.rotary_scaling,
+  rotary positions of layers with a window are scaled, too
+
+megazero/families/layer_groups.py
+- lambda i: size is not None and i >= first,
++ lambda i: size is not None,
+  windows begin in the first layer
+
+megazero/models/positions.py
+- at - (window - 1)
++ at - window
+  a window has a token more
+
+megazero/models/layer.py
+- (soft_cap(scores, cap) + mask)
++ soft_cap(scores + mask, cap)
+  hidden keys have the lowest score instead of none
+
+megazero/convert/check.py
+- kinds.index(kind) + 1
++ kinds.index(kind)
+  logits are compared without the last kind of layer
 
 megazero/convert/importing.py
 - low - record.start : high - record.start].zero_()

@@ -49,7 +49,7 @@ def every_nth_full(pattern: int, name: str | None = None) -> FieldGroup:
     """Return windows of 4096 in all but every ``pattern``-th layer. ``name`` is a field of the pattern."""
 
     def read(config: Config) -> dict[str, Any]:
-        every = config.get(name, pattern) if name else pattern
+        every = (name and config.get(name)) or pattern
         return _windows(
             config, config.get("sliding_window", 4096), lambda i: (i + 1) % every != 0, "sliding_window"
         )
@@ -88,7 +88,7 @@ SWITCHED_WINDOWS = FieldGroup(
 
 def _read_unturned(config: Config) -> dict[str, Any]:
     """SmolLM3's layers without rotary positions. If windows are switched on, these layers have them."""
-    layers, every = config.get("num_hidden_layers") or 0, config.get("no_rope_layer_interval", 4)
+    layers, every = config.get("num_hidden_layers") or 0, config.get("no_rope_layer_interval") or 4
     turned = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
     if len(turned) != layers:
         raise ValueError(f"no_rope_layers has {len(turned)} layers, and num_hidden_layers = {layers}")

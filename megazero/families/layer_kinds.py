@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Frequency = tuple[int, ...] | None
+# The numbers that list a layer: one without a window, and one without rotary positions.
+MARKS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,8 @@ class LayerKind:
 
 def layer_kind(options: Any, index: int) -> LayerKind:
     """Return the kind of layer ``index`` (from 0). ``options`` has the options of a model as attributes."""
-    windowed = options.sliding_window is not None and (
-        options.window_attn_skip_freq is None or not _chosen(options.window_attn_skip_freq, index, 0)
-    )
-    unturned = options.no_rope_freq is not None and _chosen(options.no_rope_freq, index, 1)
+    windowed = options.sliding_window is not None and not _chosen(options.window_attn_skip_freq, index, 0)
+    unturned = _chosen(options.no_rope_freq, index, 1)
     local = options.rotary_window_base if windowed else None
     return LayerKind(
         options.sliding_window if windowed else None,
@@ -49,31 +49,29 @@ def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[Layer
     return [layer_kind(options, i) for i in (range(options.num_layers) if layers is None else layers)]
 
 
+def listed(options: Any, layers: Sequence[int]) -> dict[str, list[bool]]:
+    """Return, by option, which of these layers it chooses."""
+    return {name: [_chosen(getattr(options, name), i, mark) for i in layers] for name, mark in MARKS.items()}
+
+
 def some_layers(options: Any, layers: Sequence[int]) -> dict[str, Any]:
-    """Return the options by name of a model whose layers are of the kinds that these have."""
-    kinds, size = layer_kinds(options, layers), options.sliding_window
-    full = [kind.window is None for kind in kinds]
-    unturned = [not kind.rotary for kind in kinds]
-    turns = options.no_rope_freq is not None
-    return {
-        "num_layers": len(kinds),
-        "window_attn_skip_freq": frequency_of(full, 0) if size is not None else None,
-        "no_rope_freq": frequency_of(unturned, 1) if turns else None,
-    }
+    """Return the options by name of a model whose layers choose what these do."""
+    chosen = listed(options, layers)
+    frequencies = {name: frequency_of(chosen[name], mark) for name, mark in MARKS.items()}
+    return {"num_layers": len(layers), **frequencies}
 
 
-def _chosen(frequency: Sequence[int], index: int, mark: int) -> bool:
+def _chosen(frequency: Frequency, index: int, mark: int) -> bool:
     """Tell whether a layer is an N-th one, or is listed with ``mark``."""
+    if frequency is None:
+        return False
     if len(frequency) == 1:
         return (index + 1) % frequency[0] == 0
     return frequency[index] == mark
 
 
 def frequency_of(chosen: Sequence[bool], mark: int) -> Frequency:
-    """Return the option that chooses these layers: None for none, one number if it is every N-th, else a list.
-
-    ``mark`` is the number that lists a chosen layer: 0 for one without a window, 1 for one without rotary positions.
-    """
+    """Return the option that chooses these layers: None for none, one number if it is every N-th, else a list."""
     if not any(chosen):
         return None
     every = chosen.index(True) + 1

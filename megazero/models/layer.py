@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,15 +114,19 @@ def math_note(
             f"(--attn-logit-softcapping {config.attn_logit_softcapping:g}); --recompute-granularity selective keeps "
             "those of one layer at a time"
         )
-    length = min(64, config.seq_length)
-    q = torch.zeros(length, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
-    packed = Documents(starts=torch.zeros(1, length, dtype=torch.int64, device=device)) if documents else None
-    positions = Positions(config, tp)
-    masks = [positions.mask(q, kind, packed) for kind in dict.fromkeys(layer_kinds(config))]
+    q = torch.zeros(64, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
+    packed = Documents(starts=torch.zeros(1, 64, dtype=torch.int64, device=device)) if documents else None
+    positions, kinds = Positions(config, tp), layer_kinds(config)
+    windows = any(kind.window and kind.window < config.seq_length for kind in kinds)
+    # One for each kind of mask; a window that is shorter than samples is shorter than these.
+    masks = [
+        positions.mask(q, replace(kinds[0], window=w), packed) for w in ((None, 1) if windows else (None,))
+    ]
     q = q.permute(1, 2, 0, 3)
     if all(fused(q, q, q, mask, config.attention_dropout) for mask in masks):
         return None
     biased = " with ALiBi" if config.position_embedding_type == "alibi" else ""
+    biased += " within windows" if windows else ""
     biased += " within documents" if documents else ""
     return (
         "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused one takes "
@@ -227,8 +232,8 @@ def _capped_attention(
 
     Scores are capped and normalised in at least fp32.
     """
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    weights = (soft_cap(scores * scale, cap) + mask).softmax(-1).to(q.dtype)
+    scores = (q * scale @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+    weights = (soft_cap(scores, cap) + mask).softmax(-1).to(q.dtype)
     return F.dropout(weights, dropout) @ v
 
 

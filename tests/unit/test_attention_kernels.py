@@ -66,6 +66,15 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
         ("bloom", torch.bfloat16, {"hidden_size": 64}, None),
         ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
         ("bloom", torch.bfloat16, {}, "in bfloat16 with ALiBi on"),
+        ("llama", torch.bfloat16, {"sliding_window": 31}, "in bfloat16 within windows on"),
+        ("llama", torch.bfloat16, {"sliding_window": 32}, None),
+        ("llama", torch.bfloat16, {"hidden_size": 64, "sliding_window": 5}, None),
+        (
+            "gemma2",
+            torch.bfloat16,
+            {"hidden_size": 64},
+            "no fused kernel of torch caps scores (--attn-logit-",
+        ),
     ],
 )
 def test_a_run_without_a_fused_attention_kernel_says_so(family, dtype, changes, said, fused_kernels):

@@ -9,7 +9,7 @@ from megazero.config.model.rules import conditions
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, section_options, show
 from megazero.families import FAMILIES, Family
-from megazero.families.layer_kinds import layer_kinds
+from megazero.families.layer_kinds import listed
 from megazero.families.missing import missing
 
 # They are not part of the function that a model computes.
@@ -104,5 +104,5 @@ def _value(options: ModelConfig, option: Option) -> Any:
     Biases of q, k and v may be said twice, the default of a scale, and a choice of layers in two ways.
     """
     meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
-    meant |= dict.fromkeys(("window_attn_skip_freq", "no_rope_freq"), layer_kinds(options))
+    meant |= listed(options, range(options.num_layers))
     return meant.get(option.name, getattr(options, option.name))

@@ -11,6 +11,7 @@ from megazero.config.model.section import ACTIVATIONS, ModelConfig, has_gelu
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.fields import fault, section_options, show, without_effect
 from megazero.families import FAMILIES
+from megazero.families.layer_kinds import MARKS
 
 _ROTARY = (
     "rotary_base",
@@ -106,7 +107,7 @@ def mlp(model: ModelConfig) -> Iterator[str]:
 
 def frequencies(model: ModelConfig) -> Iterator[str]:
     """Report lists of layers that do not have a number for each layer, or other ones than 0 and 1."""
-    for name in ("window_attn_skip_freq", "no_rope_freq"):
+    for name in MARKS:
         listed, layers = getattr(model, name), model.num_layers
         if listed is None or (len(listed) == 1 and listed[0] >= 1):
             continue
