@@ -125,7 +125,7 @@ def hub_files(run: RunTokenizer) -> dict[str, bytes]:
         made = to_tokenizer_json(files["tokenizer.model"])
         _prove(files["tokenizer.model"], made)
         files["tokenizer.json"] = made.to_str(pretty=False).encode()
-        told |= {**defaults, **special_tokens(run), **SPELT}
+        told |= {**defaults, **special_tokens(run), **SPELT, **added_to_texts(files["tokenizer.model"])}
     elif isinstance(run.tokenizer, GPT2BPETokenizer):
         files["tokenizer.json"] = run.tokenizer.to_json()
         told |= {**defaults, **special_tokens(run), **SPELT, "add_prefix_space": False}
@@ -135,6 +135,15 @@ def hub_files(run: RunTokenizer) -> dict[str, bytes]:
         return files
     files[CONFIG] = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
     return files
+
+
+def added_to_texts(raw: bytes) -> dict[str, bool]:
+    """Return what a SentencePiece model puts around a text, for readers that add a space and <s> unless told."""
+    return {
+        "add_prefix_space": read_spec(raw).dummy_prefix,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
 
 
 def token_ids(run: RunTokenizer) -> dict[str, Any]:
