@@ -26,6 +26,9 @@ A script of Megatron-LM, Megatron-DeepSpeed or BLOOM's fork runs here with its f
 - **Refused**: the flag would change the training and is not built. The error says "Megatron's flag, not built here"
   and what to do.
 
+Megatron's checkpoints, weights and arguments, become checkpoints by `megazero convert from-megatron`
+([checkpoints.md](checkpoints.md#from-megatron)).
+
 Any other name is an error that suggests the nearest known name, DeepSpeed's keys included. As in Megatron, names
 cannot be abbreviated. `_` may replace `-`.
 """

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 def read_metadata(path: Path, foreign: bool = False) -> Metadata:
     """Return the tensors' description of the checkpoint directory ``path``, without running code from it.
 
-    foreign: another program wrote it. Then only tensors are returned, and what else it describes is passed over.
+    foreign: another program wrote it. Of what is no tensor only the place is returned then.
     Raises CheckpointError where the file is missing or holds anything but fields of such a description.
     """
     try:
@@ -195,19 +195,14 @@ def _made(kind: type) -> _Check:
 
 
 def _tensors_alone(kept: Any) -> Metadata:
-    """Return the description of the tensors of another program's checkpoint, whose class may be its own."""
+    """Return the tensors of another program's description, whose class may be its own, and where everything lies."""
     state = _is(dict)(getattr(kept, "state", None))
     tensors = {
         name: each
         for name, each in _is(dict)(state.get("state_dict_metadata")).items()
         if type(each) is _KEPT[TensorStorageMetadata]
     }
-    places = {
-        index: place
-        for index, place in _is(dict)(state.get("storage_data")).items()
-        if type(index) is _KEPT[MetadataIndex] and index.state.get("fqn") in tensors
-    }
-    return _with_fields(Metadata, {"state_dict_metadata": tensors, "storage_data": places})
+    return _with_fields(Metadata, {"state_dict_metadata": tensors, "storage_data": state.get("storage_data")})
 
 
 def _properties(kept: Any) -> TensorProperties:

@@ -108,6 +108,15 @@ def special_tokens(run: RunTokenizer) -> dict[str, str]:
     return {f"{role}_token": text for role, (_, text) in _special(run).items()}
 
 
+def added_to_texts(raw: bytes) -> dict[str, bool]:
+    """Return what a SentencePiece model puts around a text, for readers that add a space and <s> unless told."""
+    return {
+        "add_prefix_space": read_spec(raw).dummy_prefix,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+
+
 def token_ids(run: RunTokenizer) -> dict[str, Any]:
     """Return bos_token_id, eos_token_id and pad_token_id: what was imported says, else the tokenizer, else None."""
     ids = {role: i for role, (i, _) in _special(run).items()} | dict(TokenizerSettings.read(run.files).ids)
@@ -156,6 +165,7 @@ def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
         own |= SPELT
         try:
             files["tokenizer.json"] = _proved(raw)
+            own |= added_to_texts(raw)
         except ValueError as error:
             files[EXACT_FILE] = raw
             own |= {"tokenizer_class": EXACT_CLASS, "legacy": True, "sp_model_kwargs": {}}

@@ -195,7 +195,8 @@ def old_names(tensors):
 
 
 def torch_dist(root, tensors, args, stacked=True):
-    """An iteration as megatron-core saves it; layers in one tensor per kind, or one each (its newer releases)."""
+    """An iteration as megatron-core saves it: layers in one tensor per kind and the arguments in common.pt, or layers
+    in one each and the arguments among the tensors, as from 0.19 on."""
     path, held = root / "iter_0000007", dict(fused_names(tensors))
     if stacked:
         first = [name for name in held if name.startswith("decoder.layers.0.")]
@@ -204,9 +205,14 @@ def torch_dist(root, tensors, args, stacked=True):
             held[name.replace(".0.", ".", 1)] = torch.stack(layers)
     held["optimizer.state.exp_avg.output_layer.weight"] = torch.zeros(3)
     held["decoder.layers.self_attention.linear_qkv._extra_state/shard_0_4"] = io.BytesIO(b"scales")
-    dcp.save(held, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    saved = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    if not stacked:
+        held["common_state/shard_0_1"] = [saved]
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(held, storage_writer=dcp.FileSystemWriter(path), planner=planner, no_dist=True)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
-    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 7}, path / "common.pt")
+    if stacked:
+        torch.save(saved, path / "common.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("7")
     return root
 

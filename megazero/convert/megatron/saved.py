@@ -8,6 +8,7 @@ nothing else. Tensors are mapped, not read.
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,23 +51,28 @@ class Stored(Protocol):
         ...
 
 
-def read_saved(file: Path) -> dict[str, Any]:
+def read_saved(file: Path, data: bytes | None = None) -> dict[str, Any]:
     """Return the dict that torch.save wrote. Objects of classes that torch does not allow are StandIns.
+
+    data: what is read instead of the whole file, of which it is a part.
 
     Raises CheckpointError if it is damaged, of a torch before 1.6, or no dict.
     """
     try:
         unknown = {
             name: type(name.rpartition(".")[2], (StandIn,), {})
-            for name in get_unsafe_globals_in_checkpoint(file)
+            for name in get_unsafe_globals_in_checkpoint(file if data is None else io.BytesIO(data))
         }
         with safe_globals([(made, name) for name, made in unknown.items()]):
-            saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            source = file if data is None else io.BytesIO(data)
+            saved = torch.load(source, map_location="cpu", weights_only=True, mmap=data is None)
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(
             f"'{file}' cannot be read as what torch.save writes since torch 1.6 ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'nothing said'}): get it again, from a source you trust"
         ) from error
+    if isinstance(saved, list) and len(saved) == 1:  # as dist_checkpointing keeps an object
+        (saved,) = saved
     if not isinstance(saved, dict):
         raise CheckpointError(f"'{file}' holds a {type(saved).__name__}, and Megatron saves a dict")
     return saved

@@ -1,4 +1,4 @@
-"""megatron-core's torch_dist: a directory of torch.distributed.checkpoint, and common.pt with the arguments.
+"""megatron-core's torch_dist: a directory of torch.distributed.checkpoint with tensors and arguments.
 
 Layers that are alike lie in one tensor per kind, [layers, ...]; others in one each.
 """
@@ -6,6 +6,7 @@ Layers that are alike lie in one tensor per kind, [layers, ...]; others in one e
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from megazero.convert.megatron.names import own_spelling
 from megazero.convert.megatron.saved import read_saved
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
-_KIND = "weights"
+_KIND, _COMMON_OBJECT = "weights", "common_state/shard_0_1"
 _STACKED = re.compile(r"^(.*\.)?layers\.(?!\d)")
 
 
@@ -43,8 +44,10 @@ class TorchDist:
                 f"'{path}' is stored as {backend}; torch_dist and mp_rank folders are read: load and save it with "
                 "Megatron's --ckpt-format torch_dist (or --ckpt-convert-format torch_dist)"
             )
-        self.path, self.saved = path, read_saved(path / COMMON_FILE)
-        self._stored = StoredTensors(path, lambda: _renamed(read_metadata(path, foreign=True)), _KIND)
+        metadata = read_metadata(path, foreign=True)
+        self.path = path
+        self.saved: Mapping[str, Any] = _common(path, metadata)
+        self._stored = StoredTensors(path, lambda: _renamed(metadata), _KIND)
 
     @cached_property
     def _places(self) -> dict[str, _Place]:
@@ -71,6 +74,19 @@ class TorchDist:
     def tensor(self, name: str, gated: bool) -> torch.Tensor:
         there, row = self._places[name]
         return self._stored.read(there) if row is None else self._stored.read(there, row, 1)[0]
+
+
+def _common(path: Path, metadata: Metadata) -> dict[str, Any]:
+    """Return what lies beside the tensors: in a file of its own, or from megatron-core 0.19 on in one of theirs."""
+    if (path / COMMON_FILE).is_file():
+        return read_saved(path / COMMON_FILE)
+    found = [place for index, place in metadata.storage_data.items() if index.fqn == _COMMON_OBJECT]
+    if not found:
+        raise CheckpointError(f"'{path}' has neither {COMMON_FILE} nor '{_COMMON_OBJECT}': get it again")
+    place = found[0]
+    with open(path / place.relative_path, "rb") as file:
+        file.seek(place.offset)
+        return read_saved(path / place.relative_path, file.read(place.length))
 
 
 def is_torch_dist(path: Path) -> bool:

@@ -24,8 +24,11 @@ from megazero.mesh.mesh import Mesh
 from megazero.train.state.progress import LeftOut, Progress
 
 Answer = TypeVar("Answer")
-# Files by which other trainers find their newest checkpoint.
-TRACKERS = {"latest_checkpointed_iteration.txt": "Megatron", "latest": "DeepSpeed"}
+# Files by which other trainers find their newest checkpoint, and what to do with that.
+TRACKERS = {
+    "latest_checkpointed_iteration.txt": "Megatron's: megazero convert from-megatron makes a checkpoint of it",
+    "latest": "DeepSpeed's, whose checkpoints are not read here",
+}
 # What the order of samples depends on, besides the files' contents and the number of samples it was made for.
 SAMPLE_ORDER = (
     ("training", "seed"),
@@ -255,8 +258,8 @@ def _elsewhere(root: Path) -> Iterator[str]:
 
 def _foreign(root: Path) -> Iterator[str]:
     """Yield what other programs have saved under ``root``: whoever loads that does not want random weights."""
-    for name, program in TRACKERS.items():
+    for name, whose in TRACKERS.items():
         if (root / name).is_file():
-            yield f"'{name}' there is {program}'s, whose checkpoints are not read here"
+            yield f"'{name}' there is {whose}"
     if (root / CONFIG_FILE).is_file():
         yield f"'{CONFIG_FILE}' there is Hugging Face's: --load hf:{root} starts from its weights"
