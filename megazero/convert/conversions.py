@@ -57,7 +57,7 @@ def _from_hf(options: argparse.Namespace) -> int:
         with _progress() as progress:
             published = Published.open(options.folder, options.accept_field)
             if note := unread_tokenizer(options.folder):
-                progress.say(f"note: {note}", 0)
+                progress.note(note)
             progress.say("writing", 0)
             path = write_checkpoint(published, trial)
             options.tokenizer = None
@@ -125,7 +125,10 @@ def _progress() -> Iterator[ExportProgress]:
                 console.print(what, highlight=False)
             bars.reset(task, description=what, total=total or None)
 
-        yield ExportProgress(say, lambda count: bars.advance(task, count))
+        def note(text: str) -> None:
+            console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+        yield ExportProgress(say, lambda count: bars.advance(task, count), note)
 
 
 CONVERSIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {

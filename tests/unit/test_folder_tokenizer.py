@@ -75,6 +75,14 @@ def test_files_that_do_not_agree_are_refused(byte_level: Tokenizer, tmp_path: Pa
     folder = publish_tokenizer(tmp_path / "a", byte_level, tokenizer_config=END, added_tokens={"<tool>": 999})
     with pytest.raises(ValueError, match="'<tool>' has id 999 in .* and 264 by tokenizer.json"):
         load_tokenizer("HuggingFaceTokenizer", folder)
+    for name, text in {
+        "added_tokens": "[]",
+        "tokenizer_config": '{"added_tokens_decoder": {"264": "<tool>"}}',
+    }.items():
+        broken = publish_tokenizer(tmp_path / name, byte_level)
+        (broken / f"{name}.json").write_text(text)
+        with pytest.raises(ValueError, match=f"{name}' are damaged"):
+            load_tokenizer("HuggingFaceTokenizer", broken)
     train_sentencepiece(tmp_path / "tokenizer.model")
     (tmp_path / "added_tokens.json").write_text('{"<tool>": 300}')
     with pytest.raises(
