@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from megazero.checkpoint.directory import checkpoint_name, fsync_directory
+from megazero.checkpoint.directory import TRIAL, fsync_directory
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
 from megazero.config.model.published import CONFIG_FILE, unread_tokenizer
@@ -21,7 +20,6 @@ from megazero.convert.card import flag_text, yaml_text
 from megazero.convert.check import compare
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
-from megazero.convert.shards import PARTIAL
 from megazero.convert.source import DTYPES, Source
 
 
@@ -35,24 +33,26 @@ def _to_hf(options: argparse.Namespace) -> int:
             tokenizer=options.tokenizer,
             progress=progress,
         )
-        good = options.no_check or _compared(source, Published.open(partial), options, progress)
+        good = False
+        try:
+            good = options.no_check or _compared(source, Published.open(partial), options, progress)
+        finally:
+            if not good:  # without it no reader takes the folder for a model
+                (partial / CONFIG_FILE).unlink()
     if not good:
-        (partial / CONFIG_FILE).unlink()  # without it no reader takes the folder for a model
-        print(
-            f"'{partial}' is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}",
-            file=sys.stderr,
-        )
+        what = f"is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}"
+        print(f"'{partial}' {what}", file=sys.stderr)
         return 1
     print(finish(partial))
     return 0
 
 
 def _from_hf(options: argparse.Namespace) -> int:
-    final = options.checkpoint / checkpoint_name(0)
-    if final.exists():
-        raise ValueError(f"'{final}' exists already and was kept; name another folder, or move it away")
-    trial = options.checkpoint.with_name(options.checkpoint.name + PARTIAL)
-    shutil.rmtree(trial, ignore_errors=True)
+    root, trial = options.checkpoint, options.checkpoint / TRIAL
+    if found := sorted(root.glob("iter_*")):
+        raise ValueError(f"'{found[0]}' exists already and was kept; name another folder, or move it away")
+    existed = root.exists()
+    shutil.rmtree(trial, ignore_errors=True)  # of an import that was killed
     try:
         with _progress() as progress:
             published = Published.open(options.folder, options.accept_field)
@@ -63,15 +63,17 @@ def _from_hf(options: argparse.Namespace) -> int:
             options.tokenizer = None
             good = options.no_check or _compared(Source(path), published, options, progress)
         if good:
-            options.checkpoint.mkdir(parents=True, exist_ok=True)
-            os.rename(path, final)
-            fsync_directory(options.checkpoint)
+            path = path.rename(root / path.name)
+            fsync_directory(root)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
+        if not existed:
+            with suppress(OSError):  # it is empty unless all went well
+                root.rmdir()
     if not good:
-        print(f"'{final}' was not written: it would not be the folder's model", file=sys.stderr)
+        print(f"'{root}' was not written: it would not be the folder's model", file=sys.stderr)
         return 1
-    print(final)
+    print(path)
     return 0
 
 

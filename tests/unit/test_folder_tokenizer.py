@@ -223,7 +223,7 @@ def test_a_class_that_builds_another_tokenizer_is_named(tmp_path: Path, capsys) 
     printed.append(capsys.readouterr().out)
     for text in printed if transformers.__version__ > "5" else ():
         named = (
-            r"LlamaTokenizer +of transformers 5\.\S+ gives others to \d+ of (\d+): it has another normalizer "
+            r"LlamaTokenizer +of transformers 5\.\S+ gives others to \d+ of (\d+): it has another normalizer"
         )
         assert re.search(
             named + r".*follows the files\ntokenizer +\1 of \1 .* by the folder's files  holds", text
