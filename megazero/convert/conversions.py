@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from megazero.checkpoint.directory import checkpoint_name, fsync_directory
+from megazero.checkpoint.directory import TRIAL, checkpoint_name, fsync_directory
 from megazero.checkpoint.reading import verify
 from megazero.checkpoint.store import find_checkpoint
 from megazero.config.model.published import CONFIG_FILE, unread_tokenizer
@@ -23,7 +22,6 @@ from megazero.convert.check import Line, compare, compare_tensors
 from megazero.convert.export import ExportProgress, converted_weights, finish, write_folder
 from megazero.convert.importing import Published, write_checkpoint
 from megazero.convert.megatron.weights import MegatronWeights
-from megazero.convert.shards import PARTIAL
 from megazero.convert.source import DTYPES, Source
 
 ARGUMENTS_FILE = "run.yaml"
@@ -39,13 +37,15 @@ def _to_hf(options: argparse.Namespace) -> int:
             tokenizer=options.tokenizer,
             progress=progress,
         )
-        good = options.no_check or _compared(source, Published.open(partial), options, progress)
+        good = False
+        try:
+            good = options.no_check or _compared(source, Published.open(partial), options, progress)
+        finally:
+            if not good:  # without it no reader takes the folder for a model
+                (partial / CONFIG_FILE).unlink()
     if not good:
-        (partial / CONFIG_FILE).unlink()  # without it no reader takes the folder for a model
-        print(
-            f"'{partial}' is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}",
-            file=sys.stderr,
-        )
+        what = f"is not the checkpoint's model: it was not renamed, and has no {CONFIG_FILE}"
+        print(f"'{partial}' {what}", file=sys.stderr)
         return 1
     print(finish(partial))
     return 0
@@ -55,7 +55,7 @@ def _from_hf(options: argparse.Namespace) -> int:
     def write(trial: Path, progress: ExportProgress) -> bool:
         published = Published.open(options.folder, options.accept_field)
         if note := unread_tokenizer(options.folder):
-            progress.say(f"note: {note}", 0)
+            progress.note(note)
         progress.say("writing", 0)
         path = write_checkpoint(published, trial)
         options.tokenizer = None
@@ -69,7 +69,7 @@ def _from_megatron(options: argparse.Namespace) -> int:
         progress.say("reading names and arguments", 0)
         weights = MegatronWeights.open(options.folder, options.ckpt_step, options.flags, options.accept_field)
         for note in weights.notes:
-            print(f"note: {note}", file=sys.stderr)
+            progress.note(note)
         family = weights.model.model_family
         said = changed(family, {"vocab_size": weights.model.vocab_size, **weights.arguments.options})
         progress.say("writing", 0)
@@ -88,21 +88,27 @@ def _import(root: Path, write: Callable[[Path, ExportProgress], bool]) -> int:
 
     What does not pass the check is removed: a checkpoint of another model would be trained on.
     """
-    final, trial = root / checkpoint_name(0), root.with_name(root.name + PARTIAL)
-    if final.exists():
-        raise ValueError(f"'{final}' exists already and was kept; name another folder, or move it away")
-    shutil.rmtree(trial, ignore_errors=True)
+    trial, existed = root / TRIAL, root.exists()
+    if found := sorted(root.glob("iter_*")):
+        raise ValueError(f"'{found[0]}' exists already and was kept; name another folder, or move it away")
+    shutil.rmtree(trial, ignore_errors=True)  # of an import that was killed
+    final = root / checkpoint_name(0)
     try:
         with _progress() as progress:
             good = write(trial, progress)
         if good:
-            root.mkdir(parents=True, exist_ok=True)
-            os.rename(trial / final.name, final)
+            (trial / final.name).rename(final)
             fsync_directory(root)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
-    print(final if good else f"'{final}' was not written: it would be another model")
-    return 0 if good else 1
+        if not existed:
+            with suppress(OSError):  # it is empty unless all went well
+                root.rmdir()
+    if not good:
+        print(f"'{root}' was not written: it would be another model", file=sys.stderr)
+        return 1
+    print(final)
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -159,7 +165,10 @@ def _progress() -> Iterator[ExportProgress]:
                 console.print(what, highlight=False)
             bars.reset(task, description=what, total=total or None)
 
-        yield ExportProgress(say, lambda count: bars.advance(task, count))
+        def note(text: str) -> None:
+            console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+        yield ExportProgress(say, lambda count: bars.advance(task, count), note)
 
 
 CONVERSIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {

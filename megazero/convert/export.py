@@ -46,10 +46,11 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExportProgress:
-    """A callback that receives a description of the current work and the bytes written of it."""
+    """Callbacks that receive a description of the current work, the bytes written of it, and notes for the user."""
 
     say: Callable[[str, int], None] = lambda what, total: None
     advance: Callable[[int], None] = lambda count: None
+    note: Callable[[str], None] = lambda text: None
 
 
 def target_errors(folder: Path) -> str:
@@ -164,7 +165,7 @@ def _describe(
     """Write all but the weights into ``partial``: config.json last."""
     hub = tokenizers.hub_tokenizer(run)
     if hub.note:
-        progress.say(f"note: {hub.note}", 0)
+        progress.note(hub.note)
     small = {**hub.files, tokenizers.GENERATION: tokenizers.generation_config(run)}
     for name, data in small.items():
         with replacing(partial / name) as handle:

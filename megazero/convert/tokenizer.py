@@ -14,7 +14,6 @@ from sentencepiece import SentencePieceProcessor
 
 from megazero.checkpoint import store
 from megazero.config.model.published import CONFIG_FILE, MODEL_FILES, held_tokenizer
-from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.convert.sentencepiece_json import differences, read_spec, spelt, to_tokenizer_json
 from megazero.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megazero.data.tokenizer_files import (
@@ -155,8 +154,6 @@ def hub_tokenizer(run: RunTokenizer) -> HubTokenizer:
     """
     if run.kind == "NullTokenizer":
         return HubTokenizer({})
-    if run.kind not in MODEL_FILES:
-        raise ValueError(f"a {run.kind} is not exported; only {', '.join(TOKENIZERS)} are")
     told, note = json.loads(run.files.get(CONFIG, b"{}")), None
     own = {**special_tokens(run), "tokenizer_class": CLASS, "clean_up_tokenization_spaces": False}
     files = {name: data for name, data in run.files.items() if name not in (GENERATION, CONFIG_FILE)}

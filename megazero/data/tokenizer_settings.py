@@ -64,9 +64,12 @@ class TokenizerSettings:
 
     @classmethod
     def beside(cls, path: Path) -> TokenizerSettings:
-        """Read the files that lie beside ``path``."""
+        """Read the files that lie beside ``path``. Raises ValueError, naming the folder, for damaged ones."""
         there = {name: path.with_name(name) for name in BESIDE}
-        return cls.read({name: file.read_bytes() for name, file in there.items() if file.is_file()})
+        try:
+            return cls.read({name: file.read_bytes() for name, file in there.items() if file.is_file()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"the tokenizer's files in '{path.parent}' are damaged: {error}") from None
 
     @property
     def end(self) -> int:

@@ -115,7 +115,13 @@ def test_the_status_of_a_run_is_true(slurm, tmp_path: Path) -> None:
     number = submit(slurm, run, "--hold")
 
     def state(*options: str) -> tuple[str, int]:
-        inside = [*slurm.lab.members[0].inside, "env", f"--chdir={ROOT}", f"PYTHONPATH={ROOT}", sys.executable]
+        inside = [
+            *slurm.lab.members[0].inside,
+            "env",
+            f"--chdir={ROOT}",
+            f"PYTHONPATH={ROOT}",
+            sys.executable,
+        ]
         done = subprocess.run(
             [*inside, "tools/status.py", f"{run}/logs", "--no-chart", *options],
             env={**os.environ, **slurm.environ},

@@ -18,8 +18,10 @@ from megazero.convert.check import Line
 from megazero.convert.command import main
 from megazero.convert.export import finish, write_folder
 from megazero.convert.source import Source
+from megazero.convert.tokenizer import RunTokenizer, compare
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_files import load_run_tokenizer
+from megazero.data.tokenizer_settings import TokenizerSettings
 from megazero.train.generate import Sampling, generate, load_text_model
 from tests.hugging_face import publish_tokenizer, save_model, train_byte_level, train_sentencepiece
 from tests.sizes import TINY
@@ -66,6 +68,8 @@ def test_ids_are_those_of_the_files_together(name: str, byte_level: Tokenizer, t
     assert (kept.info.vocab_size, kept.info.eod) == (size, eod)
     for text in TEXTS:
         assert kept.encode(text) == theirs.encode(text, add_special_tokens=False), text
+    assert compare(RunTokenizer("HuggingFaceTokenizer", kept, {}), lambda text: [], TEXTS).wrong == [*TEXTS]
+    assert TokenizerSettings.beside(folder / "tokenizer.json").end in (-1, eod)
     alone = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     other = name not in ("nothing", "generation_config.json", "config.json")
     assert (kept.info.fingerprint != alone) == other  # which data of other ids would not pass
@@ -75,6 +79,14 @@ def test_files_that_do_not_agree_are_refused(byte_level: Tokenizer, tmp_path: Pa
     folder = publish_tokenizer(tmp_path / "a", byte_level, tokenizer_config=END, added_tokens={"<tool>": 999})
     with pytest.raises(ValueError, match="'<tool>' has id 999 in .* and 264 by tokenizer.json"):
         load_tokenizer("HuggingFaceTokenizer", folder)
+    for name, text in {
+        "added_tokens": "[]",
+        "tokenizer_config": '{"added_tokens_decoder": {"264": "<tool>"}}',
+    }.items():
+        broken = publish_tokenizer(tmp_path / name, byte_level)
+        (broken / f"{name}.json").write_text(text)
+        with pytest.raises(ValueError, match=f"{name}' are damaged"):
+            load_tokenizer("HuggingFaceTokenizer", broken)
     train_sentencepiece(tmp_path / "tokenizer.model")
     (tmp_path / "added_tokens.json").write_text('{"<tool>": 300}')
     with pytest.raises(
@@ -215,7 +227,7 @@ def test_a_class_that_builds_another_tokenizer_is_named(tmp_path: Path, capsys) 
     printed.append(capsys.readouterr().out)
     for text in printed if transformers.__version__ > "5" else ():
         named = (
-            r"LlamaTokenizer +of transformers 5\.\S+ gives others to \d+ of (\d+): it has another normalizer "
+            r"LlamaTokenizer +of transformers 5\.\S+ gives others to \d+ of (\d+): it has another normalizer"
         )
         assert re.search(
             named + r".*follows the files\ntokenizer +\1 of \1 .* by the folder's files  holds", text
