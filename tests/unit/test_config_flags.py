@@ -15,6 +15,7 @@ from megazero.config.options.fields import section_of
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options, stored_values
 from megazero.families import FAMILIES
+from tests import sizes
 from tests.unit.command_lines import BASE, WORLD, deepspeed, errors, run, write
 from tools.flags_page import markdown
 
@@ -315,3 +316,9 @@ def test_command_line_status(flags, status):
 def test_flags_page_is_current():
     page = (ROOT / "docs" / "flags.md").read_text()
     assert page == markdown(), "run: python tools/flags_page.py > docs/flags.md"
+
+
+def test_saves_that_come_only_at_the_end_are_said():
+    for more, said in (({}, False), ({"save": "c"}, True), ({"save": "c", "save_interval": 9}, False)):
+        notes = make_config({**sizes.SMALL, **more}).notes
+        assert any("saved only at the end and at planned stops" in note for note in notes) == said
