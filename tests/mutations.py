@@ -358,6 +358,25 @@ megazero/families/config_json/layer_groups.py
 + lambda i: size is not None,
   windows begin in the first layer
 
+megazero/models/rotary.py
+- long = length > config.rotary_original_max_position
++ long = length >= config.rotary_original_max_position
+  samples of the original length have the divisors of longer ones
+- angles.cos() * factor, angles.sin() * factor
++ angles.cos() * factor, angles.sin()
+  sines are without the attention factor
+- (x[..., ::2], x[..., 1::2]) if interleaved else
++ (x[..., 1::2], x[..., ::2]) if interleaved else
+  neighbouring channels turn the wrong way
+- return _rotated(grad, cos, sin, -1, ctx.interleaved)
++ return _rotated(grad, cos, sin, -1, False)
+  gradients of neighbouring channels are turned as halves
+
+megazero/families/rotary_fields.py
+- implied = kind == "longrope" or "factor" in rope
++ implied = "factor" in rope
+  Phi-3's factor is asked for, and no published file has it
+
 megazero/models/positions.py
 - at - (window - 1)
 + at - window
