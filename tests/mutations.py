@@ -353,7 +353,7 @@ megazero/families/layer_kinds.py
 + options.rotary_scaling,
   rotary positions of layers with a window are scaled, too
 
-megazero/families/layer_groups.py
+megazero/families/config_json/layer_groups.py
 - lambda i: size is not None and i >= first,
 + lambda i: size is not None,
   windows begin in the first layer

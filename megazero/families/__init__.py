@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megazero.families.bloom import BLOOM
+from megazero.families.config_json.huggingface import HuggingFace
 from megazero.families.falcon import FALCON
 from megazero.families.family import Family, TensorNames, fused_row
 from megazero.families.gemma import GEMMA2, GEMMA3
@@ -19,7 +20,6 @@ from megazero.families.glm import GLM, GLM4
 from megazero.families.gpt import GPT
 from megazero.families.gpt_neox import GPT_NEOX
 from megazero.families.granite import GRANITE
-from megazero.families.huggingface import HuggingFace
 from megazero.families.llama import LLAMA
 from megazero.families.mistral import MISTRAL
 from megazero.families.olmo2 import OLMO2, OLMO3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
 from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
-from megazero.families.huggingface import Config, FieldGroup, HuggingFace
 
 CHOICES = {
     "position_embedding_type": "alibi",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megazero.families.config_json.field_groups import gelu
+from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import FILLING_HEADS, Family, TensorNames
-from megazero.families.field_groups import gelu
-from megazero.families.huggingface import Config, FieldGroup, HuggingFace
-from megazero.families.rotary_fields import ROTARY
 
 CHOICES = {"normalization": "LayerNorm", "swiglu": False}
 SEQUENTIAL, ONE_NORM, TWO_NORMS = "sequential", "parallel", "parallel-two-norms"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megazero.families.huggingface import HuggingFace
+from megazero.families.config_json.huggingface import HuggingFace
 
 # What is equal where the heads fill the residual stream, and where every query head has its own key and value.
 FILLING_HEADS = (("query_projection_size", "hidden_size"),)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.families import llama
+from megazero.families.config_json.field_groups import WHOLE_HEADS, biases, gelu, soft_caps
+from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.config_json.layer_groups import every_nth_full, two_rotaries
+from megazero.families.config_json.rotary_fields import ROTARY, rotary
 from megazero.families.family import Family
-from megazero.families.field_groups import WHOLE_HEADS, biases, gelu, soft_caps
-from megazero.families.huggingface import Config, FieldGroup, HuggingFace
-from megazero.families.layer_groups import every_nth_full, two_rotaries
-from megazero.families.rotary_fields import ROTARY, rotary
 
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 DEFAULTS = {

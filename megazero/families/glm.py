@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.families import llama
+from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
+from megazero.families.config_json.rotary_fields import rotary
 from megazero.families.family import Family, TensorNames
-from megazero.families.huggingface import FieldGroup, HuggingFace
-from megazero.families.rotary_fields import rotary
 
 DEFAULTS = {**llama.DEFAULTS, "add_qkv_bias": True, "rotary_interleaved": True, "rotary_percent": 0.5}
 ABSENT = {

@@ -5,9 +5,9 @@ It is what Megatron trains unless its flags say otherwise, with dropout, and the
 
 from __future__ import annotations
 
+from megazero.families.config_json.field_groups import gelu
+from megazero.families.config_json.huggingface import HuggingFace
 from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
-from megazero.families.field_groups import gelu
-from megazero.families.huggingface import HuggingFace
 
 CHOICES = {
     "position_embedding_type": "learned_absolute",

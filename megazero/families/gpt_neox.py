@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from megazero.families.config_json.field_groups import biases, gelu
+from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.config_json.rotary_fields import rotary
 from megazero.families.family import PLAIN_ATTENTION, Family, TensorNames
-from megazero.families.field_groups import biases, gelu
-from megazero.families.huggingface import Config, FieldGroup, HuggingFace
-from megazero.families.rotary_fields import rotary
 
 CHOICES = {"position_embedding_type": "rope", "normalization": "LayerNorm", "swiglu": False}
 PARALLEL, SEQUENTIAL = "parallel-two-norms", "sequential"

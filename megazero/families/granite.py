@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megazero.families import llama
+from megazero.families.config_json.field_groups import biases
+from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
+from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import Family
-from megazero.families.field_groups import biases
-from megazero.families.huggingface import FieldGroup, HuggingFace
-from megazero.families.rotary_fields import ROTARY
 
 ATTENTION_MULTIPLIER = FieldGroup(
     ("attention_multiplier",),

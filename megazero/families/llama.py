@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megazero.families.config_json.field_groups import WHOLE_HEADS, biases
+from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import Family, TensorNames
-from megazero.families.field_groups import WHOLE_HEADS, biases
-from megazero.families.huggingface import HuggingFace
-from megazero.families.rotary_fields import ROTARY
 
 DEFAULTS = {
     "position_embedding_type": "rope",

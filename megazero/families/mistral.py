@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megazero.families import llama
+from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.config_json.layer_groups import window
+from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import Family
-from megazero.families.huggingface import HuggingFace
-from megazero.families.layer_groups import window
-from megazero.families.rotary_fields import ROTARY
 
 MISTRAL = Family(
     name="mistral",

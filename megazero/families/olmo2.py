@@ -6,11 +6,11 @@ In OLMo 3 (Olmo Team 2025) three layers of four have a window, and rotary positi
 from __future__ import annotations
 
 from megazero.families import llama
+from megazero.families.config_json.field_groups import biases
+from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.config_json.layer_groups import every_nth_full, two_rotaries
+from megazero.families.config_json.rotary_fields import ROTARY, rotary
 from megazero.families.family import Family
-from megazero.families.field_groups import biases
-from megazero.families.huggingface import HuggingFace
-from megazero.families.layer_groups import every_nth_full, two_rotaries
-from megazero.families.rotary_fields import ROTARY, rotary
 
 DEFAULTS = {**llama.DEFAULTS, "transformer_block_type": "output-norm", "qk_norm": "all-heads"}
 FIELDS = {name: there for name, there in llama.FIELDS.items() if name != "kv_channels"}

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.families import llama
+from megazero.families.config_json.field_groups import unread
+from megazero.families.config_json.huggingface import Config, FieldGroup, HuggingFace
+from megazero.families.config_json.layer_groups import window
+from megazero.families.config_json.rotary_fields import rotary
 from megazero.families.family import FILLING_HEADS, Family
-from megazero.families.field_groups import unread
-from megazero.families.huggingface import Config, FieldGroup, HuggingFace
-from megazero.families.layer_groups import window
-from megazero.families.rotary_fields import rotary
 
 NAMES = replace(
     llama.NAMES,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megazero.families import llama
+from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.config_json.layer_groups import SWITCHED_WINDOWS
+from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import Family
-from megazero.families.huggingface import HuggingFace
-from megazero.families.layer_groups import SWITCHED_WINDOWS
-from megazero.families.rotary_fields import ROTARY
 
 ABSENT = {**llama.ABSENT, "num_query_groups": 32, "max_position_embeddings": 32768}
 QWEN2 = Family(

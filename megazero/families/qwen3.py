@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megazero.families import llama, qwen2
+from megazero.families.config_json.field_groups import biases
+from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.config_json.layer_groups import SWITCHED_WINDOWS
+from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import Family
-from megazero.families.field_groups import biases
-from megazero.families.huggingface import HuggingFace
-from megazero.families.layer_groups import SWITCHED_WINDOWS
-from megazero.families.rotary_fields import ROTARY
 
 QWEN3 = Family(
     name="qwen3",

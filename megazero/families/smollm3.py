@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megazero.families import llama
+from megazero.families.config_json.field_groups import biases
+from megazero.families.config_json.huggingface import HuggingFace
+from megazero.families.config_json.layer_groups import UNTURNED_LAYERS
+from megazero.families.config_json.rotary_fields import rotary
 from megazero.families.family import Family
-from megazero.families.field_groups import biases
-from megazero.families.huggingface import HuggingFace
-from megazero.families.layer_groups import UNTURNED_LAYERS
-from megazero.families.rotary_fields import rotary
 
 SMOLLM3 = Family(
     name="smollm3",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.families import llama
+from megazero.families.config_json.field_groups import gelu
+from megazero.families.config_json.huggingface import FieldGroup, HuggingFace
+from megazero.families.config_json.layer_groups import window
+from megazero.families.config_json.rotary_fields import ROTARY
 from megazero.families.family import Family
-from megazero.families.field_groups import gelu
-from megazero.families.huggingface import FieldGroup, HuggingFace
-from megazero.families.layer_groups import window
-from megazero.families.rotary_fields import ROTARY
 
 NAMES = replace(
     llama.NAMES,

@@ -9,8 +9,8 @@ from megazero.config.model.rules import conditions
 from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, section_options, show
 from megazero.families import FAMILIES, Family
+from megazero.families.config_json.missing import missing
 from megazero.families.layer_kinds import listed
-from megazero.families.missing import missing
 
 # They are not part of the function that a model computes.
 _NOT_COMPARED = (

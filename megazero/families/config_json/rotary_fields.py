@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.families.huggingface import Config, FieldGroup
+from megazero.families.config_json.huggingface import Config, FieldGroup
 
 _FACTOR = {"rotary_scaling_factor": "factor"}
 _ORIGINAL = {"rotary_original_max_position": "original_max_position_embeddings"}

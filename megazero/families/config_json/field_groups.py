@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.families.huggingface import Config, FieldGroup
+from megazero.families.config_json.huggingface import Config, FieldGroup
 
 
 def biases(mlp: bool) -> FieldGroup:

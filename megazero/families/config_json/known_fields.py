@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.missing import part_of
+from megazero.families.config_json.missing import part_of
 
 # They change nothing in the function that a model computes: names, dtypes, tokens of generation, dropout, labels of
 # classifiers, the order of sums. Patterns as of file names.

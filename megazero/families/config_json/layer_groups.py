@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megazero.families.huggingface import Config, FieldGroup
+from megazero.families.config_json.huggingface import Config, FieldGroup
+from megazero.families.config_json.rotary_fields import ROTARY, agreed
 from megazero.families.layer_kinds import frequency_of, layer_kinds
-from megazero.families.rotary_fields import ROTARY, agreed
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE = "rope_parameters"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megazero.families.known_fields import INERT, ONLY, refusal
+from megazero.families.config_json.known_fields import INERT, ONLY, refusal
 
 Config = Mapping[str, Any]
 
