@@ -282,7 +282,7 @@ class DataConfig:
     mock_data: bool = option(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = option(
         None,
-        "tokenizer that made the data (default: GPT2BPETokenizer with --vocab-file or --merge-file)",
+        "tokenizer that made the data (default: that of --load; GPT2BPETokenizer with --vocab-file or --merge-file)",
         choices=tuple(TOKENIZERS),
     )
     tokenizer_model: str | None = option(None, "file or folder of the tokenizer")
@@ -303,8 +303,8 @@ class CheckpointConfig:
     load: str | None = option(
         None,
         "folder to load the newest complete checkpoint from, or that of one checkpoint; none there is an error, but "
-        "a start from random weights where it is the folder of --save. hf:DIR starts from the weights and the model "
-        "of a Hugging Face folder",
+        "a start from random weights where it is the folder of --save. hf:DIR starts from the weights, the model "
+        "and the tokenizer of a Hugging Face folder",
     )
     ckpt_step: int | None = option(
         None,
