@@ -36,7 +36,7 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
-from megazero.train.schedule.learning_rate import DECOUPLED
+from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -142,7 +142,8 @@ def shard_decoder(
     _refuse_all_exact(decoder, mesh, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
-        options: tuple[tuple[str, Any], ...] = (("weight_decay", 0.0),) if name in plain else ()
+        undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
+        options = undecayed if name in plain else ()
         if name in apart:
             options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
         span = decoder.replica_span(name)

@@ -33,7 +33,7 @@ from megazero.train.forecast import Forecast
 from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
-from megazero.train.schedule.learning_rate import DECOUPLED, LearningRate
+from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate, WeightDecay
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.progress import Progress, just_before, leave_out, next_to_leave_out, without_effect
@@ -53,7 +53,7 @@ class TrainedModel(NamedTuple):
 
 
 class RunInputs(NamedTuple):
-    """What the run reads: its data, how far it goes, at which learning rates, and where it begins.
+    """What the run reads: its data, how far it goes, at which learning rates and weight decay, and where it begins.
 
     learning_rates: under True that of the embedding and the head, which --decoupled-lr sets apart.
     """
@@ -61,6 +61,7 @@ class RunInputs(NamedTuple):
     data: RunData
     length: RunLength
     learning_rates: Mapping[bool, LearningRate]
+    weight_decay: WeightDecay
     progress: Progress
 
 
@@ -124,7 +125,7 @@ class Trainer:
         self, model: TrainedModel, inputs: RunInputs, checkpointing: Checkpointing, observers: Observers
     ) -> None:
         self.decoder, self.engine, self.pipeline = model
-        self.data, self.length, self.learning_rates, self.progress = inputs
+        self.data, self.length, self.learning_rates, self.weight_decay, self.progress = inputs
         self.outputs, self.exits, self.bill, self.stragglers, self.profiler, self.forecast = observers
         self.checkpointing, self.config, self.mesh = checkpointing, checkpointing.config, self.engine.mesh
         self.scaling, self.spikes, self.guard = checkpointing.scaling, checkpointing.spikes, NonFiniteGuard()
@@ -244,7 +245,7 @@ class Trainer:
         began = time.perf_counter()
         iteration = self.progress.iteration + 1
         self.phase = f"iteration {iteration}"
-        rates = self._set_learning_rates()
+        rates = self._set_rates()
         self._set_rounding(iteration)
         with self.bill.span("data"):
             step = self._load(batches)
@@ -327,14 +328,17 @@ class Trainer:
             self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
         self.engine.exact_gradients = exact
 
-    def _set_learning_rates(self) -> dict[str, float]:
-        """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
+    def _set_rates(self) -> dict[str, float]:
+        """Give every group of the optimizer its learning rate and weight decay. Returns them by name in the metrics."""
         position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
         rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
+        decay, names = self.weight_decay(position), {"learning_rate": rates[False]}
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
-        apart = self.config.optimizer.decoupled_lr is not None
-        return {"learning_rate": rates[False]} | ({"decoupled_learning_rate": rates[True]} if apart else {})
+            group["weight_decay"] = 0.0 if group.get(UNDECAYED) else decay
+        if self.config.optimizer.decoupled_lr is not None:
+            names["decoupled_learning_rate"] = rates[True]
+        return names if self.weight_decay.style == "constant" else {**names, "weight_decay": decay}
 
     # -- evaluation, saving ----------------------------------------------------------------------
 

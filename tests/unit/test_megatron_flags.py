@@ -75,6 +75,9 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
     }
     values |= dict.fromkeys(("load-iteration", "override-ckpt-iteration"), f"1 --load {tmp_path}")
     values |= {"checkpoint-granularity": "full", "activations-checkpoint-granularity": "full"}
+    grows = "--weight-decay-incr-style linear"
+    values |= {"start-wd": f"0 --end-weight-decay 1 {grows}", "end-wd": f"1 --start-weight-decay 0 {grows}"}
+    values |= {"wd-incr-style": "linear --start-weight-decay 0 --end-weight-decay 1"}
     values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
     values |= {
         "padded-vocab-size": "128",

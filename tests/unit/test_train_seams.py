@@ -55,7 +55,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
     The second rate is that of the parameters with a peak and a minimum of their own.
     """
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    o, span, batch = config.optimizer, config.lr_lengths, config.batch
+    o, span, batch = config.optimizer, config.lr_samples, config.batch
     apart = {"max_lr": o.decoupled_lr or o.lr, "min_lr": o.min_lr}
     apart |= {} if o.decoupled_min_lr is None else {"min_lr": o.decoupled_min_lr}
     holder = SimpleNamespace(param_groups=[{}, apart])
@@ -70,7 +70,7 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
         size = sizes.get_current_global_batch_size()
         yield [group["lr"] for group in holder.param_groups], size
         consumed += size
-        scheduler.step(size if span.unit == "samples" else 1)
+        scheduler.step(size)
 
 
 @pytest.mark.parametrize("unit", ["iterations", "samples"])

@@ -204,6 +204,20 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
+    rampup_seq_length: tuple[int, ...] = option(
+        (),
+        "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in steps "
+        "of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
+    )
+    rampup_seq_length_root: float = option(
+        1.0, "degree of the root by which --rampup-seq-length grows; 1 is a straight line", above=0
+    )
+    seq_length_steps: tuple[int, ...] = option(
+        (), "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH"
+    )
+    lr_by_tokens: bool = option(
+        False, "a sample counts in the learning rate's schedule as its share of --seq-length, where lengths grow"
+    )
     elastic: bool = option(
         False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
     )
@@ -231,6 +245,12 @@ class TrainingConfig:
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    z_loss_strength: float = option(
+        0.0,
+        "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
+        "report the loss without it",
+        low=0,
+    )
     distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
     health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
     distributed_init_timeout_minutes: float = option(
@@ -343,6 +363,9 @@ class CheckpointConfig:
     finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
     load_optim: bool = option(True, "load optimizer states")
     load_rng: bool = option(True, "load RNG states")
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "take the schedule of learning rate and weight decay from the checkpoint, not from the flags"
+    )
 
 
 @dataclass(frozen=True)
