@@ -71,11 +71,15 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         )
     else:
         lengths, tp = SequenceLengths.of(full, batch), config.parallel.tensor_model_parallel_size
-        odd = next((each for each in lengths.every() if each % tp), None) if config.parallel.sequence_parallel else None
+        odd = (
+            next((each for each in lengths.every() if each % tp), None)
+            if config.parallel.sequence_parallel
+            else None
+        )
         if odd is not None:
             yield (
-                f"a sequence length of {odd}, to which the lengths grow, does not divide by tensor-parallel size {tp}, "
-                "as --sequence-parallel needs"
+                f"lengths grow to {odd}, which does not divide by tensor-parallel size {tp}, as --sequence-parallel "
+                "needs"
             )
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megazero.config.layout.sequence_lengths import SequenceLengths
 from megazero.config.model.parameters import training_flops
 from megazero.config.options.skipping import due, iteration_ranges
 from megazero.data.build import Dataset
@@ -109,6 +110,7 @@ class StepBatches(NamedTuple):
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
     read, when the copies are done. divisor: the tokens of the global batch that count. samples: of the global batch.
+    length: of each, in tokens.
     """
 
     ids: Sequence[Sequence[int]]
@@ -116,6 +118,7 @@ class StepBatches(NamedTuple):
     device: Sequence[Batch]
     divisor: float
     samples: int
+    length: int
 
 
 class Trainer:
@@ -130,6 +133,7 @@ class Trainer:
         self.checkpointing, self.config, self.mesh = checkpointing, checkpointing.config, self.engine.mesh
         self.scaling, self.spikes, self.guard = checkpointing.scaling, checkpointing.spikes, NonFiniteGuard()
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
+        self.lengths = SequenceLengths.of(self.config.model.seq_length, self.config.batch)
         masked = self.config.data.eod_mask_loss
         self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
@@ -257,10 +261,14 @@ class Trainer:
             self._take_stalls()
         losses = {**self.progress.losses, "lm_loss": loss}
         self.progress = replace(
-            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=losses
+            self.progress,
+            iteration=iteration,
+            consumed_samples=batches.consumed,
+            losses=losses,
+            tokens=self.progress.tokens + step.samples * step.length,
         )
         seconds = time.perf_counter() - began
-        self._log(loss, info, ranks, rates, seconds, step.samples)
+        self._log(loss, info, ranks, rates, seconds, step)
         self.step_seconds.append(seconds)
         if all(rank.save_part_ended for rank in ranks):
             self.saver.go_on()
@@ -271,11 +279,11 @@ class Trainer:
         consumed = self.progress.consumed_samples
         count = self.length.batch_sizes.micro_batches(consumed)
         ids = batches.sample_ids(count)
-        host = batches.next_step(count)
-        device = [self.feeding.to_device(batch) for batch in host]
+        length, host = self.lengths.at(self.progress.iteration + 1), batches.next_step(count)
+        device = [self.feeding.cut(self.feeding.to_device(batch), length) for batch in host]
         with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
-            divisor = self.feeding.valid_tokens(host)
-        return StepBatches(ids, host, device, divisor, batches.consumed - consumed)
+            divisor = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
+        return StepBatches(ids, host, device, divisor, batches.consumed - consumed, length)
 
     def _step(self, step: StepBatches) -> tuple[StepInfo, list[RankScalars]]:
         """Run forwards, backwards and the update, and find out whether to stop. Returns every rank's scalars."""
@@ -329,9 +337,10 @@ class Trainer:
         self.engine.exact_gradients = exact
 
     def _set_rates(self) -> dict[str, float]:
-        """Give every group of the optimizer its learning rate and weight decay. Returns them by name in the metrics."""
+        """Give every group of the optimizer its learning rate and weight decay. Returns the metrics of these."""
         position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
-        rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
+        at = self.progress.tokens / self.lengths.full if self.config.batch.lr_by_tokens else position
+        rates = {decoupled: rate(at) for decoupled, rate in self.learning_rates.items()}
         decay, names = self.weight_decay(position), {"learning_rate": rates[False]}
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
@@ -421,11 +430,11 @@ class Trainer:
         ranks: Sequence[RankScalars],
         rates: dict[str, float],
         seconds: float,
-        samples: int,
+        step: StepBatches,
     ) -> None:
         traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
         rank_times, warnings = self.stragglers.take([rank.seconds for rank in ranks], bill, seconds)
-        length = self.config.model.seq_length
+        samples, length = step.samples, step.length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
         metrics = IterationMetrics(
             iteration=self.progress.iteration,
@@ -442,6 +451,7 @@ class Trainer:
             time_bill=bill,
             extra={
                 "batch_size": samples,
+                **({"seq_length": length} if self.lengths.settled > 1 else {}),
                 **rates,
                 **just_before(self.progress, self.progress.iteration),
                 **events(info),

@@ -187,12 +187,12 @@ def test_yaml_faults(tmp_path):
 
 
 def test_yaml_beats_deepspeed_and_says_so(tmp_path):
-    yaml = write(tmp_path, "run.yaml", "clip-grad: 2.0\nzero-preset: mics\n")
+    yaml = write(tmp_path, "run.yaml", "weight-decay: 2.0\nzero-preset: mics\n")
     config = run(
         deepspeed(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2}})
         + f" --config {yaml}"
     )
-    assert config.optimizer.clip_grad == 2.0 and config.zero.zero_preset == "mics"
+    assert config.optimizer.weight_decay == 2.0 and config.zero.zero_preset == "mics"
     assert any("zero-preset mics" in note and "overrides zero-stage 2" in note for note in config.notes)
 
 

@@ -173,7 +173,6 @@ def test_other_names_and_spellings(line, name, value):
         ("--num-experts 1 8", "mixtures of experts are not built"),
         ("--data-impl cached", "convert the data"),
         ("--glu-activation geglu", "SwiGLU is built"),
-        ("--weight-decay-incr-style cosine", "use --weight-decay"),
         ("--main-grads-dtype bf16", "sums of gradients are in fp32"),
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),
         ("--tensorboard-queue-size", "takes one value, got none"),

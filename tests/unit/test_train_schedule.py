@@ -33,18 +33,26 @@ FLAG_SETS, PLACES = 1000, 12
 def flag_set(draw: random.Random) -> dict[str, Any]:
     """The schedule's options of a run, by name, as Megatron takes them: anything that it does not assert against."""
     unit, total = draw.choice(("iters", "samples")), draw.randint(3, 300)
-    values: dict[str, Any] = {f"train_{unit}": total, "global_batch_size": draw.choice((1, 3, 8, 512)), "lr": 6e-4}
+    values: dict[str, Any] = {
+        f"train_{unit}": total,
+        "global_batch_size": draw.choice((1, 3, 8, 512)),
+        "lr": 6e-4,
+    }
     decay = draw.choice((total, total, draw.randint(2, 400)))
     if decay != total:
         values[f"lr_decay_{unit}"] = decay
     kind = draw.choice(("none", "none", "whole", "fraction"))
-    values |= {"whole": {f"lr_warmup_{unit}": draw.randrange(decay)}, "fraction": {"lr_warmup_fraction": 0.0137}}.get(
-        kind, {}
-    )
+    values |= {
+        "whole": {f"lr_warmup_{unit}": draw.randrange(decay)},
+        "fraction": {"lr_warmup_fraction": 0.0137},
+    }.get(kind, {})
     values |= {"min_lr": draw.choice((0.0, 3e-5)), "lr_warmup_init": draw.choice((0.0, 1e-5))}
     values["lr_decay_style"] = draw.choice((*STYLES, "WSD"))
     if values["lr_decay_style"] == "WSD":  # longer than the decay, too
-        values |= {f"lr_wsd_decay_{unit}": draw.randint(1, decay + 20), "lr_wsd_decay_style": draw.choice(WSD_STYLES)}
+        values |= {
+            f"lr_wsd_decay_{unit}": draw.randint(1, decay + 20),
+            "lr_wsd_decay_style": draw.choice(WSD_STYLES),
+        }
     grows = draw.choice(("constant", "linear", "cosine"))
     if grows != "constant":
         values |= {"weight_decay_incr_style": grows, "start_weight_decay": 0.01, "end_weight_decay": 0.1}

@@ -17,8 +17,8 @@ FILE = "deepspeed.tsv"
 CONVERT = "convert"  # a heading of it
 ALWAYS_ON = ("sparse_attention", "compression_training")  # blocks without a switch
 SET_ASIDE = ("optimizer", "scheduler")
-# One rule says who decides: what DeepSpeed's engine does, its file decides, by DeepSpeed's own defaults where a key is
-# not there. What Megatron makes and passes to it, the optimizer and its schedule, flags decide.
+# One rule says who decides: what DeepSpeed's engine does, its file decides, by DeepSpeed's own defaults where a key
+# is not there. What Megatron makes and passes to it, the optimizer and its schedule, flags decide.
 DECIDES = "the file decides what DeepSpeed's engine does, and Megatron's flags do not"
 CLIP = 1.0  # of gradient_clipping, since June 2026; before it was 0
 # Of the block fp16: key -> (our field, DeepSpeed's own default).
@@ -221,8 +221,8 @@ def _clip(layer: Layer, said: Mapping[str, Any]) -> None:
     if value is None:
         value = CLIP
         layer.notes.append(
-            f"{where} is not there: gradients are clipped at {CLIP}, DeepSpeed's default since June 2026. Before it was "
-            'none: write "gradient_clipping": 0 to repeat such a run'
+            f"{where} is not there: gradients are clipped at {CLIP}, DeepSpeed's default since June 2026. Before it "
+            'was none: write "gradient_clipping": 0 to repeat such a run'
         )
     layer.put(all_options()["clip_grad"], value, where)
     if "clip_grad" in layer.values:
@@ -231,12 +231,17 @@ def _clip(layer: Layer, said: Mapping[str, Any]) -> None:
 
 def _curriculum(layer: Layer, where: str, block: Any) -> None:
     """Take over lengths that grow: the block as DeepSpeed's CurriculumScheduler reads it."""
+    if not isinstance(block, dict):
+        layer.errors.append(f"{where} takes an object, got {block!r}")
+        return
     if not _asks("curriculum_learning", block):
         return
     schedule = block.get("schedule_config")
     kind, schedule = block.get("schedule_type"), schedule if isinstance(schedule, dict) else {}
     if block.get("curriculum_type", "seqlen") != "seqlen":
-        layer.errors.append(f"{where}.curriculum_type {block['curriculum_type']!r} is not built; only seqlen is")
+        layer.errors.append(
+            f"{where}.curriculum_type {block['curriculum_type']!r} is not built; only seqlen is"
+        )
         return
     keys, lengths = [block.get(f"{end}_difficulty") for end in ("min", "max")], schedule.get("difficulty", ())
     keys += [schedule.get("difficulty_step"), schedule.get("total_curriculum_step")]

@@ -51,9 +51,9 @@ def _faults(values: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
         yield "--train-tokens needs --global-batch-size: the run ends with the batch that reaches them"
     if "lr_warmup_tokens" in tokens and "lr_decay_tokens" not in tokens:
         yield "--lr-warmup-tokens needs --lr-decay-tokens; or use --lr-warmup-samples"
-    if "lr_decay_tokens" in tokens and _growing(values) and "lr_warmup_tokens" not in tokens:
-        if values.get("lr_warmup_samples") or values.get("lr_warmup_iters") or values.get("lr_warmup_fraction"):
-            yield "--lr-decay-tokens with lengths that grow needs the warm-up in tokens, too: --lr-warmup-tokens"
+    warmup = any(values.get(f"lr_warmup_{unit}") for unit in ("samples", "iters", "fraction"))
+    if "lr_decay_tokens" in tokens and "lr_warmup_tokens" not in tokens and warmup and _growing(values):
+        yield "--lr-decay-tokens with lengths that grow needs the warm-up in tokens, too: --lr-warmup-tokens"
     if values.get("train_iters") and (values.get("rampup_batch_size") or not values.get("global_batch_size")):
         yield (
             "lengths in tokens with --train-iters need one --global-batch-size, without --rampup-batch-size; use "
@@ -75,7 +75,9 @@ def _growing(values: Mapping[str, Any]) -> BatchConfig | None:
     if not ramp and not steps or min(ramp + steps) < 1 or (len(ramp) != 4 if ramp else len(steps) % 2 == 0):
         return None
     root = values.get("rampup_seq_length_root") or 1.0
-    return BatchConfig(micro_batch_size=1, rampup_seq_length=ramp, rampup_seq_length_root=root, seq_length_steps=steps)
+    return BatchConfig(
+        micro_batch_size=1, rampup_seq_length=ramp, rampup_seq_length_root=root, seq_length_steps=steps
+    )
 
 
 def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
@@ -94,7 +96,9 @@ def _in_samples(values: dict[str, Any], tokens: dict[str, int]) -> None:
         # The run ends with the last whole batch within --train-samples: the one that reaches the tokens.
         end = _sizes(values, batch).reaching(wanted)
         if grows:
-            end = SequenceLengths.of(length, grows).samples_reaching(tokens["train_tokens"], _sizes(values, batch))
+            end = SequenceLengths.of(length, grows).samples_reaching(
+                tokens["train_tokens"], _sizes(values, batch)
+            )
         values["train_samples"] = min(given, end) if given else end
     if "lr_decay_tokens" in tokens:
         values["lr_decay_samples"] = max(1, tokens["lr_decay_tokens"] // length)

@@ -31,14 +31,22 @@ class SequenceLengths:
     @classmethod
     def of(cls, full: int, batch: BatchConfig) -> SequenceLengths:
         """Return the lengths of a run whose samples have ``full`` tokens."""
-        words = batch.seq_length_steps
+        words = batch.seq_length_steps or ()
         steps = tuple(zip(words[::2], (*words[1::2], math.inf), strict=True)) if words else ()
-        return cls(full, batch.rampup_seq_length, batch.rampup_seq_length_root, steps)
+        return cls(full, batch.rampup_seq_length or (), batch.rampup_seq_length_root, steps)
 
     @property
     def settled(self) -> int:
         """Return the iteration from which on the length stays as it is."""
-        return self.ramp[3] if self.ramp else int(self.steps[-2][1]) + 1 if self.steps[1:] else 1
+        if not self.ramp:
+            return int(self.steps[-2][1]) + 1 if self.steps[1:] else 1
+        start, end, multiple, iterations = self.ramp
+        if start == end:
+            return 1
+        # Where END is no multiple, the length comes to it from the multiple above, which is later than ITERATIONS.
+        above = -(-end // multiple) * multiple
+        first = math.ceil(iterations * ((above - start) / (end - start)) ** self.root)
+        return first if self.at(first) >= min(end, self.full) else first + 1  # of rounding
 
     def at(self, iteration: int) -> int:
         """Return the tokens of each sample in an iteration, counted from 1."""
@@ -64,4 +72,8 @@ class SequenceLengths:
         while done < tokens and iteration < self.settled:
             iteration, batch = iteration + 1, sizes.batch_size(samples)
             samples, done = samples + batch, done + batch * self.at(iteration)
-        return samples if done >= tokens else sizes.reaching(samples - (done - tokens) // self.at(self.settled), samples)
+        return (
+            samples
+            if done >= tokens
+            else sizes.reaching(samples - (done - tokens) // self.at(self.settled), samples)
+        )

@@ -93,7 +93,7 @@ GROWING: Mapping[str, Callable[[float], float]] = MappingProxyType(
 
 
 def of_schedule(name: str) -> bool:
-    """Tell whether an option says the learning rate or the weight decay at a time: Megatron keeps these when it saves."""
+    """Tell whether an option says the learning rate or weight decay at a time: Megatron saves those."""
     return name.startswith(("lr", "min_lr", "decoupled", "weight_decay", "start_", "end_"))
 
 

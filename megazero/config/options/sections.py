@@ -204,19 +204,20 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
-    rampup_seq_length: tuple[int, ...] = option(
-        (),
-        "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in steps "
-        "of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
+    rampup_seq_length: tuple[int, ...] | None = option(
+        None,
+        "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
+        "steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
     )
     rampup_seq_length_root: float = option(
         1.0, "degree of the root by which --rampup-seq-length grows; 1 is a straight line", above=0
     )
-    seq_length_steps: tuple[int, ...] = option(
-        (), "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH"
+    seq_length_steps: tuple[int, ...] | None = option(
+        None, "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH"
     )
     lr_by_tokens: bool = option(
-        False, "a sample counts in the learning rate's schedule as its share of --seq-length, where lengths grow"
+        False,
+        "a sample counts in the learning rate's schedule as its share of --seq-length, where lengths grow",
     )
     elastic: bool = option(
         False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"

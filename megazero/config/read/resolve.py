@@ -71,7 +71,9 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
     """
     use = values.get("use_checkpoint_opt_param_scheduler")
     if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*facts}):
-        return [f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"]
+        return [
+            f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
+        ]
     try:
         path = continued(values)
         stored = read_manifest(path).configuration if path else {}
@@ -83,10 +85,14 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
         return []
     if use:
         values |= before
-        said = " ".join(typed(all_options()[name], before[name]) for name in changed if before[name] is not None)
+        said = " ".join(
+            typed(all_options()[name], before[name]) for name in changed if before[name] is not None
+        )
         notes.append(f"--use-checkpoint-opt-param-scheduler: {said}, as in {path}")
     else:
-        said = ", ".join(f"{all_options()[name].flag} {show(now[name])} (was {show(before[name])})" for name in changed)
+        said = ", ".join(
+            f"{all_options()[name].flag} {show(now[name])} (was {show(before[name])})" for name in changed
+        )
         notes.append(
             f"the flags decide the schedule, which is not that of {path}: {said}. "
             "--use-checkpoint-opt-param-scheduler takes the checkpoint's"

@@ -165,6 +165,7 @@ def _opened(path: Path) -> Origin:
         left_out,
         str(path),
         state.get("rollbacks", sum(each.rollback for each in left_out)),
+        state.get("tokens", 0),
     )
     return Origin(progress, path, manifest, state)
 
