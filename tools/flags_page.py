@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from megazero.config.foreign.deepspeed import keys
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, Row
-from megazero.config.read.flags import FILES, default_text, section_text, spelling
+from megazero.config.options.fields import default_text
+from megazero.config.read.flags import FILES, section_text, spelling
 from megazero.config.run import all_options, section_types
 
 HEAD = """# Flags

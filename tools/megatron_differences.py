@@ -20,7 +20,8 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
     (
         "--deepspeed with --deepspeed_config",
         "DeepSpeed's engine clips gradients and scales losses by its file alone, whatever --clip-grad and "
-        "--loss-scale say; the optimizer and its schedule are Megatron's, whatever the file's `optimizer` and `scheduler` say",
+        "--loss-scale say; the optimizer and its schedule are Megatron's, whatever the file's `optimizer` and "
+        "`scheduler` say",
         "the same, with a note for each value that gives way. A file without `gradient_clipping` means 1.0",
         "that is DeepSpeed's default since June 2026; before it was 0, so published runs without the key were not "
         'clipped: `"gradient_clipping": 0` repeats them',

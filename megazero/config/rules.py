@@ -24,6 +24,7 @@ from megazero.config.options.data_inputs import (
     parse_weighted_splits,
 )
 from megazero.config.options.fields import show
+from megazero.config.options.optimizers import of_schedule
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
@@ -112,11 +113,13 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
 
 
 def _length(config: RunConfig) -> Iterator[str]:
-    training, opt = config.training, config.optimizer
+    training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
         yield "exactly one of --train-iters and --train-samples is required"
-        return
-    unit = config.lr_lengths.unit
+
+
+def _units(config: RunConfig) -> Iterator[str]:
+    opt, unit = config.optimizer, config.lr_lengths.unit
     other = "samples" if unit == "iterations" else "iters"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if getattr(opt, f"{name}_{other}"):
@@ -212,7 +215,10 @@ def _data(config: RunConfig) -> Iterator[str]:
     for source in TOKENIZERS.get(data.tokenizer_type or "", ()):
         if config.get(source) in (None, ""):
             yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
-    if data.tokenizer_type is None and config.model.vocab_size is None:
+
+
+def _vocabulary(config: RunConfig) -> Iterator[str]:
+    if config.data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 
 
@@ -285,6 +291,7 @@ def _planned(config: RunConfig) -> Iterator[str]:
         )
 
 
+_LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 # (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
@@ -298,7 +305,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
         ("pad_vocab_size_to", "make_vocab_size_divisible_by", "tensor_model_parallel_size"),
         lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
     ),
-    (("seq_length", "max_position_embeddings"), lambda c: model_rules.sequence(c.model)),
+    (("seq_length", "max_position_embeddings", "sliding_window"), lambda c: model_rules.sequence(c.model)),
     (
         (
             "num_attention_heads",
@@ -315,12 +322,17 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.schedule),
     (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.layers_per_stage),
     (("rampup_batch_size", "global_batch_size"), _ramp),
-    (("seq_length", "rampup_seq_length", "rampup_seq_length_root", "seq_length_steps"), _lengths),
-    ((), _length),
-    (("lr",), _schedule),
+    (
+        ("seq_length", "rampup_seq_length", "rampup_seq_length_root", "seq_length_steps", "lr_by_tokens"),
+        _lengths,
+    ),
+    (("train_iters", "train_samples"), _length),
+    (_LENGTHS, _units),
+    (_LENGTHS, _schedule),
     (("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"), _weight_decay),
-    (("data_path", *_APART.values(), *_WEIGHTED.values()), _source),
+    (("data_path", "mock_data", *_APART.values(), *_WEIGHTED.values()), _source),
     ((), _data),
+    (("tokenizer_type", "vocab_size", "tokenizer_model"), _vocabulary),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),

@@ -28,6 +28,8 @@ def find_errors(
     broken, errors = set(skip), []
     for opt in all_options().values():
         value = None if opt.name in missing else config.get(opt.name)
+        if broken.intersection(DERIVED_FROM.get(opt.name, ())):
+            broken.add(opt.name)
         if opt.name not in broken and (error := fault(opt, value)):
             errors.append(error)
             broken.add(opt.name)
@@ -53,6 +55,13 @@ def _own(name: str) -> bool:
     return name.startswith(("zero_", "spike_")) or name in OWN
 
 
+# What may follow from options that are not legal; where it was said itself, it is judged when these are right.
+DERIVED_FROM = {
+    "ffn_hidden_size": ("hidden_size",),
+    "kv_channels": ("hidden_size", "num_attention_heads"),
+    "num_query_groups": ("num_attention_heads",),
+    "max_position_embeddings": ("seq_length",),
+}
 OWN = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
 _SAVES = "--save and --save-interval"
 Condition = tuple[

@@ -58,7 +58,7 @@ def test_families_and_booleans_both_ways():
 
 
 def test_negative_numbers_are_values_not_flags():
-    assert errors("--weight-decay -1") == ("--weight-decay -1 must be at least 0; nearest: 0",)
+    assert errors("--weight-decay -1") == ("--weight-decay -1 must be at least 0; the default is 0.01",)
     assert errors("--weight-decay -.5e-1")[0].startswith("--weight-decay -0.05")
 
 
@@ -70,7 +70,7 @@ def test_a_repeated_flag_wins_and_is_noted():
 
 def test_all_faults_at_once_with_the_nearest_flag():
     found = errors(
-        "--num-layrs 3 --nope --lr x --fp16-lm-cross-entropy --swiglu 3 --seed --clip-grad 1 2 --zero-preset zero4"
+        "--num-layrs 3 --nope --lr x --fp16-lm-cross-entropy --swiglu 3 --seed --clip-grad 1 2 --zero-preset zeroo3"
     )
     assert "--num-layrs does not exist; nearest: --num-layers" in found
     assert any(line.startswith("--nope does not exist") for line in found)
@@ -82,7 +82,7 @@ def test_all_faults_at_once_with_the_nearest_flag():
     assert "--seed takes one value, got none" in found
     assert "--clip-grad takes one value, got 1 2" in found
     assert (
-        "--zero-preset zero4 is not one of" in found[-1] and "nearest: zero" in found[-1]
+        "--zero-preset zeroo3 is not one of" in found[-1] and "nearest: zero3" in found[-1]
     )  # after the flags
     assert len(found) == 8
 

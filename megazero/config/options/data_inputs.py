@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 GPT2BPE = "GPT2BPETokenizer"
@@ -132,6 +133,17 @@ def parse_split(split: str) -> tuple[float, float, float]:
         raise ValueError(f"{split!r} must be up to three shares with a sum above 0; nearest: 969,30,1")
     train, valid, test = [*shares, 0.0, 0.0][:3]
     return train, valid, test
+
+
+def missing_file(prefix: str) -> str:
+    """Return the line for the file of a data set that is not there, or ''."""
+    for ending in (".idx", ".bin"):
+        if not Path(f"{prefix}{ending}").is_file():
+            return (
+                f"{prefix}{ending} does not exist; the data path is the common prefix of a .bin and an .idx file "
+                "(as tools/preprocess_data.py prints it, usually ending in _text_document)"
+            )
+    return ""
 
 
 def _number(word: str) -> float | None:

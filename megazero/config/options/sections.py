@@ -234,13 +234,13 @@ class TrainingConfig:
 
     train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
     train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
-    exit_interval: int | None = option(None, "save and exit at iterations divisible by this", low=1)
-    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
+    exit_interval: int | None = option(None, "save and exit at iterations divisible by this; 0: never", low=0)
+    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes; 0: never", low=0)
     kill_switch_path: str | None = option(
         None, "save and exit when this file is there, at the end of an iteration; at the start do not begin"
     )
     exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
-    eval_interval: int = option(1000, "iterations between evaluations", low=1)
+    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0)
     eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
@@ -347,7 +347,9 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = option(
         False, "a --load without a checkpoint is an error even where it is the folder of --save"
     )
-    save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
+    save_interval: int | None = option(
+        None, "iterations between checkpoints (default, and 0: at exit only)", low=0
+    )
     save_retain_interval: int | None = option(
         None,
         "iterations between checkpoints that are kept for ever (the first at or after each multiple); of the others "

@@ -22,6 +22,8 @@ from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
 from megazero.config.run import RunConfig, World, all_options
 
+ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
+
 
 def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str], list[str]]:
     """Return the completed configuration with its notes, what is missing, and error lines.
@@ -37,10 +39,16 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     values, taken, clashes = take_architecture(values)
     notes, errors = [*notes, *taken], [*errors, *clashes]
+    unread = values.get("load") and f"--load {values['load']}: "
+    if unread and any(line.startswith(unread) for line in clashes):  # what it has need not be said
+        said.failed.update(
+            o.name for o in all_options().values() if o.section == "model" and o.name not in values
+        )
     errors += _complete_schedule(values, said.facts, notes)
     notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
+    values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
     errors += _complete_batch(values, accumulation, world, notes)
