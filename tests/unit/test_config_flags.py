@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, RunConfig, make_config, parse
+from megazero.config.__main__ import main as show_config
 from megazero.config.foreign.megatron import flags
+from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options, stored_values
 from megazero.families import FAMILIES
+from megazero.plan.options import with_stand_ins
+from megazero.train.data.datasets import tokenizer_info, with_vocabulary
 from tests.unit.command_lines import BASE, WORLD, deepspeed, errors, run, write
 from tools.flags_page import markdown
 
@@ -315,3 +319,17 @@ def test_command_line_status(flags, status):
 def test_flags_page_is_current():
     page = (ROOT / "docs" / "flags.md").read_text()
     assert page == markdown(), "run: python tools/flags_page.py > docs/flags.md"
+
+
+@pytest.mark.parametrize("words, vocabulary", [("--tokenizer-type NullTokenizer", 101), ("", 100)])
+def test_the_vocabulary_shown_and_planned_is_that_of_the_run(words, vocabulary, monkeypatch, capsys):
+    """A null tokenizer has the end of document beyond --vocab-size, as in Megatron."""
+    config = run(words)
+    trained = with_vocabulary(config, tokenizer_info(config)).model
+    assert trained.vocab_size == vocabulary
+    monkeypatch.setattr(sys, "argv", ["config", *BASE, *words.split()])
+    assert show_config() == 0
+    shown = capsys.readouterr().out
+    assert f"vocabulary {vocabulary}" in shown and f"{parameter_count(trained):,} parameters" in shown
+    said = {"vocab_size": 100, "tokenizer_type": config.data.tokenizer_type}
+    assert with_stand_ins(said)["vocab_size"] == vocabulary

@@ -23,6 +23,17 @@ TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+NULL = "NullTokenizer"
+
+
+def run_vocabulary(kind: str | None, size: int | None) -> int | None:
+    """Return the vocabulary of a run with --tokenizer-type ``kind`` and --vocab-size ``size``, if it is known.
+
+    A null tokenizer has the end of document beyond it, as in Megatron. Other tokenizers have at most ``size``.
+    """
+    return size + 1 if kind == NULL and size is not None else size
+
+
 SPLITS = ("train", "valid", "test")
 WHOLE = (0.0, 1.0)
 
