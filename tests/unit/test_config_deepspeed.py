@@ -5,6 +5,7 @@ import math
 import pytest
 
 from megazero.config import ConfigError, parse
+from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.config.layout.sequence_lengths import SequenceLengths
 from tests.unit.command_lines import WORLD, base_without, deepspeed, errors, run
 
@@ -248,6 +249,9 @@ def test_lengths_in_tokens_count_what_growing_samples_have(tmp_path):
         tokens += 16 * lengths.at(iterations)
     assert config.training.train_samples == 16 * iterations > 60000 / 32
     assert config.batch.lr_by_tokens and config.optimizer.lr_decay_samples == 1000
+    sizes, reached = BatchSizeRampup(16, 0, 0, 16, 1, 1), 16 * sum(map(lengths.at, range(1, 41)))
+    found = [lengths.samples_reaching(tokens, sizes) for tokens in (reached - 1, reached, reached + 1)]
+    assert found == [640, 640, 656]
     even = parse(flags, WORLD)
     assert even.training.train_samples == 1888 and not even.batch.lr_by_tokens
     mixed = [*flags[:-2], "--lr-warmup-samples", "9", *path]

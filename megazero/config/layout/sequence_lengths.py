@@ -72,8 +72,6 @@ class SequenceLengths:
         while done < tokens and iteration < self.settled:
             iteration, batch = iteration + 1, sizes.batch_size(samples)
             samples, done = samples + batch, done + batch * self.at(iteration)
-        return (
-            samples
-            if done >= tokens
-            else sizes.reaching(samples - (done - tokens) // self.at(self.settled), samples)
-        )
+        if done >= tokens:
+            return samples
+        return sizes.reaching(samples - (done - tokens) // self.at(self.settled), samples)
