@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
-from megazero.config import parse
+from megazero.config import ConfigError, parse
 from megazero.config.foreign import deepspeed, megatron
 from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
+from megazero.config.options.optimizers import of_schedule
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
 from tests.unit.command_lines import BASE, base_without, errors, run, write
@@ -273,3 +274,35 @@ def test_help_and_own_flags_do_not_read_the_tables():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert out.stdout.split()[-2:] == ["0", "1"]
+
+
+def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path):
+    """Megatron refuses other flags; here they decide, with a note, unless the checkpoint is asked for."""
+    before = run("--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.3")
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, before.to_dict(), {}))
+    same = "--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.3"
+    assert not any("schedule" in note for note in run(f"{same} --load {tmp_path}").notes)
+    longer = [w if w != "10" else "40" for w in BASE]  # --train-iters, and with it the decay
+    other = [*longer, *f"--load {tmp_path} --weight-decay 0.1 --clip-grad 2".split()]
+    flags = parse(other)
+    (note,) = (note for note in flags.notes if "the flags decide the schedule" in note)
+    for part in (
+        "--min-lr 0 (was 1e-05)",
+        "--lr-decay-style linear (was cosine)",
+        "--lr-decay-iters 40 (was 10)",
+        "--lr-warmup-fraction unset (was 0.1)",
+        "--weight-decay 0.1 (was 0.3)",
+    ):
+        assert part in note, note
+    assert "clip-grad" not in note and flags.lr_lengths.decay == 40 and flags.optimizer.weight_decay == 0.1
+    for word in ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"):
+        kept = parse([*other, word])
+        named = [name for name in all_options() if of_schedule(name) and name != "lr_decay_iters"]
+        assert [kept.get(name) for name in named] == [before.get(name) for name in named]
+        assert (
+            kept.lr_lengths.decay == 10 and kept.training.train_iters == 40 and kept.optimizer.clip_grad == 2
+        )
+        assert any("--lr-decay-style cosine" in note and "as in" in note for note in kept.notes)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        parse([*other, "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"])

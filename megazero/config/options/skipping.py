@@ -87,4 +87,4 @@ def due(interval: int | None, since: int, iteration: int) -> bool:
 
     All that comes at intervals asks this: a multiple may be among iterations that are passed over. None, 0: never.
     """
-    return bool(interval) and iteration // interval > since // interval
+    return iteration // interval > since // interval if interval else False
