@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 from megazero.config.errors import ConfigError
 from megazero.config.layout import pipeline_rules, wire_rules
-from megazero.config.layout.sequence_lengths import SequenceLengths
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
@@ -70,18 +69,12 @@ def _lengths(config: RunConfig) -> Iterator[str]:
             f"--seq-length-steps {show(steps)} must be LENGTH LAST_ITERATION ... LENGTH, with lengths and iterations "
             "that grow"
         )
-    else:
-        lengths, tp = SequenceLengths.of(full, batch), config.parallel.tensor_model_parallel_size
-        odd = (
-            next((each for each in lengths.every() if each % tp), None)
-            if config.parallel.sequence_parallel
-            else None
-        )
+    elif config.parallel.sequence_parallel:
+        tp = config.parallel.tensor_model_parallel_size
+        lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
+        odd = next((each for each in lengths if each % tp), None)
         if odd is not None:
-            yield (
-                f"lengths grow to {odd}, which does not divide by tensor-parallel size {tp}, as --sequence-parallel "
-                "needs"
-            )
+            yield f"{odd} tokens of a sample do not divide by tensor-parallel size {tp}, as --sequence-parallel needs"
 
 
 def _falls(one: int, next_one: int) -> bool:

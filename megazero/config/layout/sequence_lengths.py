@@ -7,7 +7,6 @@ tokens behind the iteration's length are dropped. An iteration takes as many sam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.config.layout.batch_sizes import BatchSizeRampup
@@ -57,14 +56,6 @@ class SequenceLengths:
         start, end, multiple, iterations = self.ramp
         wanted = math.floor((iteration / iterations) ** (1 / self.root) * (end - start) + start)
         return min(wanted - wanted % multiple, end, self.full)
-
-    def every(self) -> Iterator[int]:
-        """Yield the lengths that come, in order."""
-        last = 0
-        for iteration in range(1, self.settled + 1):
-            if self.at(iteration) != last:
-                last = self.at(iteration)
-                yield last
 
     def samples_reaching(self, tokens: int, sizes: BatchSizeRampup) -> int:
         """Return the samples consumed by the first iteration, from the beginning, that reaches ``tokens``."""

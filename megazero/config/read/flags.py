@@ -22,7 +22,7 @@ Section = TypeVar("Section")
 
 FILES = {
     "config": "run.yaml: defaults that flags override",
-    "deepspeed-config": "ds.json: weaker than --config",
+    "deepspeed-config": "ds.json: weaker than --config, but for clipping and the loss scale",
 }
 
 
