@@ -27,6 +27,18 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         'clipped: `"gradient_clipping": 0` repeats them',
     ),
     (
+        "--use_bias",
+        "(epfLLM) without it linear layers have no biases",
+        "linear layers of family gpt have biases without it; --disable-bias-linear leaves them out",
+        "the flags of other forks say the opposite, and one default holds for all",
+    ),
+    (
+        "--z-loss-strength, --use-z-loss",
+        "(LLM-jp, Swallow) validation losses include the z-loss, too; --use-z-loss is 1e-4",
+        "the same in training; evaluations report the loss without it",
+        "a validation loss is compared with other runs'",
+    ),
+    (
         "--override-opt_param-scheduler",
         "at a resume, flags of the schedule that are not the checkpoint's are an error; with this flag the flags "
         "decide, with --use-checkpoint-opt_param-scheduler the checkpoint",
