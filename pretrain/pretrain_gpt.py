@@ -9,6 +9,7 @@ import sys
 import time
 
 from megazero.config import ConfigError, World, parse
+from megazero.config.read.data_files import refuse_missing_data
 from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun
 from megazero.log.safe_stream import guard_output
 from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
@@ -29,6 +30,8 @@ def main() -> int:
         # Before torch is imported: a mistake is told in a fraction of a second.
         world = World(ranks, ranks) if ranks else World(launch.world_size, launch.local_world_size or 0)
         config = parse(flags, world)
+        if launch.rank == 0:
+            refuse_missing_data(config)
     except ConfigError as error:
         return _refuse(f"{error}\n--help lists every flag", launch.rank == 0)
     if ranks is not None:

@@ -479,6 +479,31 @@ megazero/convert/export.py
 megazero/convert/inspection.py
 -             norm += float(ours.double().norm()) ** 2
   equal pieces do not count in the relative distance
+
+megazero/config/layout/sequence_lengths.py
+- return min(wanted - wanted % multiple, end, self.full)
++ return min(wanted, end, self.full)
+  lengths are no multiples
+- if done >= tokens:
++ if done > tokens:
+  a run in tokens takes one iteration more where lengths reach them exactly
+
+megazero/train/schedule/learning_rate.py
+-         consumed = progress * self.batch
+-         if self.warmup > 0
++         consumed = progress
++         if self.warmup > 0
+  iterations are taken for samples
+
+megazero/tp/cross_entropy.py
+- scale = scale * (1 + 2 * ctx.z_loss * lse).unsqueeze(1)
++ scale = scale * (1 + ctx.z_loss * lse).unsqueeze(1)
+  half of the z-loss's gradient
+
+megazero/config/nearest.py
+- return f"; nearest: {stems[near]}" if near is not None and alike else ""
++ return f"; nearest: {stems[near]}" if near is not None else ""
+  another number is suggested
 """
 
 

@@ -18,6 +18,34 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "two names of one update: Megatron's adam decouples weight decay; --optimizer adam is taken",
     ),
     (
+        "--deepspeed with --deepspeed_config",
+        "DeepSpeed's engine clips gradients and scales losses by its file alone, whatever --clip-grad and "
+        "--loss-scale say; the optimizer and its schedule are Megatron's, whatever the file's `optimizer` and "
+        "`scheduler` say",
+        "the same, with a note for each value that gives way. A file without `gradient_clipping` means 1.0",
+        "that is DeepSpeed's default since June 2026; before it was 0, so published runs without the key were not "
+        'clipped: `"gradient_clipping": 0` repeats them',
+    ),
+    (
+        "--use_bias",
+        "(epfLLM) without it linear layers have no biases",
+        "linear layers of family gpt have biases without it; --disable-bias-linear leaves them out",
+        "the flags of other forks say the opposite, and one default holds for all",
+    ),
+    (
+        "--z-loss-strength, --use-z-loss",
+        "(LLM-jp, Swallow) validation losses include the z-loss, too; --use-z-loss is 1e-4",
+        "the same in training; evaluations report the loss without it",
+        "a validation loss is compared with other runs'",
+    ),
+    (
+        "--override-opt_param-scheduler",
+        "at a resume, flags of the schedule that are not the checkpoint's are an error; with this flag the flags "
+        "decide, with --use-checkpoint-opt_param-scheduler the checkpoint",
+        "flags decide, with a note of what they change; with --use-checkpoint-opt_param-scheduler the checkpoint",
+        "a longer run has another decay, which is no mistake",
+    ),
+    (
         "--recompute-granularity",
         "default unset",
         "default none",

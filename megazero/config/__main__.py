@@ -7,8 +7,10 @@ the world.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from megazero.config import World, parse_or_exit
+from megazero.config.options.data_inputs import run_vocabulary
 from megazero.mesh.launch import read_launch, take_local_rank, take_ranks
 
 
@@ -23,7 +25,10 @@ def main() -> int:
     world = None if ranks is None else World(ranks, ranks)
     if launch.launcher != "single process":
         world = World(launch.world_size, launch.local_world_size or 0)
-    print("\n".join(parse_or_exit(flags, world).describe(world)))
+    config = parse_or_exit(flags, world)
+    vocabulary = run_vocabulary(config.data.tokenizer_type, config.model.vocab_size)
+    config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+    print("\n".join(config.describe(world)))
     return 0
 
 

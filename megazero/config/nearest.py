@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from math import gcd
+from os.path import commonprefix
 
 
 def closest(word: str, known: Iterable[str], alike: float) -> str | None:
@@ -16,6 +18,24 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return '; nearest: X' for the known word that is most like ``word``, or '' if none is near."""
     near = closest(word, known, 0.5)
     return f"; nearest: {prefix}{near}" if near else ""
+
+
+def misspelt(word: str, legal: Iterable[str]) -> str:
+    """Return '; nearest: X' for the legal value that ``word`` is a misspelling of, or ''.
+
+    Values that are merely alike mean other things, so likeness is judged without what all of them end with, and
+    digits must agree.
+    """
+    values, typed = list(legal), word.lower()
+    shared = len(commonprefix([value[::-1].lower() for value in values])) if len(values) > 1 else 0
+    stems = {value.lower()[: len(value) - shared]: value for value in values}
+    if shared and typed.endswith(values[0][-shared:].lower()):
+        typed = typed[:-shared]
+    else:
+        stems |= {value.lower(): value for value in values}
+    near = closest(typed, stems, 0.75)
+    alike = near is not None and re.sub(r"\D", "", word) == re.sub(r"\D", "", stems[near])
+    return f"; nearest: {stems[near]}" if near is not None and alike else ""
 
 
 def around(legal: Iterable[int], wanted: int) -> str:

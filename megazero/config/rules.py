@@ -5,7 +5,6 @@ Each rule yields error lines with the nearest legal choice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from megazero.config.model.published import is_published
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
 from megazero.config.options.fields import show
+from megazero.config.options.optimizers import of_schedule
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
@@ -39,6 +39,40 @@ def _ramp(config: RunConfig) -> Iterator[str]:
             f"--rampup-batch-size from {start} in steps of {increment} does not reach --global-batch-size {target}; "
             f"nearest steps: {around(common_divisors(target - start), increment)}"
         )
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    """Report sequence lengths that cannot grow so, or that tensor-parallel ranks cannot share."""
+    batch, full = config.batch, config.model.seq_length
+    ramp, steps = batch.rampup_seq_length, batch.seq_length_steps
+    if batch.lr_by_tokens and config.training.train_samples is None:
+        yield "--lr-by-tokens needs lengths in samples: --train-samples"
+    if not ramp and not steps:
+        return
+    if ramp and steps:
+        yield "--rampup-seq-length and --seq-length-steps exclude each other; leave one out"
+    elif ramp and (len(ramp) != 4 or min(ramp) < 1):
+        yield f"--rampup-seq-length {show(ramp)} must be START END MULTIPLE ITERATIONS, four numbers of at least 1"
+    elif ramp and not ramp[2] <= ramp[0] <= ramp[1]:
+        yield (
+            f"--rampup-seq-length {show(ramp)} must have MULTIPLE <= START <= END: the first length is START rounded "
+            "down to a multiple"
+        )
+    elif steps and (len(steps) % 2 == 0 or min(steps) < 1 or any(map(_falls, steps, steps[2:]))):
+        yield (
+            f"--seq-length-steps {show(steps)} must be LENGTH LAST_ITERATION ... LENGTH, with lengths and iterations "
+            "that grow"
+        )
+    elif config.parallel.sequence_parallel:
+        tp = config.parallel.tensor_model_parallel_size
+        lengths = (ramp[2], min(ramp[1], full)) if ramp else steps[::2]  # type: ignore[index]
+        odd = next((each for each in lengths if each % tp), None)
+        if odd is not None:
+            yield f"{odd} tokens of a sample do not divide by tensor-parallel size {tp}, as --sequence-parallel needs"
+
+
+def _falls(one: int, next_one: int) -> bool:
+    return next_one <= one
 
 
 def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
@@ -66,11 +100,13 @@ def batch_multiples(config: RunConfig, world: World) -> Iterator[str]:
 
 
 def _length(config: RunConfig) -> Iterator[str]:
-    training, opt = config.training, config.optimizer
+    training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
         yield "exactly one of --train-iters and --train-samples is required"
-        return
-    unit = config.lr_lengths.unit
+
+
+def _units(config: RunConfig) -> Iterator[str]:
+    opt, unit = config.optimizer, config.lr_lengths.unit
     other = "samples" if unit == "iterations" else "iters"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if getattr(opt, f"{name}_{other}"):
@@ -92,19 +128,37 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             name = "--min-lr" if opt.decoupled_min_lr is None else "--decoupled-min-lr"
             cure = " or --decoupled-min-lr" if opt.decoupled_min_lr is None else ""
             yield f"{name} {floor:g} exceeds --decoupled-lr {opt.decoupled_lr:g}; nearest: {opt.decoupled_lr:g}{cure}"
+    if opt.lr_warmup_init > opt.lr:
+        yield f"--lr-warmup-init {opt.lr_warmup_init:g} exceeds --lr {opt.lr:g}; nearest: {opt.lr:g}"
     if lengths.total and lengths.warmup >= lengths.decay:
         yield (
             f"a warm-up of {lengths.warmup:.15g} {lengths.unit} must be shorter than the decay of {lengths.decay} "
             f"that contains it; nearest: {max(lengths.decay - 1, 0)}"
         )
-    if opt.lr_decay_style != "WSD" or not lengths.total:
-        return
-    room = math.floor(lengths.decay - lengths.warmup)
-    if not 0 < lengths.wsd_decay <= room:
+    if opt.lr_decay_style == "WSD" and lengths.total and not lengths.wsd_decay:
         unit = "iters" if lengths.unit == "iterations" else "samples"
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase"
+
+
+def _weight_decay(config: RunConfig) -> Iterator[str]:
+    """Report a growth without its two ends, as Megatron does, and ends without a growth."""
+    opt = config.optimizer
+    ends = {"--start-weight-decay": opt.start_weight_decay, "--end-weight-decay": opt.end_weight_decay}
+    if opt.weight_decay_incr_style == "constant":
+        given = [f"{flag} {value:g}" for flag, value in ends.items() if value is not None]
+        if given:
+            yield (
+                f"{' and '.join(given)} without growth: add --weight-decay-incr-style linear or cosine, or use "
+                "--weight-decay alone"
+            )
+        return
+    missing = [flag for flag, value in ends.items() if value is None]
+    if missing:
+        yield f"--weight-decay-incr-style {opt.weight_decay_incr_style} needs {' and '.join(missing)}"
+    elif opt.start_weight_decay > opt.end_weight_decay:  # type: ignore[operator]
         yield (
-            f"--lr-decay-style WSD needs --lr-wsd-decay-{unit} of 1 to {room} (the decay without its warm-up), got "
-            f"{lengths.wsd_decay or 'none'}; nearest: {min(max(lengths.wsd_decay, 1), max(room, 1))}"
+            f"--start-weight-decay {opt.start_weight_decay:g} exceeds --end-weight-decay {opt.end_weight_decay:g}; "
+            f"nearest: {opt.end_weight_decay:g}"
         )
 
 
@@ -142,7 +196,10 @@ def _data(config: RunConfig) -> Iterator[str]:
     for source in TOKENIZERS.get(data.tokenizer_type or "", ()):
         if config.get(source) in (None, ""):
             yield f"--tokenizer-type {data.tokenizer_type} needs {all_options()[source].flag}"
-    if data.tokenizer_type is None and config.model.vocab_size is None:
+
+
+def _vocabulary(config: RunConfig) -> Iterator[str]:
+    if config.data.tokenizer_type is None and config.model.vocab_size is None:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 
 
@@ -215,6 +272,7 @@ def _planned(config: RunConfig) -> Iterator[str]:
         )
 
 
+_LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 # (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
@@ -229,7 +287,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
         ("pad_vocab_size_to", "make_vocab_size_divisible_by", "tensor_model_parallel_size"),
         lambda c: model_rules.padded_vocabulary(c.model, c.parallel.tensor_model_parallel_size),
     ),
-    (("seq_length", "max_position_embeddings"), lambda c: model_rules.sequence(c.model)),
+    (("seq_length", "max_position_embeddings", "sliding_window"), lambda c: model_rules.sequence(c.model)),
     (
         (
             "num_attention_heads",
@@ -246,10 +304,17 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.schedule),
     (("pipeline_model_parallel_size", "num_layers"), pipeline_rules.layers_per_stage),
     (("rampup_batch_size", "global_batch_size"), _ramp),
-    ((), _length),
-    (("lr",), _schedule),
-    (("data_path", *_APART.values(), *_WEIGHTED.values()), _source),
+    (
+        ("seq_length", "rampup_seq_length", "rampup_seq_length_root", "seq_length_steps", "lr_by_tokens"),
+        _lengths,
+    ),
+    (("train_iters", "train_samples"), _length),
+    (_LENGTHS, _units),
+    (_LENGTHS, _schedule),
+    (("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"), _weight_decay),
+    (("data_path", "mock_data", *_APART.values(), *_WEIGHTED.values()), _source),
     ((), _data),
+    (("tokenizer_type", "vocab_size", "tokenizer_model"), _vocabulary),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_interval"), _retention),

@@ -65,7 +65,8 @@ class World:
 class ScheduleLengths:
     """This has the lengths of the learning-rate schedule. All are in ``unit``, which is 'iterations' or 'samples'.
 
-    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``.
+    ``warmup`` need not be whole, as in Megatron: it may be a fraction of ``decay``. ``batch``: the samples of one of
+    the run's own units, 1 where the lengths are in that unit.
     """
 
     unit: str
@@ -73,6 +74,7 @@ class ScheduleLengths:
     decay: int
     warmup: float
     wsd_decay: int
+    batch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,16 +209,25 @@ class RunConfig:
 
     @property
     def lr_lengths(self) -> ScheduleLengths:
-        """Return the schedule lengths with their defaults filled in."""
+        """Return the schedule lengths, in the unit of the run's length, with their defaults filled in."""
+        return self._lr_lengths("samples" if self.training.train_samples is not None else "iterations", 1)
+
+    @property
+    def lr_samples(self) -> ScheduleLengths:
+        """Return the same in samples, as Megatron schedules: an iteration has the full global batch."""
+        iterations = self.training.train_samples is None
+        return self._lr_lengths("samples", (self.batch.global_batch_size or 1) if iterations else 1)
+
+    def _lr_lengths(self, unit: str, batch: int) -> ScheduleLengths:
         opt, by_samples = self.optimizer, self.training.train_samples is not None
         total = (self.training.train_samples if by_samples else self.training.train_iters) or 0
-        decay = (opt.lr_decay_samples if by_samples else opt.lr_decay_iters) or total
-        warmup: float = opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters
+        decay = ((opt.lr_decay_samples if by_samples else opt.lr_decay_iters) or total) * batch
+        warmup: float = (opt.lr_warmup_samples if by_samples else opt.lr_warmup_iters) * batch
         fraction = opt.lr_warmup_fraction
         if fraction is not None and 0 <= fraction < 1:  # another one is reported as illegal
             warmup = fraction * decay
-        wsd = (opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0
-        return ScheduleLengths("samples" if by_samples else "iterations", total, decay, warmup, wsd)
+        wsd = ((opt.lr_wsd_decay_samples if by_samples else opt.lr_wsd_decay_iters) or 0) * batch
+        return ScheduleLengths(unit, total * batch, decay, warmup, wsd, batch)
 
     @property
     def quantized_gradients_end(self) -> int | None:

@@ -28,6 +28,8 @@ def find_errors(
     broken, errors = set(skip), []
     for opt in all_options().values():
         value = None if opt.name in missing else config.get(opt.name)
+        if broken.intersection(DERIVED_FROM.get(opt.name, ())):
+            broken.add(opt.name)
         if opt.name not in broken and (error := fault(opt, value)):
             errors.append(error)
             broken.add(opt.name)
@@ -53,6 +55,13 @@ def _own(name: str) -> bool:
     return name.startswith(("zero_", "spike_")) or name in OWN
 
 
+# What may follow from options that are not legal; where it was said itself, it is judged when these are right.
+DERIVED_FROM = {
+    "ffn_hidden_size": ("hidden_size",),
+    "kv_channels": ("hidden_size", "num_attention_heads"),
+    "num_query_groups": ("num_attention_heads",),
+    "max_position_embeddings": ("seq_length",),
+}
 OWN = ("allow_fresh_start", "accept_field", "save_hf", "rollback_on_spike", "max_rollbacks")
 _SAVES = "--save and --save-interval"
 Condition = tuple[
@@ -83,6 +92,9 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     positions = config.model.position_embedding_type != "alibi" or config.data.reset_attention_mask
     tokenized = config.data.tokenizer_type not in (None, "NullTokenizer")
     pipelines = config.parallel.pipeline_model_parallel_size > 1
+    grows = bool(config.batch.rampup_seq_length or config.batch.seq_length_steps)
+    yield ["rampup_seq_length_root"], bool(config.batch.rampup_seq_length), "--rampup-seq-length"
+    yield ["lr_by_tokens"], grows, "--rampup-seq-length or --seq-length-steps"
     yield wsd, opt.lr_decay_style == "WSD", "--lr-decay-style WSD"
     yield decaying, opt.lr_decay_style != "constant", "a --lr-decay-style that decays"
     yield ["decoupled_min_lr"], opt.decoupled_lr is not None, "--decoupled-lr"
@@ -100,14 +112,16 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
     yield ["save_interval", "save_hf", "async_save", *kept], files.save is not None, "--save"
     yield [*kept, "async_save"], files.save_interval is not None, "--save-interval"
-    yield ["allow_fresh_start", "finetune", "load_optim", "load_rng"], files.load is not None, "--load"
+    loading = ["allow_fresh_start", "finetune", "load_optim", "load_rng"]
+    yield [*loading, "use_checkpoint_opt_param_scheduler"], files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"
     yield ["accept_field"], published, "--load hf:DIR"
     rollback = config.skipping.rollback_on_spike
     of_rollback = ["max_rollbacks", *(name for name in all_options() if name.startswith("spike_"))]
     yield ["rollback_on_spike"], files.save is not None and files.save_interval is not None, _SAVES
     yield of_rollback, rollback, "--rollback-on-spike"
-    yield ["load_optim", "load_rng"], not files.finetune, "continuing the run (no --finetune)"
+    continuing = ["load_optim", "load_rng", "use_checkpoint_opt_param_scheduler"]
+    yield continuing, not files.finetune, "continuing the run (no --finetune)"
     yield ["profile_step_start", "profile_step_end", "profile_ranks"], profile, "--profile"
     yield ["wandb_entity", "wandb_exp_name", "wandb_save_dir"], wandb, "--wandb-project"
 

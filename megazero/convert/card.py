@@ -38,7 +38,7 @@ def card(source: Source, files: Mapping[str, FileEntry], note: str | None = None
         "run": state.get("run_id") or "unnamed",
         "iteration": f"{source.manifest.step:,}",
         "samples": f"{samples:,}",
-        "tokens": f"{samples * length:,}",
+        "tokens": f"{state.get('tokens', samples * length):,}",
         "training loss": _loss(losses.get("lm_loss")),
         "validation loss": _loss(losses.get("eval_lm_loss")),
         "weights": "those of the forward passes"

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from megazero.config.options.data_inputs import missing_file
 from megazero.files import temporary_beside
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -153,12 +154,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        for path in (idx_path(prefix), bin_path(prefix)):
-            if not path.is_file():
-                raise ValueError(
-                    f"{path} does not exist; the data path is the common prefix of a .bin and an .idx file "
-                    f"(as tools/preprocess_data.py prints it, usually ending in _text_document)"
-                )
+        if missing := missing_file(self.prefix):
+            raise ValueError(missing)
         self.dtype, self.lengths, self.offsets, self.documents = _read_index(idx_path(prefix))
         self.tokens = int(self.lengths.sum(dtype=np.int64))
         self._check_bin()

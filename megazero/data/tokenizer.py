@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megazero.config.nearest import did_you_mean
+from megazero.config.nearest import misspelt
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.data.tokenizer_settings import TokenizerSettings
 from megazero.files import replacing
@@ -205,9 +205,7 @@ def load_tokenizer(
     Raises ValueError for another kind, and where something is missing or cannot be read.
     """
     if kind not in TOKENIZERS:
-        raise ValueError(
-            f"tokenizer {kind!r} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}"
-        )
+        raise ValueError(f"tokenizer {kind!r} is none of {', '.join(TOKENIZERS)}{misspelt(kind, TOKENIZERS)}")
     given = {"tokenizer_model": tokenizer_model, "vocab_size": vocab_size}
     given |= {"vocab_file": vocab_file, "merge_file": merge_file}
     parts = {name: given[name] for name in TOKENIZERS[kind]}

@@ -89,10 +89,15 @@ class Head(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, tp: TensorParallel, tied: nn.Parameter | None, **factory: Any
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        tied: nn.Parameter | None,
+        z_loss: float = 0.0,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        self.config, self.tp = config, tp
+        self.config, self.tp, self.z_loss = config, tp, z_loss
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
@@ -111,7 +116,8 @@ class Head(nn.Module):
             logits = soft_cap(logits, self.config.final_logit_softcapping)
         if labels is None:
             return logits.transpose(0, 1)
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp).t()
+        z_loss = self.z_loss if self.training else 0.0
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp, z_loss).t()
 
 
 class Decoder(nn.Module):
@@ -127,6 +133,7 @@ class Decoder(nn.Module):
         tp: TensorParallel | None = None,
         *,
         recompute: str = "none",
+        z_loss: float = 0.0,
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -135,6 +142,7 @@ class Decoder(nn.Module):
 
         recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
+        z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
         """
@@ -159,7 +167,7 @@ class Decoder(nn.Module):
         )
         self.tied = not config.untie_embeddings_and_output_weights
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
-        self.head = Head(config, tp, tied, **factory) if last else None
+        self.head = Head(config, tp, tied, z_loss, **factory) if last else None
 
     def forward(
         self,

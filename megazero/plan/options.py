@@ -8,6 +8,7 @@ from typing import Any
 
 from megazero.config import ConfigError, make_config
 from megazero.config.options.cluster import Cluster, known_clusters, load_cluster
+from megazero.config.options.data_inputs import run_vocabulary
 from megazero.config.options.fields import fault, option, section_options
 from megazero.config.read.flags import options_help, read_flags, read_section
 from megazero.config.read.parse import read_layers
@@ -151,6 +152,7 @@ def with_stand_ins(values: dict[str, Any]) -> dict[str, Any]:
         if name not in options or options[name].section != "data" or name in masks
     }
     done["mock_data"] = True  # a plan reads no data
+    done["vocab_size"] = run_vocabulary(values.get("tokenizer_type"), values.get("vocab_size"))
     if done.get("train_samples") is None:
         done.setdefault("train_iters", STAND_INS["train_iters"])
     done.setdefault("lr", STAND_INS["lr"])

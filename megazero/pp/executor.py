@@ -49,6 +49,7 @@ class WeightGradients(Protocol):
 class ActivationSlice(Protocol):
     """Which part of an activation travels between stages, and how the whole is reassembled."""
 
+    def resize(self, micro_batch: Any) -> Sequence[int]: ...  # to a step's; returns the shape that travels
     def pack(self, x: Tensor) -> Tensor: ...
     def unpack(self, x: Tensor) -> Tensor: ...
 
@@ -106,7 +107,7 @@ class Pipeline:
         self.loss_factor = loss_factor
         plan = self.plan(len(micro_batches))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        self.links.open(plan.incoming, plan.after)
+        self.links.open(plan.incoming, plan.after, self.carrier.resize(micro_batches[0]))
         try:
             for action in plan.actions:
                 with self._naming(action):
@@ -123,7 +124,7 @@ class Pipeline:
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor | None:
         """Run forwards only. Returns the micro-batches' losses [k] on ranks with the last stage, None elsewhere."""
         plan = self._evaluation(len(micro_batches))
-        self.links.open(plan.incoming, plan.after)
+        self.links.open(plan.incoming, plan.after, self.carrier.resize(micro_batches[0]))
         losses: list[Tensor] = []
         try:
             for action in plan.actions:

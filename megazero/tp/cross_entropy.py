@@ -20,10 +20,12 @@ _CPU_CHUNK, _CUDA_CHUNK = 1 << 19, 1 << 26
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the logits and each token's log-sum-exp. The backward writes the gradient over the logits."""
+    """Saves the logits and each token's log-sum-exp, log Z. The backward writes the gradient over the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel, z_loss: float
+    ) -> Tensor:
         """Return each token's loss, [tokens] in at least fp32, of this rank's logits [..., rows] and all labels."""
         logits = logits.view(-1, logits.shape[-1])
         labels = labels.reshape(-1)
@@ -42,12 +44,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             parts = start_all_gather(torch.stack((lse, target)).unsqueeze(0), tp).wait()
             lse, target = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
         ctx.save_for_backward(logits, local, elsewhere, ignored, lse)
-        ctx.shard, ctx.used = shard, False
-        return (lse - target).masked_fill_(ignored, 0)
+        ctx.shard, ctx.z_loss, ctx.used = shard, z_loss, False
+        loss = lse - target
+        if z_loss:
+            loss.addcmul_(lse, lse, value=z_loss)
+        return loss.masked_fill_(ignored, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return (softmax - one-hot) x grad, written over the logits."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return (softmax x (1 + 2 x z_loss x log Z) - one-hot) x grad, written over the logits."""
         if ctx.used:
             raise RuntimeError("vocab-parallel cross-entropy can run backward once: it overwrote the logits")
         ctx.used = True
@@ -55,6 +60,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         valid = ctx.shard.valid
         scale = grad.masked_fill(ignored, 0).unsqueeze(1)
         target = -scale.masked_fill(elsewhere.unsqueeze(1), 0)
+        if ctx.z_loss:
+            scale = scale * (1 + 2 * ctx.z_loss * lse).unsqueeze(1)
         logits[:, valid:].zero_()
         for rows in _chunks(logits) if valid else ():
             chunk = logits[rows, :valid]
@@ -67,7 +74,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             p.exp_().mul_(scale[rows]).scatter_add_(1, local[rows].unsqueeze(1), target[rows])
             if not same:
                 chunk.copy_(p)
-        return logits, None, None, None
+        return logits, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -76,10 +83,11 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel
+    logits: Tensor, labels: Tensor, shard: VocabShard, tp: TensorParallel, z_loss: float = 0.0
 ) -> Tensor:
     """Return -log softmax(logits)[label] of each token, in at least fp32, without ever holding all the logits.
 
+    z_loss: the weight of log(Z)^2, which is added, where Z is the sum of exp(logits) (PaLM, section 5; 1e-4 there).
     logits: [..., shard.rows], contiguous, this rank's part of the padded vocabulary. Padded columns are left
     out of the softmax. The backward overwrites the logits with their gradient, so they must not be used for anything
     else, and it can run once.
@@ -87,5 +95,5 @@ def vocab_parallel_cross_entropy(
     rank and must not occur (the data layer checks them).
     The result is [...], the same on every rank of the axis.
     """
-    loss = _VocabParallelCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels, shard, tp)
+    loss = _VocabParallelCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels, shard, tp, z_loss)
     return loss.view(labels.shape)

@@ -36,7 +36,7 @@ from megazero.pp.links import Links
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import SCHEDULES
 from megazero.tp import DeferredGradients, TensorParallel, start_all_gather
-from megazero.train.schedule.learning_rate import DECOUPLED
+from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED
 from megazero.zero.optimizer import OptimizerFactory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -64,8 +64,16 @@ def build_decoder(
     )
     dtype = DTYPES[config.precision.params_dtype]
     own = [stage for stage in config.stages() if stage.rank == mesh.pp.index]
-    recompute = config.training.recompute_granularity
-    return Decoder(config.model, tp, recompute=recompute, stages=own, device="meta", dtype=dtype)
+    training = config.training
+    return Decoder(
+        config.model,
+        tp,
+        recompute=training.recompute_granularity,
+        z_loss=training.z_loss_strength,
+        stages=own,
+        device="meta",
+        dtype=dtype,
+    )
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:
@@ -142,7 +150,8 @@ def shard_decoder(
     _refuse_all_exact(decoder, mesh, policy, replicated)
 
     def traits(name: str, _: torch.nn.Parameter) -> zero.Traits:
-        options: tuple[tuple[str, Any], ...] = (("weight_decay", 0.0),) if name in plain else ()
+        undecayed: tuple[tuple[str, Any], ...] = ((UNDECAYED, True), ("weight_decay", 0.0))
+        options = undecayed if name in plain else ()
         if name in apart:
             options = ((DECOUPLED, True), ("lr", config.optimizer.decoupled_lr), *options)
         span = decoder.replica_span(name)
@@ -231,6 +240,15 @@ class Slices:
 
     def __init__(self, shape: tuple[int, int, int], tp: TensorParallel) -> None:
         self.tp = tp
+        self._fit(shape)
+
+    def resize(self, micro_batch: MicroBatch) -> tuple[int, ...]:
+        """Cut activations of samples as long as these from now on. Returns ``wire_shape``."""
+        self._fit((micro_batch.tokens.shape[1], *self.whole[1:]))
+        return self.wire_shape
+
+    def _fit(self, shape: tuple[int, int, int]) -> None:
+        self.whole, tp = shape, self.tp
         length, batch, hidden = shape
         self.shape = (length // tp.size, batch, hidden) if tp.sharded_sequence else shape
         self.cuts = tp.size > 1 and not tp.sequence_parallel and prod(shape) % tp.size == 0

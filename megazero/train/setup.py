@@ -43,7 +43,7 @@ from megazero.train.forecast import Forecast, foresee
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
-from megazero.train.schedule.learning_rate import LearningRate
+from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.train.schedule.run_length import run_length
 from megazero.train.schedule.spikes import SpikeMonitor
@@ -288,7 +288,7 @@ def prepare(
     stragglers = Stragglers.of(mesh, launch.host, stack)
     return Trainer(
         TrainedModel(decoder, engine, pipeline),
-        RunInputs(data, length, learning_rates, progress),
+        RunInputs(data, length, learning_rates, WeightDecay.of(config), progress),
         checkpointing,
         Observers(outputs, exits, bill, stragglers, profiler, forecast),
     )

@@ -153,7 +153,7 @@ class Supervisor:
             "last_iteration": self.trainer.length.last_iteration,
             "iterations": progress.iteration - start.iteration,
             "consumed_samples": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_samples * self.config.model.seq_length,
+            "consumed_tokens": progress.tokens,
             "restarts": start.restarts,
             "checkpoint": progress.checkpoint,
         }

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megazero.config.layout.sequence_lengths import SequenceLengths
 from megazero.config.model.parameters import training_flops
 from megazero.config.options.skipping import due, iteration_ranges
 from megazero.data.build import Dataset
@@ -33,7 +34,7 @@ from megazero.train.forecast import Forecast
 from megazero.train.outputs import Outputs, events, peak_memory
 from megazero.train.parallelize import MicroBatch, dropout_key
 from megazero.train.profiling import Profiler
-from megazero.train.schedule.learning_rate import DECOUPLED, LearningRate
+from megazero.train.schedule.learning_rate import DECOUPLED, UNDECAYED, LearningRate, WeightDecay
 from megazero.train.schedule.run_length import RunLength
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.progress import Progress, just_before, leave_out, next_to_leave_out, without_effect
@@ -53,7 +54,7 @@ class TrainedModel(NamedTuple):
 
 
 class RunInputs(NamedTuple):
-    """What the run reads: its data, how far it goes, at which learning rates, and where it begins.
+    """What the run reads: its data, how far it goes, at which learning rates and weight decay, and where it begins.
 
     learning_rates: under True that of the embedding and the head, which --decoupled-lr sets apart.
     """
@@ -61,6 +62,7 @@ class RunInputs(NamedTuple):
     data: RunData
     length: RunLength
     learning_rates: Mapping[bool, LearningRate]
+    weight_decay: WeightDecay
     progress: Progress
 
 
@@ -108,6 +110,7 @@ class StepBatches(NamedTuple):
 
     ids: the samples of each. host: the batches before the copy to the device; they are kept until the norm has been
     read, when the copies are done. divisor: the tokens of the global batch that count. samples: of the global batch.
+    length: of each, in tokens.
     """
 
     ids: Sequence[Sequence[int]]
@@ -115,6 +118,7 @@ class StepBatches(NamedTuple):
     device: Sequence[Batch]
     divisor: float
     samples: int
+    length: int
 
 
 class Trainer:
@@ -124,11 +128,12 @@ class Trainer:
         self, model: TrainedModel, inputs: RunInputs, checkpointing: Checkpointing, observers: Observers
     ) -> None:
         self.decoder, self.engine, self.pipeline = model
-        self.data, self.length, self.learning_rates, self.progress = inputs
+        self.data, self.length, self.learning_rates, self.weight_decay, self.progress = inputs
         self.outputs, self.exits, self.bill, self.stragglers, self.profiler, self.forecast = observers
         self.checkpointing, self.config, self.mesh = checkpointing, checkpointing.config, self.engine.mesh
         self.scaling, self.spikes, self.guard = checkpointing.scaling, checkpointing.spikes, NonFiniteGuard()
         self.ranges = iteration_ranges(self.config.skipping.skip_train_iteration_range)
+        self.lengths = SequenceLengths.of(self.config.model.seq_length, self.config.batch)
         masked = self.config.data.eod_mask_loss
         self.feeding = Feeding(self.mesh, self.config.batch.micro_batch_size, self.pipeline.loss_rank, masked)
         limit_s = self.config.training.distributed_timeout_minutes * 60
@@ -244,7 +249,7 @@ class Trainer:
         began = time.perf_counter()
         iteration = self.progress.iteration + 1
         self.phase = f"iteration {iteration}"
-        rates = self._set_learning_rates()
+        rates = self._set_rates()
         self._set_rounding(iteration)
         with self.bill.span("data"):
             step = self._load(batches)
@@ -256,10 +261,14 @@ class Trainer:
             self._take_stalls()
         losses = {**self.progress.losses, "lm_loss": loss}
         self.progress = replace(
-            self.progress, iteration=iteration, consumed_samples=batches.consumed, losses=losses
+            self.progress,
+            iteration=iteration,
+            consumed_samples=batches.consumed,
+            losses=losses,
+            tokens=self.progress.tokens + step.samples * step.length,
         )
         seconds = time.perf_counter() - began
-        self._log(loss, info, ranks, rates, seconds, step.samples)
+        self._log(loss, info, ranks, rates, seconds, step)
         self.step_seconds.append(seconds)
         if all(rank.save_part_ended for rank in ranks):
             self.saver.go_on()
@@ -270,11 +279,11 @@ class Trainer:
         consumed = self.progress.consumed_samples
         count = self.length.batch_sizes.micro_batches(consumed)
         ids = batches.sample_ids(count)
-        host = batches.next_step(count)
-        device = [self.feeding.to_device(batch) for batch in host]
+        length, host = self.lengths.at(self.progress.iteration + 1), batches.next_step(count)
+        device = [self.feeding.cut(self.feeding.to_device(batch), length) for batch in host]
         with self.bill.span(self.engine.scalars.hop) if self.feeding.masked else nullcontext():
-            divisor = self.feeding.valid_tokens(host)
-        return StepBatches(ids, host, device, divisor, batches.consumed - consumed)
+            divisor = self.feeding.valid_tokens([self.feeding.cut(batch, length) for batch in host])
+        return StepBatches(ids, host, device, divisor, batches.consumed - consumed, length)
 
     def _step(self, step: StepBatches) -> tuple[StepInfo, list[RankScalars]]:
         """Run forwards, backwards and the update, and find out whether to stop. Returns every rank's scalars."""
@@ -327,14 +336,18 @@ class Trainer:
             self.outputs.console.note(f"gradients are sent exactly from iteration {iteration} on")
         self.engine.exact_gradients = exact
 
-    def _set_learning_rates(self) -> dict[str, float]:
-        """Give every group of the optimizer its rate. Returns the rates, by their names in the metrics."""
+    def _set_rates(self) -> dict[str, float]:
+        """Give every group of the optimizer its learning rate and weight decay. Returns the metrics of these."""
         position = self.length.scheduled(self.progress) - self.scaling.skipped(self.length.by_samples)
-        rates = {decoupled: rate(position) for decoupled, rate in self.learning_rates.items()}
+        at = self.progress.tokens / self.lengths.full if self.config.batch.lr_by_tokens else position
+        rates = {decoupled: rate(at) for decoupled, rate in self.learning_rates.items()}
+        decay, names = self.weight_decay(position), {"learning_rate": rates[False]}
         for group in self.engine.optimizer.torch.param_groups:
             group["lr"] = rates[group.get(DECOUPLED, False)]
-        apart = self.config.optimizer.decoupled_lr is not None
-        return {"learning_rate": rates[False]} | ({"decoupled_learning_rate": rates[True]} if apart else {})
+            group["weight_decay"] = 0.0 if group.get(UNDECAYED) else decay
+        if self.config.optimizer.decoupled_lr is not None:
+            names["decoupled_learning_rate"] = rates[True]
+        return names if self.weight_decay.style == "constant" else {**names, "weight_decay": decay}
 
     # -- evaluation, saving ----------------------------------------------------------------------
 
@@ -417,11 +430,11 @@ class Trainer:
         ranks: Sequence[RankScalars],
         rates: dict[str, float],
         seconds: float,
-        samples: int,
+        step: StepBatches,
     ) -> None:
         traffic, bill = self.engine.traffic.take(), self.bill.close(seconds)
         rank_times, warnings = self.stragglers.take([rank.seconds for rank in ranks], bill, seconds)
-        length = self.config.model.seq_length
+        samples, length = step.samples, step.length
         flops = training_flops(self.decoder.config, [length], self.mesh.tp.size) * samples
         metrics = IterationMetrics(
             iteration=self.progress.iteration,
@@ -438,6 +451,7 @@ class Trainer:
             time_bill=bill,
             extra={
                 "batch_size": samples,
+                **({"seq_length": length} if self.lengths.settled > 1 else {}),
                 **rates,
                 **just_before(self.progress, self.progress.iteration),
                 **events(info),

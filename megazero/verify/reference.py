@@ -35,7 +35,7 @@ class Reference:
     def __init__(self, config: RunConfig, data_parallel: int) -> None:
         self.config, self.data_parallel = config, data_parallel
         whole = replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
-        self.decoder = Decoder(whole, dtype=torch.float64)
+        self.decoder = Decoder(whole, z_loss=config.training.z_loss_strength, dtype=torch.float64)
         self.decoder.initialize(config.training.seed)
         sizes = BatchSizeRampup.of(config, data_parallel)
         self._sizes = [sizes.batch_size(sizes.consumed_after(step)) for step in range(100)]

@@ -39,11 +39,19 @@ RESET = (
     "lr_warmup_iters",
     "lr_warmup_samples",
     "lr_warmup_fraction",
+    "lr_warmup_init",
+    "lr_by_tokens",
     "min_lr",
     "decoupled_min_lr",
     "lr_wsd_decay_style",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+    "end_weight_decay",
+    "rampup_seq_length",
+    "rampup_seq_length_root",
+    "seq_length_steps",
     "exit_interval",
     "exit_duration_in_mins",
     "exit_signal_handler",
@@ -304,6 +312,8 @@ def _notes(config: RunConfig, world: World) -> list[str]:
         )
     if config.model.vocab_size is None:
         notes.append("the vocabulary is the tokenizer's, which is not read: one that needs padding is run")
+    if config.batch.rampup_seq_length or config.batch.seq_length_steps:
+        notes.append("sequences have one length")
     if config.zero.zero_weight_error_bound or config.zero.zero_gradient_error_bound:
         notes.append("the bounds on rounding errors are left out: nothing falls back to exact messages")
     if config.wire(world).codings:

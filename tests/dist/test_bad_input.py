@@ -57,7 +57,10 @@ FLAGS = {
         ["hpz", "nearest"],
     ),
     "nodes": ("--ranks-per-node 3", ["3", "nearest"]),
-    "a value": ("--lr 1e-3x --seed -1", ["--lr", "1e-3x", "--seed -1 must be at least 0; nearest: 0"]),
+    "a value": (
+        "--lr 1e-3x --seed -1",
+        ["--lr", "1e-3x", "--seed -1 must be at least 0; the default is 1234"],
+    ),
     "a key of a file": (
         "--config {folder}/run.yaml --deepspeed-config {folder}/ds.json",
         ["micro-batch-sise does not exist; nearest: ", "zero_force_ds_cpu_optimiser is not supported"],

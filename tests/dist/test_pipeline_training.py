@@ -25,6 +25,7 @@ MASKED = {
     **RESET,
     "seq_length": 24,
 }  # long enough for an end of document in a few samples
+GROWING = {**MASKED, "rampup_seq_length": (12, 24, 4, 4), "z_loss_strength": 1e-2}
 CLIPPED = {"clip_grad": 0.05}
 TIED = {"untie_embeddings_and_output_weights": False}
 GPT = {"model_family": "gpt", "num_query_groups": 8}
@@ -69,7 +70,7 @@ def alone(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 # name: (ranks, values)
 RUNS = {
     "gpipe, ramp-up from one micro-batch": (2, pipeline(2, "gpipe", **ramp(1, 3, 7))),
-    "1f1b, ramp-up": (2, pipeline(2, **ramp(2, 2, 6), **GPT, **MASKED)),
+    "1f1b, ramp-up, growing": (2, pipeline(2, **ramp(2, 2, 6), **GPT, **GROWING)),
     "zb-h1, ramp-up from one micro-batch, clipped": (2, pipeline(2, "zb-h1", **ramp(1, 2, 5), **CLIPPED)),
     "interleaved, ramp-up": (2, pipeline(2, virtual=2, **ramp(2, 4, 10), **CLIPPED)),
     "1f1b, tied, clipped, masked": (2, pipeline(2, **TIED, **CLIPPED, **MASKED)),
@@ -84,9 +85,9 @@ RUNS = {
         4,
         pipeline(2, virtual=2, zero_preset="hpz", use_tp_pp_dp_mapping=True, **ramp(4, 4, 12), **CLIPPED),
     ),
-    "zb-h1 x tp 2, sequence parallel, masked": (
+    "zb-h1 x tp 2, sequence parallel, growing": (
         4,
-        pipeline(2, "zb-h1", **TP2, sequence_parallel=True, **MASKED, recompute_granularity="full"),
+        pipeline(2, "zb-h1", **TP2, sequence_parallel=True, **GROWING, recompute_granularity="full"),
     ),
     "1f1b x tp 2 x zero2, dropout": (
         8,
@@ -96,9 +97,9 @@ RUNS = {
         8,
         pipeline(2, virtual=2, **TP2, zero_preset="zero3", sequence_parallel=True, **DROPOUT, **TIED),
     ),
-    "zb-h1 x tp 2 x mics, dropout, masked, outermost dp": (
+    "zb-h1 x tp 2 x mics, dropout, growing, outermost dp": (
         8,
-        pipeline(2, "zb-h1", **TP2, zero_preset="mics", use_tp_pp_dp_mapping=True, **DROPOUT, **MASKED)
+        pipeline(2, "zb-h1", **TP2, zero_preset="mics", use_tp_pp_dp_mapping=True, **DROPOUT, **GROWING)
         | {"ranks_per_node": 8},
     ),
 }
@@ -125,7 +126,7 @@ def train_beside_one_rank(
 FEW = (
     *("zb-h1, ramp-up from one micro-batch, clipped", "interleaved, ramp-up", "1f1b, tied, clipped, masked"),
     *("1f1b of 4, ramp-up", "1f1b x zero3, ramp-up, masked, tied"),
-    *("interleaved x hpz, outermost dp, ramp-up, clipped", "zb-h1 x tp 2, sequence parallel, masked"),
+    *("interleaved x hpz, outermost dp, ramp-up, clipped", "zb-h1 x tp 2, sequence parallel, growing"),
 )
 
 

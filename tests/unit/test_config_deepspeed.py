@@ -1,8 +1,12 @@
 """DeepSpeed files: what their keys mean, what they refuse, who wins."""
 
+import math
+
 import pytest
 
 from megazero.config import ConfigError, parse
+from megazero.config.layout.batch_sizes import BatchSizeRampup
+from megazero.config.layout.sequence_lengths import SequenceLengths
 from tests.unit.command_lines import WORLD, base_without, deepspeed, errors, run
 
 
@@ -64,20 +68,19 @@ def test_deepspeed_faults(tmp_path):
         "fp16.initial_scale_power takes a whole number from 0 to 127, got 0.5",
         "--hysteresis 0 must be at least 1",
         "fp16.consecutive_hysteresis is not supported",
-        "optimizer is not supported: use --optimizer",
+        "curriculum_learning needs min_difficulty, max_difficulty, and a schedule_type",
         "grad_accum_dtype cannot be 'bf16'",
         "gradient_acumulation_steps is not supported; nearest: gradient_accumulation_steps",
         "zero_quantized_gradients takes true or false, got 1",
         "zero_quantized_nontrainable_weights is not supported",
         "zeropp_loco_param takes an object, got 0.8",
         "offload_optimizer, zero_optimization.offload_param are not supported: offload is not built",
-        "curriculum_learning is not supported: lengths that grow",
         "tensorboard is not supported: use --tensorboard-dir",
         "train_batch_size takes a whole number, got 512.5",
         "--zero-stage 5 must be at most 3; nearest: 3",
     ):
         assert sum(part in line for line in found) == 1, part
-    assert len(found) == 15
+    assert len(found) == 14
 
 
 # As published files have it: tuning, logging and what is switched off, in DeepSpeed's ways of writing it.
@@ -133,7 +136,7 @@ def test_one_line_for_one_missing_capability_of_a_deepspeed_file(tmp_path):
     automatic = {"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
     (line,) = errors(deepspeed(tmp_path, automatic))
     assert "train_batch_size, gradient_clipping, bf16.enabled cannot be 'auto'" in line
-    assert "use --global-batch-size, --clip-grad" in line
+    assert "use --global-batch-size" in line
     (line,) = errors(deepspeed(tmp_path, {"fp16": {"enabld": True, **scaling}}))
     assert "fp16.enabld is not supported; nearest: fp16.enabled" in line
     assert "bf16 takes an object, got 'yes'" in errors(deepspeed(tmp_path, {"bf16": "yes"}))[0]
@@ -161,6 +164,121 @@ def test_deepspeeds_fp16_block_decides_the_loss_scale(tmp_path):
     both = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
     assert errors(deepspeed(tmp_path, both)) == ("--bf16 and --fp16 exclude each other; leave one out",)
     assert "fp16 takes an object, got True" in errors(deepspeed(tmp_path, {"fp16": True}))[0]
+
+
+def test_one_rule_says_who_decides_of_the_optimizer(tmp_path):
+    """DeepSpeed's file what its engine does, by DeepSpeed's defaults; flags what Megatron makes and passes to it."""
+    blocks = {
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": 0.3, "betas": [0.5, 0.6]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+    }
+    typed = "--clip-grad 0.25 --weight-decay 0.1 --deepspeed "
+    config = run(typed + deepspeed(tmp_path, blocks))
+    optimizer = config.optimizer
+    assert (optimizer.clip_grad, optimizer.weight_decay, optimizer.adam_beta1) == (1.0, 0.1, 0.9)
+    assert not config.lr_lengths.warmup
+    for part in (
+        "clip-grad 0.25 from flags gives way to 1 from",
+        'default since June 2026. Before it was none: write "gradient_clipping": 0',
+        "optimizer is set aside: flags decide",
+        "scheduler is set aside: flags decide",
+    ):
+        assert sum(part in note for note in config.notes) == 1, (part, config.notes)
+    for said in (0, 0.0, 0.5):
+        config = run(typed + deepspeed(tmp_path, {"gradient_clipping": said}))
+        assert config.optimizer.clip_grad == said and not any("June 2026" in note for note in config.notes)
+    assert run("--clip-grad 0.25").optimizer.clip_grad == 0.25
+    assert "gradient_clipping takes a number" in errors(deepspeed(tmp_path, {"gradient_clipping": "x"}))[0]
+    config = run(deepspeed(tmp_path, {"pipeline": {"pipe_partitioned": True}, "timers": {"throughput": {}}}))
+    assert any("pipeline, timers" in note for note in config.notes)
+
+
+LINEAR = {"total_curriculum_step": 110, "difficulty_step": 8}
+CURRICULA = {  # block: (schedule_type, schedule_config, min, max)
+    "linear": ("fixed_linear", LINEAR, 8, 32),
+    "linear, from between two multiples": ("fixed_linear", LINEAR, 13, 30),
+    "root": ("fixed_root", {**LINEAR, "root_degree": 2}, 8, 32),
+    "cube root": ("fixed_root", {**LINEAR, "root_degree": 3}, 9, 32),
+    "steps": ("fixed_discrete", {"difficulty": [8, 16, 32], "max_step": [20, 90]}, 8, 32),
+    "beyond the samples": ("fixed_linear", LINEAR, 8, 64),
+}
+
+
+@pytest.mark.parametrize("name", CURRICULA)
+def test_lengths_grow_by_deepspeeds_rule(tmp_path, name):
+    """Against the rule in the words of its documentation: floor(root x (max - min) + min), down to a multiple."""
+    kind, schedule, low, high = CURRICULA[name]
+    block = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": low, "max_difficulty": high}
+    config = run(
+        deepspeed(
+            tmp_path, {"curriculum_learning": {**block, "schedule_type": kind, "schedule_config": schedule}}
+        )
+    )
+    full = config.model.seq_length
+    lengths = SequenceLengths.of(full, config.batch)
+    for step in range(1, 200):
+        if kind == "fixed_discrete":
+            wanted = 8 if step <= 20 else 16 if step <= 90 else 32
+        else:
+            part = (step / schedule["total_curriculum_step"]) ** (1 / schedule.get("root_degree", 1))
+            wanted = math.floor(part * (high - low) + low)
+            wanted = min(wanted - wanted % schedule["difficulty_step"], high)
+        assert lengths.at(step) == min(wanted, full), step
+    settled = lengths.settled
+    assert lengths.at(settled) == lengths.at(10**6)
+    assert high > full or lengths.at(settled - 1) < lengths.at(settled)
+
+
+def test_lengths_in_tokens_count_what_growing_samples_have(tmp_path):
+    block = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32}
+    block |= {"schedule_type": "fixed_linear", "schedule_config": LINEAR}
+    flags = base_without("train_iters")
+    flags += [
+        "--global-batch-size",
+        "16",
+        "--train-tokens",
+        "60000",
+        "--lr-decay-tokens",
+        "32000",
+        "--lr-warmup-tokens",
+        "3200",
+    ]
+    path = deepspeed(tmp_path, {"curriculum_learning": block}).split()
+    config = parse([*flags, *path], WORLD)
+    lengths, tokens, iterations = SequenceLengths.of(32, config.batch), 0, 0
+    while tokens < 60000:  # as Megatron-DeepSpeed's loop
+        iterations += 1
+        tokens += 16 * lengths.at(iterations)
+    assert config.training.train_samples == 16 * iterations > 60000 / 32
+    assert config.batch.lr_by_tokens and config.optimizer.lr_decay_samples == 1000
+    sizes, reached = BatchSizeRampup(16, 0, 0, 16, 1, 1), 16 * sum(map(lengths.at, range(1, 41)))
+    found = [lengths.samples_reaching(tokens, sizes) for tokens in (reached - 1, reached, reached + 1)]
+    assert found == [640, 640, 656]
+    even = parse(flags, WORLD)
+    assert even.training.train_samples == 1888 and not even.batch.lr_by_tokens
+    mixed = [*flags[:-2], "--lr-warmup-samples", "9", *path]
+    with pytest.raises(ConfigError, match="needs the warm-up in tokens"):
+        parse(mixed, WORLD)
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        ("--rampup-seq-length 8 32 8", "four numbers"),
+        ("--rampup-seq-length 4 32 8 10", "MULTIPLE <= START <= END"),
+        ("--rampup-seq-length 16 8 8 10", "MULTIPLE <= START <= END"),
+        ("--rampup-seq-length 8 32 8 10 --seq-length-steps 8 9 16", "exclude each other"),
+        ("--seq-length-steps 8 9", "LENGTH LAST_ITERATION ... LENGTH"),
+        ("--seq-length-steps 8 9 4", "that grow"),
+        (
+            "--rampup-seq-length 9 27 9 10 --tensor-model-parallel-size 2 --sequence-parallel",
+            "9 tokens of a sample",
+        ),
+        ("--rampup-seq-length 8 32 8 10 --lr-by-tokens", "--train-samples"),
+    ],
+)
+def test_lengths_that_cannot_grow_so(words, part):
+    assert any(part in line for line in errors(words)), errors(words)
 
 
 def test_deepspeed_zeropp_keys(tmp_path):

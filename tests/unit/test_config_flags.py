@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, RunConfig, make_config, parse
+from megazero.config.__main__ import main as show_config
 from megazero.config.foreign.megatron import flags
+from megazero.config.model.parameters import parameter_count
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options, stored_values
 from megazero.families import FAMILIES
+from megazero.plan.options import with_stand_ins
+from megazero.train.data.datasets import tokenizer_info, with_vocabulary
 from tests import sizes
 from tests.unit.command_lines import BASE, WORLD, deepspeed, errors, run, write
 from tools.flags_page import markdown
@@ -59,7 +63,7 @@ def test_families_and_booleans_both_ways():
 
 
 def test_negative_numbers_are_values_not_flags():
-    assert errors("--weight-decay -1") == ("--weight-decay -1 must be at least 0; nearest: 0",)
+    assert errors("--weight-decay -1") == ("--weight-decay -1 must be at least 0; the default is 0.01",)
     assert errors("--weight-decay -.5e-1")[0].startswith("--weight-decay -0.05")
 
 
@@ -71,7 +75,7 @@ def test_a_repeated_flag_wins_and_is_noted():
 
 def test_all_faults_at_once_with_the_nearest_flag():
     found = errors(
-        "--num-layrs 3 --nope --lr x --fp16-lm-cross-entropy --swiglu 3 --seed --clip-grad 1 2 --zero-preset zero4"
+        "--num-layrs 3 --nope --lr x --fp16-lm-cross-entropy --swiglu 3 --seed --clip-grad 1 2 --zero-preset zeroo3"
     )
     assert "--num-layrs does not exist; nearest: --num-layers" in found
     assert any(line.startswith("--nope does not exist") for line in found)
@@ -83,7 +87,7 @@ def test_all_faults_at_once_with_the_nearest_flag():
     assert "--seed takes one value, got none" in found
     assert "--clip-grad takes one value, got 1 2" in found
     assert (
-        "--zero-preset zero4 is not one of" in found[-1] and "nearest: zero" in found[-1]
+        "--zero-preset zeroo3 is not one of" in found[-1] and "nearest: zero3" in found[-1]
     )  # after the flags
     assert len(found) == 8
 
@@ -188,12 +192,12 @@ def test_yaml_faults(tmp_path):
 
 
 def test_yaml_beats_deepspeed_and_says_so(tmp_path):
-    yaml = write(tmp_path, "run.yaml", "clip-grad: 2.0\nzero-preset: mics\n")
+    yaml = write(tmp_path, "run.yaml", "weight-decay: 2.0\nzero-preset: mics\n")
     config = run(
         deepspeed(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2}})
         + f" --config {yaml}"
     )
-    assert config.optimizer.clip_grad == 2.0 and config.zero.zero_preset == "mics"
+    assert config.optimizer.weight_decay == 2.0 and config.zero.zero_preset == "mics"
     assert any("zero-preset mics" in note and "overrides zero-stage 2" in note for note in config.notes)
 
 
@@ -322,3 +326,17 @@ def test_saves_that_come_only_at_the_end_are_said():
     for more, said in (({}, False), ({"save": "c"}, True), ({"save": "c", "save_interval": 9}, False)):
         notes = make_config({**sizes.SMALL, **more}).notes
         assert any("saved only at the end and at planned stops" in note for note in notes) == said
+
+
+@pytest.mark.parametrize("words, vocabulary", [("--tokenizer-type NullTokenizer", 101), ("", 100)])
+def test_the_vocabulary_shown_and_planned_is_that_of_the_run(words, vocabulary, monkeypatch, capsys):
+    """A null tokenizer has the end of document beyond --vocab-size, as in Megatron."""
+    config = run(words)
+    trained = with_vocabulary(config, tokenizer_info(config)).model
+    assert trained.vocab_size == vocabulary
+    monkeypatch.setattr(sys, "argv", ["config", *BASE, *words.split()])
+    assert show_config() == 0
+    shown = capsys.readouterr().out
+    assert f"vocabulary {vocabulary}" in shown and f"{parameter_count(trained):,} parameters" in shown
+    said = {"vocab_size": 100, "tokenizer_type": config.data.tokenizer_type}
+    assert with_stand_ins(said)["vocab_size"] == vocabulary

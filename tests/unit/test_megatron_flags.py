@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.manifest import Manifest, write_manifest
-from megazero.config import parse
+from megazero.config import ConfigError, parse
 from megazero.config.foreign import deepspeed, megatron
 from megazero.config.foreign.megatron import COUNTS, flags, kind, other_values
 from megazero.config.foreign.table import ACCEPT, MAP, REFUSE, TYPED
+from megazero.config.options.optimizers import of_schedule
 from megazero.config.read.sources import all_switches
 from megazero.config.run import all_options
 from tests.unit.command_lines import BASE, base_without, errors, run, write
@@ -74,12 +75,17 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "encoder-num-layers": "4",
         "encoder-seq-length": "32",
     }
-    values |= dict.fromkeys(("load-iteration", "override-ckpt-iteration"), f"1 --load {tmp_path}")
+    values |= dict.fromkeys(
+        ("load-iteration", "override-ckpt-iteration", "load-iters"), f"1 --load {tmp_path}"
+    )
     values |= {
         "window-size": "7,0",
         "checkpoint-granularity": "full",
         "activations-checkpoint-granularity": "full",
     }
+    grows = "--weight-decay-incr-style linear"
+    values |= {"start-wd": f"0 --end-weight-decay 1 {grows}", "end-wd": f"1 --start-weight-decay 0 {grows}"}
+    values |= {"wd-incr-style": "linear --start-weight-decay 0 --end-weight-decay 1"}
     values |= {"virtual-pipeline-model-parallel-size": "2 --pipeline-model-parallel-size 2"}
     values |= {
         "padded-vocab-size": "128",
@@ -88,11 +94,13 @@ def test_every_mapped_flag_is_noted_with_what_it_means(tmp_path):
         "min-scale": "1 --fp16",
         "rotary-seq-len-interpolation-factor": "2",
         "yarn-original-max-position-embeddings": "64",
+        "sliding-window-size": "64",
     }
     for row in (row for name in names(MAP) for row in flags()[name] if row.kind == MAP):
         value = values.get(row.name, WORDS[row.value]) if row.value in COUNTS else row.value
         line = f"--{row.name} {value} --global-batch-size 16"
-        notes = run(line + " --position-embedding-type rope").notes
+        rope = "" if "position_embedding_type" in row.options else " --position-embedding-type rope"
+        notes = run(line + rope).notes
         said = [n for n in notes if n.startswith(("Megatron's names", "--")) and f"--{row.name}" in n]
         assert bool(said) == bool(row.options), (line, notes)
 
@@ -205,7 +213,6 @@ def test_other_names_and_spellings(line, name, value):
         ("--sliding-window 7 --window-attn-skip-freq [1,0", "takes numbers or a list of Python, got '[1,0'"),
         ("--sliding-window 7 --window-attn-skip-freq [print()]", "takes numbers or a list of Python"),
         ("--geglu --swiglu", "--geglu and --swiglu exclude each other"),
-        ("--weight-decay-incr-style cosine", "use --weight-decay"),
         ("--main-grads-dtype bf16", "sums of gradients are in fp32"),
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "leave one of them out"),
         ("--tensorboard-queue-size", "takes one value, got none"),
@@ -302,3 +309,35 @@ def test_help_and_own_flags_do_not_read_the_tables():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert out.stdout.split()[-2:] == ["0", "1"]
+
+
+def test_a_resume_takes_the_schedule_of_the_flags_or_of_the_checkpoint(tmp_path):
+    """Megatron refuses other flags; here they decide, with a note, unless the checkpoint is asked for."""
+    before = run("--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.3")
+    (tmp_path / "iter_0000001").mkdir()
+    write_manifest(tmp_path / "iter_0000001", Manifest(1, 0, 1, {}, {}, before.to_dict(), {}))
+    same = "--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.3"
+    assert not any("schedule" in note for note in run(f"{same} --load {tmp_path}").notes)
+    longer = [w if w != "10" else "40" for w in BASE]  # --train-iters, and with it the decay
+    other = [*longer, *f"--load {tmp_path} --weight-decay 0.1 --clip-grad 2".split()]
+    flags = parse(other)
+    (note,) = (note for note in flags.notes if "the flags decide the schedule" in note)
+    for part in (
+        "--min-lr 0 (was 1e-05)",
+        "--lr-decay-style linear (was cosine)",
+        "--lr-decay-iters 40 (was 10)",
+        "--lr-warmup-fraction unset (was 0.1)",
+        "--weight-decay 0.1 (was 0.3)",
+    ):
+        assert part in note, note
+    assert "clip-grad" not in note and flags.lr_lengths.decay == 40 and flags.optimizer.weight_decay == 0.1
+    for word in ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"):
+        kept = parse([*other, word])
+        named = [name for name in all_options() if of_schedule(name) and name != "lr_decay_iters"]
+        assert [kept.get(name) for name in named] == [before.get(name) for name in named]
+        assert (
+            kept.lr_lengths.decay == 10 and kept.training.train_iters == 40 and kept.optimizer.clip_grad == 2
+        )
+        assert any("--lr-decay-style cosine" in note and "as in" in note for note in kept.notes)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        parse([*other, "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"])

@@ -22,8 +22,8 @@ LAYER = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_lengt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("padding", [0, 27])
-@pytest.mark.parametrize("chunk", [1, 300, 1 << 20])
-def test_cross_entropy_equals_torch(dtype, padding, chunk, monkeypatch):
+@pytest.mark.parametrize("chunk, z_loss", [(1, 0.0), (300, 0.1), (1 << 20, 0.0)])
+def test_cross_entropy_equals_torch(dtype, padding, chunk, z_loss, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_CPU_CHUNK", chunk)
     torch.manual_seed(0)
     shard = VocabShard(0, 101 + padding, 101)
@@ -33,9 +33,11 @@ def test_cross_entropy_equals_torch(dtype, padding, chunk, monkeypatch):
     scale = torch.rand(6, 3, dtype=torch.float64)
     exact = logits.detach().double().requires_grad_()
     expected = F.cross_entropy(exact[..., :101].flatten(0, 1), labels.flatten(), reduction="none").view(6, 3)
+    squares = exact[..., :101].logsumexp(-1) ** 2
+    expected = expected + (z_loss * squares).masked_fill(labels == IGNORED_LABEL, 0)
     (expected * scale).sum().backward()
 
-    loss = vocab_parallel_cross_entropy(logits * 1, labels, shard, ONE)
+    loss = vocab_parallel_cross_entropy(logits * 1, labels, shard, ONE, z_loss)
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     assert loss[2, 1] == 0
     (loss * scale).sum().backward()

@@ -3,43 +3,93 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.config import make_config
 from megazero.config.layout.batch_sizes import BatchSizeRampup
-from megazero.train.schedule.learning_rate import LearningRate
+from megazero.train.schedule.learning_rate import LearningRate, WeightDecay
 from tests.oracle import megatron_batch_sizes
 
 # Megatron's: a style that megazero alone has needs a test by hand.
 STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+BASE = {
+    **dict.fromkeys(("num_layers", "num_attention_heads", "micro_batch_size"), 1),
+    **dict.fromkeys(("hidden_size", "seq_length", "vocab_size"), 8),
+    "mock_data": True,
+}
 
 
-@pytest.mark.parametrize(
-    ("style", "wsd_style"), [(s, "exponential") for s in STYLES] + [("WSD", w) for w in WSD_STYLES]
-)
-@pytest.mark.parametrize(("warmup", "init"), [(0, 0.0), (1, 0.0), (37, 1e-5), (4.22, 0.0)])
-@pytest.mark.parametrize("minimum", [0.0, 3e-5])
-def test_learning_rate_equals_megatron(
-    style: str, wsd_style: str, warmup: float, init: float, minimum: float
-) -> None:
+FLAG_SETS, PLACES = 1000, 12
+
+
+def flag_set(draw: random.Random) -> dict[str, Any]:
+    """The schedule's options of a run, by name, as Megatron takes them: anything that it does not assert against."""
+    unit, total = draw.choice(("iters", "samples")), draw.randint(3, 300)
+    values: dict[str, Any] = {
+        f"train_{unit}": total,
+        "global_batch_size": draw.choice((1, 3, 8, 512)),
+        "lr": 6e-4,
+    }
+    decay = draw.choice((total, total, draw.randint(2, 400)))
+    if decay != total:
+        values[f"lr_decay_{unit}"] = decay
+    kind = draw.choice(("none", "none", "whole", "fraction"))
+    values |= {
+        "whole": {f"lr_warmup_{unit}": draw.randrange(decay)},
+        "fraction": {"lr_warmup_fraction": 0.0137},
+    }.get(kind, {})
+    values |= {"min_lr": draw.choice((0.0, 3e-5)), "lr_warmup_init": draw.choice((0.0, 1e-5))}
+    values["lr_decay_style"] = draw.choice((*STYLES, "WSD"))
+    if values["lr_decay_style"] == "WSD":  # longer than the decay, too
+        values |= {
+            f"lr_wsd_decay_{unit}": draw.randint(1, decay + 20),
+            "lr_wsd_decay_style": draw.choice(WSD_STYLES),
+        }
+    grows = draw.choice(("constant", "linear", "cosine"))
+    if grows != "constant":
+        values |= {"weight_decay_incr_style": grows, "start_weight_decay": 0.01, "end_weight_decay": 0.1}
+    return values
+
+
+def megatron_scheduler(said: Mapping[str, Any], group: dict[str, float]) -> Any:
+    """Megatron's scheduler of these options, as its training script makes it (get_optimizer_param_scheduler)."""
     module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    decay, wsd_decay = 211, 60
-    optimizer = SimpleNamespace(param_groups=[{}])
-    theirs = module.OptimizerParamScheduler(
-        optimizer, init, 6e-4, minimum, warmup, decay, style, 0.1, 0.1, 0, "constant",
-        wsd_decay_steps=wsd_decay, lr_wsd_decay_style=wsd_style,
+    unit = "iters" if "train_iters" in said else "samples"
+    batch = said["global_batch_size"] if unit == "iters" else 1
+    decay = said.get(f"lr_decay_{unit}", said[f"train_{unit}"]) * batch
+    warmup = said.get(f"lr_warmup_{unit}", 0) * batch
+    if "lr_warmup_fraction" in said:
+        warmup = said["lr_warmup_fraction"] * decay
+    wsd = said.get(f"lr_wsd_decay_{unit}")
+    return module.OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]), said["lr_warmup_init"], said["lr"], said["min_lr"], warmup, decay,
+        said["lr_decay_style"], said.get("start_weight_decay", 0.01), said.get("end_weight_decay", 0.01),
+        said[f"train_{unit}"] * batch, said.get("weight_decay_incr_style", "constant"),
+        wsd_decay_steps=None if wsd is None else wsd * batch, lr_wsd_decay_style=said.get("lr_wsd_decay_style"),
     )  # fmt: skip
-    ours = LearningRate(
-        peak=6e-4, minimum=minimum, warmup=warmup, warmup_init=init, decay=decay, style=style,
-        wsd_decay=wsd_decay, wsd_style=wsd_style,
-    )  # fmt: skip
-    for step in range(decay + 40):
-        assert ours(step) == optimizer.param_groups[0]["lr"], step
-        theirs.step(1)
+
+
+def test_schedules_equal_megatrons() -> None:
+    """Bit for bit, of seeded flag sets, in iterations and in samples, with warm-ups of 0, past the end."""
+    for seed in range(FLAG_SETS):
+        draw, group = random.Random(seed), dict[str, float]()
+        said = flag_set(draw)
+        config = make_config({**BASE, **said})
+        rate, decay = LearningRate.of(config), WeightDecay.of(config)
+        theirs = megatron_scheduler(said, group)
+        batch, last = config.lr_samples.batch, config.lr_lengths.total + 40
+        places = {0, 1, 2, last, *(draw.randrange(last) for _ in range(PLACES))}
+        for place in sorted(places):
+            theirs.step(place * batch - theirs.num_steps)
+            assert (rate(place), decay(place)) == (group["lr"], group["weight_decay"]), (seed, said, place)
 
 
 def test_learning_rate_by_hand() -> None:

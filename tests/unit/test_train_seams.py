@@ -6,12 +6,14 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megazero.checkpoint import store
 from megazero.config import RunConfig, World, make_config
@@ -27,6 +29,7 @@ from megazero.ops.failures import NonFiniteLoss
 from megazero.train import setup
 from megazero.train.data.feeding import Feeding
 from megazero.train.parallelize import dropout_key, make_policy
+from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.state import checkpointing
 from megazero.train.trainer import Trainer
 from tests.oracle import megatron_batch_sizes
@@ -49,18 +52,20 @@ def run(values: dict[str, Any], watch: Callable[[Trainer], None] = lambda _: Non
     return config
 
 
-def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
-    """(learning rates, global batch) of every iteration, as Megatron's schedulers step.
+def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], float, int]]:
+    """(learning rates, weight decay, global batch) of every iteration, as Megatron's schedulers step.
 
     The second rate is that of the parameters with a peak and a minimum of their own.
     """
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    o, span, batch = config.optimizer, config.lr_lengths, config.batch
+    o, span, batch = config.optimizer, config.lr_samples, config.batch
     apart = {"max_lr": o.decoupled_lr or o.lr, "min_lr": o.min_lr}
     apart |= {} if o.decoupled_min_lr is None else {"min_lr": o.decoupled_min_lr}
     holder = SimpleNamespace(param_groups=[{}, apart])
     scheduler = core.OptimizerParamScheduler(
-        holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style, 0.1, 0.1, 0, "constant",
+        holder, 0.0, o.lr, o.min_lr, span.warmup, span.decay, o.lr_decay_style,
+        *((o.weight_decay,) * 2 if o.start_weight_decay is None else (o.start_weight_decay, o.end_weight_decay)),
+        span.total, o.weight_decay_incr_style,
         wsd_decay_steps=span.wsd_decay, lr_wsd_decay_style=o.lr_wsd_decay_style,
     )  # fmt: skip
     sizes = megatron_batch_sizes(batch.global_batch_size, batch.micro_batch_size, 1, batch.rampup_batch_size)
@@ -68,9 +73,9 @@ def megatron_rates(config: RunConfig) -> Iterator[tuple[list[float], int]]:
     while True:
         sizes.update(consumed, consistency_check=True)
         size = sizes.get_current_global_batch_size()
-        yield [group["lr"] for group in holder.param_groups], size
+        yield [group["lr"] for group in holder.param_groups], apart["weight_decay"], size
         consumed += size
-        scheduler.step(size if span.unit == "samples" else 1)
+        scheduler.step(size)
 
 
 @pytest.mark.parametrize("unit", ["iterations", "samples"])
@@ -104,7 +109,7 @@ def test_rates_are_megatrons_iteration_by_iteration(tmp_path: Path, unit: str) -
         config = run(values)
         lines = read_metrics(folder)
         assert len(lines) == 9, style
-        wanted = [rates_of for rates_of, _ in zip(megatron_rates(config), range(9), strict=False)]
+        wanted = [(rates, size) for rates, _, size in islice(megatron_rates(config), 9)]
         names = ("learning_rate", "decoupled_learning_rate")
         assert [([line[name] for name in names], line["batch_size"]) for line in lines] == wanted, style
 
@@ -152,31 +157,36 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
         eod_mask_loss=True,
     )  # fmt: skip
 
-    def mean_loss(data: Dataset | None, first: int, count: int) -> torch.Tensor:
+    def mean_loss(data: Dataset | None, first: int, count: int, length: int, z_loss: float) -> torch.Tensor:
         assert data is not None
         rows = [{k: torch.from_numpy(v) for k, v in data[first + i].items()} for i in range(count)]
         tokens, labels, mask = (
-            torch.stack([row[k] for row in rows]) for k in ("tokens", "labels", "loss_mask")
+            torch.stack([row[k] for row in rows])[:, :length] for k in ("tokens", "labels", "loss_mask")
         )
-        return (model(tokens, labels) * mask).sum() / mask.sum()
+        logits = model(tokens)[..., : config.model.vocab_size]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return ((losses + z_loss * logits.logsumexp(-1) ** 2) * mask).sum() / mask.sum()
 
     def evaluation(iteration: int, consumed: int) -> dict[str, Any]:
         with torch.no_grad():
-            loss = mean_loss(valid, 0, training.eval_iters * (batch.global_batch_size or 0)).item()
+            loss = mean_loss(valid, 0, training.eval_iters * (batch.global_batch_size or 0), 8, 0.0).item()
         return {"iteration": iteration, "consumed_samples": consumed, "eval_lm_loss": loss}
 
-    consumed, lines = 0, [evaluation(0, 0)]
-    for iteration, ((rate, apart), size) in enumerate(megatron_rates(config), 1):
+    consumed, seen, lines = 0, 0, [evaluation(0, 0)]
+    for iteration, ((rate, apart), decay, size) in enumerate(megatron_rates(config), 1):
         if consumed + size > total:
             return lines
-        loss = mean_loss(train, consumed, size)
+        length = min(4 + 4 * iteration // 6 // 2 * 2, 8) if batch.rampup_seq_length else 8  # 4 8 2 6
+        if batch.lr_by_tokens:
+            rate = apart = LearningRate.of(config)(seen / 8)
+        loss = mean_loss(train, consumed, size, length, training.z_loss_strength)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(every, o.clip_grad).item()
         for group, own in zip(optimizer.param_groups, (rate, rate, apart), strict=True):
-            group["lr"] = own
+            group["lr"], group["weight_decay"] = own, decay if group["weight_decay"] else 0.0
         optimizer.step()
-        consumed += size
+        consumed, seen = consumed + size, seen + size * length
         line = {
             "iteration": iteration,
             "consumed_samples": consumed,
@@ -184,6 +194,7 @@ def reference(config: RunConfig) -> list[dict[str, Any]]:
             "grad_norm": norm,
         }
         line |= {"decoupled_learning_rate": apart} if o.decoupled_lr else {}
+        line |= {"seq_length": length, "weight_decay": decay} if batch.rampup_seq_length else {}
         lines.append({**line, "learning_rate": rate, "batch_size": size})
         if iteration % training.eval_interval == 0:
             lines.append(evaluation(iteration, consumed))
@@ -196,13 +207,17 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.6}
 
 LION = {"optimizer": "lion", "lion_beta1": 0.6, "lion_beta2": 0.7}
 DECOUPLED = {**ADAMW, "decoupled_lr": 0.2, "decoupled_min_lr": 0.03}
+GROWING = {
+    **{**ADAMW, "z_loss_strength": 0.1, "rampup_seq_length": (4, 8, 2, 6), "lr_by_tokens": True},
+    **{"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.9},
+}
 UNTIED = {**SGD, "decoupled_lr": 0.02, "untie_embeddings_and_output_weights": True}
 
 
 @pytest.mark.parametrize(
     "options",
-    [ADAMW, SGD, LION, DECOUPLED, UNTIED],
-    ids=["adamw", "sgd", "lion", "decoupled", "decoupled, untied"],
+    [ADAMW, SGD, LION, DECOUPLED, UNTIED, GROWING],
+    ids=["adamw", "sgd", "lion", "decoupled", "decoupled, untied", "growing, z-loss"],
 )
 def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Every number of every line in fp64, none of the options at its default; what is logged and saved when."""
@@ -231,13 +246,13 @@ def test_a_run_and_its_resume_are_a_loop_of_plain_torch(tmp_path: Path, options:
     assert any(line.get("grad_norm", 0) > config.optimizer.clip_grad for line in lines)
     for seen, line in zip(logged, lines, strict=True):  # the file has the clock and the start's facts, too
         assert all(line[name] == value for name, value in seen.items() if name != "resumed_from")
-    flops = training_flops(config.model, [8], 1)
     for got, want in zip(lines, wanted, strict=True):
         assert {name: got.get(name) for name in want} == pytest.approx(want, rel=1e-9), got
         assert ("eval_lm_loss" in got) == ("eval_lm_loss" in want)
         if "batch_size" in got:
-            seconds = got["iteration_time_s"]
-            assert got["tokens_per_s"] * seconds == pytest.approx(8 * got["batch_size"])
+            seconds, length = got["iteration_time_s"], got.get("seq_length", 8)
+            flops = training_flops(config.model, [length], 1)
+            assert got["tokens_per_s"] * seconds == pytest.approx(length * got["batch_size"])
             assert got["tflops_per_rank"] * seconds * 1e12 == pytest.approx(flops * got["batch_size"])
 
 

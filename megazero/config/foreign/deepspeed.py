@@ -15,8 +15,13 @@ from megazero.config.run import all_options
 
 FILE = "deepspeed.tsv"
 CONVERT = "convert"  # a heading of it
-ALWAYS_ON = ("optimizer", "scheduler", "sparse_attention", "compression_training")  # blocks without a switch
-# Of the block fp16: key -> (our field, DeepSpeed's own default). It decides the loss scale alone: flags do not.
+ALWAYS_ON = ("sparse_attention", "compression_training")  # blocks without a switch
+SET_ASIDE = ("optimizer", "scheduler")
+# One rule says who decides: what DeepSpeed's engine does, its file decides, by DeepSpeed's own defaults where a key
+# is not there. What Megatron makes and passes to it, the optimizer and its schedule, flags decide.
+DECIDES = "the file decides what DeepSpeed's engine does, and Megatron's flags do not"
+CLIP = 1.0  # of gradient_clipping, since June 2026; before it was 0
+# Of the block fp16: key -> (our field, DeepSpeed's own default).
 LOSS_SCALE: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "fp16.loss_scale": ("loss_scale", 0),
@@ -26,7 +31,6 @@ LOSS_SCALE: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "fp16.min_loss_scale": ("min_loss_scale", 1),
     }
 )
-LOSS_SCALE_DECIDED = "DeepSpeed's fp16 block decides the loss scale, and Megatron's flags do not"
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
 # What asks for nothing where fp16 is off.
 FP16_TUNING = (
@@ -50,6 +54,7 @@ def read_deepspeed(path: str) -> Layer:
     said = dict(_flat(layer, content))
     for key, value in said.items():
         _put(layer, key, value, said)
+    _clip(layer, said)
     _group(layer, said)
     if "zero_shard" in layer.values:  # MiCS is a form of stage 3
         layer.values.pop("zero_stage", None)
@@ -177,10 +182,17 @@ def _convert(layer: Layer, row: Row, value: Any, said: Mapping[str, Any]) -> Non
     elif key in LOSS_SCALE:
         if said["fp16.enabled"] is not True:  # else they are read with it
             layer.notes.append(f"{where} {show(value)} is left out: fp16.enabled is not true")
+    elif key == "gradient_clipping":
+        pass  # _clip
     elif key == "fp16.auto_cast":
         layer.notes.append(f"{where} {row.text}")
     elif key.endswith("zeropp_loco_param"):
         _loco(layer, where, value)
+    elif key in SET_ASIDE:
+        if value:
+            layer.notes.append(f"{where} is {row.text}")
+    elif key == "curriculum_learning":
+        _curriculum(layer, where, value)
     elif not isinstance(value, int) or isinstance(value, bool):
         layer.errors.append(f"{where} takes a whole number, got {value!r}")
     elif key == "gradient_accumulation_steps":
@@ -201,6 +213,54 @@ def _convert(layer: Layer, row: Row, value: Any, said: Mapping[str, Any]) -> Non
         put("zero_prefetch_bytes", value * width)
 
 
+def _clip(layer: Layer, said: Mapping[str, Any]) -> None:
+    """Take over how far gradients are clipped."""
+    value, where = said.get("gradient_clipping"), f"{layer.source}: gradient_clipping"
+    if value == "auto":
+        return
+    if value is None:
+        value = CLIP
+        layer.notes.append(
+            f"{where} is not there: gradients are clipped at {CLIP}, DeepSpeed's default since June 2026. Before it "
+            'was none: write "gradient_clipping": 0 to repeat such a run'
+        )
+    layer.put(all_options()["clip_grad"], value, where)
+    if "clip_grad" in layer.values:
+        layer.final["clip_grad"] = DECIDES
+
+
+def _curriculum(layer: Layer, where: str, block: Any) -> None:
+    """Take over lengths that grow: the block as DeepSpeed's CurriculumScheduler reads it."""
+    if not isinstance(block, dict):
+        layer.errors.append(f"{where} takes an object, got {block!r}")
+        return
+    if not _asks("curriculum_learning", block):
+        return
+    schedule = block.get("schedule_config")
+    kind, schedule = block.get("schedule_type"), schedule if isinstance(schedule, dict) else {}
+    if block.get("curriculum_type", "seqlen") != "seqlen":
+        layer.errors.append(
+            f"{where}.curriculum_type {block['curriculum_type']!r} is not built; only seqlen is"
+        )
+        return
+    keys, lengths = [block.get(f"{end}_difficulty") for end in ("min", "max")], schedule.get("difficulty", ())
+    keys += [schedule.get("difficulty_step"), schedule.get("total_curriculum_step")]
+    if kind in ("fixed_linear", "fixed_root") and None not in keys:
+        layer.put(all_options()["rampup_seq_length"], [_whole(key) for key in keys], where)
+        if kind == "fixed_root":
+            root = f"{where}.schedule_config.root_degree"
+            layer.put(all_options()["rampup_seq_length_root"], schedule.get("root_degree"), root)
+    elif kind == "fixed_discrete" and len(lengths) == len(until := [*schedule.get("max_step", ()), None]):
+        steps = [each for pair in zip(lengths, until, strict=True) for each in pair]
+        layer.put(all_options()["seq_length_steps"], steps[:-1], where)
+    else:
+        layer.errors.append(
+            f"{where} needs min_difficulty, max_difficulty, and a schedule_type of fixed_linear or fixed_root, with "
+            "schedule_config's total_curriculum_step and difficulty_step, or of fixed_discrete, with its difficulty "
+            "and max_step"
+        )
+
+
 def _loss_scale(layer: Layer, said: Mapping[str, Any]) -> None:
     """Take over the whole block about the loss scale, with DeepSpeed's defaults for the keys that it leaves out."""
     for key, (name, default) in LOSS_SCALE.items():
@@ -214,7 +274,7 @@ def _loss_scale(layer: Layer, said: Mapping[str, Any]) -> None:
             value = 2.0**value
         layer.put(all_options()[name], value, where)
         if name in layer.values:
-            layer.final[name] = LOSS_SCALE_DECIDED
+            layer.final[name] = DECIDES
 
 
 def _loco(layer: Layer, where: str, value: Any) -> None:

@@ -80,9 +80,9 @@ class BatchSizeRampup:
                 break
         return iterations
 
-    def reaching(self, samples: int) -> int:
-        """Return the samples consumed by the first iteration, from the beginning, that reaches ``samples``."""
-        return self.consumed_after(self.iterations_within(samples - 1) + 1)
+    def reaching(self, samples: int, begin: int = 0) -> int:
+        """Return the samples consumed by the first iteration after ``begin`` that reaches ``samples``."""
+        return self.consumed_after(self.iterations_within(samples - 1, begin) + 1, begin)
 
     def sizes_from(self, begin: int) -> list[int]:
         """Return every size that comes after `begin` consumed samples, in order; the last one is the target."""

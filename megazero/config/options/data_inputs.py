@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 GPT2BPE = "GPT2BPETokenizer"
@@ -28,6 +29,17 @@ FILE_OPTIONS = ("tokenizer_model", "vocab_file", "merge_file")
 def tokenizer_type(said: str | None, given: Collection[str]) -> str | None:
     """Return the type that is said, else Megatron's default, GPT2BPETokenizer, if an option of it is given."""
     return said or (GPT2BPE if set(given) & set(TOKENIZERS[GPT2BPE]) else None)
+
+
+NULL = "NullTokenizer"
+
+
+def run_vocabulary(kind: str | None, size: int | None) -> int | None:
+    """Return the vocabulary of a run with --tokenizer-type ``kind`` and --vocab-size ``size``, if it is known.
+
+    A null tokenizer has the end of document beyond it, as in Megatron. Other tokenizers have at most ``size``.
+    """
+    return size + 1 if kind == NULL and size is not None else size
 
 
 SPLITS = ("train", "valid", "test")
@@ -147,6 +159,17 @@ def parse_split(split: str) -> tuple[float, float, float]:
         raise ValueError(f"{split!r} must be up to three shares with a sum above 0; nearest: 969,30,1")
     train, valid, test = [*shares, 0.0, 0.0][:3]
     return train, valid, test
+
+
+def missing_file(prefix: str) -> str:
+    """Return the line for the file of a data set that is not there, or ''."""
+    for ending in (".idx", ".bin"):
+        if not Path(f"{prefix}{ending}").is_file():
+            return (
+                f"{prefix}{ending} does not exist; the data path is the common prefix of a .bin and an .idx file "
+                "(as tools/preprocess_data.py prints it, usually ending in _text_document)"
+            )
+    return ""
 
 
 def _number(word: str) -> float | None:

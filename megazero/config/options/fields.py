@@ -13,7 +13,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, TypeVar
 
 from megazero.config.errors import ConfigError
-from megazero.config.nearest import did_you_mean
+from megazero.config.nearest import misspelt
+from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
 
@@ -193,6 +194,17 @@ def typed(opt: Option, value: Any) -> str:
     return f"{opt.flag} {show(value)}"
 
 
+def default_text(opt: Option) -> str:
+    """Return the default in words, or '' if the help already says it."""
+    if opt.required:
+        return "required"
+    by_family = {name: f.defaults[opt.name] for name, f in FAMILIES.items() if opt.name in f.defaults}
+    if by_family:
+        others = [show(opt.default)] if len(by_family) < len(FAMILIES) else []
+        return ", ".join(others + [f"{name}: {show(value)}" for name, value in by_family.items()])
+    return "" if opt.default is None or opt.default == () else f"default: {show(opt.default)}"
+
+
 def fault(opt: Option, value: Any) -> str:
     """Return the range or choice that a value of ``opt`` breaks, or '' if it breaks none."""
     if value is None:
@@ -202,12 +214,15 @@ def fault(opt: Option, value: Any) -> str:
         if opt.kind == "int":
             nearest = f"; nearest: {min(opt.choices, key=lambda choice: abs(choice - value))}"
         else:
-            nearest = did_you_mean(str(value), choices)
+            nearest = misspelt(str(value), choices)
         return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
     if opt.kind in ("int", "float"):
-        default = "" if opt.default is None else f"; the default is {show(opt.default)}"
+        default = default_text(opt).removeprefix("default: ")
+        default = f"; the default is {default}" if default and not opt.required else ""
         if opt.low is not None and value < opt.low:
-            return f"{opt.flag} {show(value)} must be at least {opt.low:g}; nearest: {opt.low:g}"
+            # A number below 0 often stands for "none" or "all", which its neighbour does not mean.
+            nearest = f"; nearest: {opt.low:g}" if value >= 0 else default
+            return f"{opt.flag} {show(value)} must be at least {opt.low:g}{nearest}"
         if opt.high is not None and value > opt.high:
             return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"
         if opt.above is not None and value <= opt.above:

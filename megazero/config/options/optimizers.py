@@ -86,6 +86,15 @@ WSD_FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
     }
 )
 DECAY_STYLES = ("constant", *FALLING, "inverse-square-root", "WSD")
+# What of end - start weight decay is reached when a share r of the run is over, by the style's name.
+GROWING: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {"linear": lambda r: r, "cosine": lambda r: 0.5 * (math.cos(math.pi * (1.0 - r)) + 1.0)}
+)
+
+
+def of_schedule(name: str) -> bool:
+    """Tell whether an option says the learning rate or weight decay at a time: Megatron saves those."""
+    return name.startswith(("lr", "min_lr", "decoupled", "weight_decay", "start_", "end_"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +114,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", low=0)
     lr_warmup_samples: int = option(0, "samples of linear warm-up", low=0)
     lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay", low=0, below=1)
+    lr_warmup_init: float = option(0.0, "learning rate at the beginning of the warm-up", low=0)
     lr_wsd_decay_style: str = option(
         "exponential", "WSD: shape of the last phase", choices=tuple(WSD_FALLING)
     )
@@ -113,6 +123,13 @@ class OptimizerConfig:
     weight_decay: float = option(
         0.01, "weight decay, decoupled but for sgd (norms and biases have none)", low=0
     )
+    weight_decay_incr_style: str = option(
+        "constant",
+        "how weight decay grows over the run, from --start-weight-decay to --end-weight-decay",
+        choices=("constant", *GROWING),
+    )
+    start_weight_decay: float | None = option(None, "weight decay at the start, where it grows", low=0)
+    end_weight_decay: float | None = option(None, "weight decay at the end, where it grows", low=0)
     adam_beta1: float = option(0.9, "decay of the first moment", low=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", low=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)

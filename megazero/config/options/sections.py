@@ -204,6 +204,21 @@ class BatchConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
+    rampup_seq_length: tuple[int, ...] | None = option(
+        None,
+        "START END MULTIPLE ITERATIONS: train on the first tokens of each sample, from START to END of them, in "
+        "steps of MULTIPLE over ITERATIONS (DeepSpeed's curriculum by sequence length)",
+    )
+    rampup_seq_length_root: float = option(
+        1.0, "degree of the root by which --rampup-seq-length grows; 1 is a straight line", above=0
+    )
+    seq_length_steps: tuple[int, ...] | None = option(
+        None, "the same in steps: LENGTH LAST_ITERATION LENGTH LAST_ITERATION ... LENGTH"
+    )
+    lr_by_tokens: bool = option(
+        False,
+        "a sample counts in the learning rate's schedule as its share of --seq-length, where lengths grow",
+    )
     elastic: bool = option(
         False, "keep the global batch on any number of ranks, by a smaller micro-batch or another layout"
     )
@@ -219,18 +234,24 @@ class TrainingConfig:
 
     train_iters: int | None = option(None, "iterations to train (or --train-samples)", low=1)
     train_samples: int | None = option(None, "samples to train (or --train-iters)", low=1)
-    exit_interval: int | None = option(None, "save and exit at iterations divisible by this", low=1)
-    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes", above=0)
+    exit_interval: int | None = option(None, "save and exit at iterations divisible by this; 0: never", low=0)
+    exit_duration_in_mins: float | None = option(None, "save and exit after these minutes; 0: never", low=0)
     kill_switch_path: str | None = option(
         None, "save and exit when this file is there, at the end of an iteration; at the start do not begin"
     )
     exit_signal_handler: bool = option(False, "save and exit on SIGTERM")
-    eval_interval: int = option(1000, "iterations between evaluations", low=1)
+    eval_interval: int = option(1000, "iterations between evaluations; 0: none", low=0)
     eval_at_start: bool = option(False, "evaluate before the first iteration of a fresh run, too")
     eval_iters: int = option(100, "global batches of one evaluation; 0 does not evaluate", low=0)
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    z_loss_strength: float = option(
+        0.0,
+        "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
+        "report the loss without it",
+        low=0,
+    )
     distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
     health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
     distributed_init_timeout_minutes: float = option(
@@ -326,7 +347,9 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = option(
         False, "a --load without a checkpoint is an error even where it is the folder of --save"
     )
-    save_interval: int | None = option(None, "iterations between checkpoints (default: at exit only)", low=1)
+    save_interval: int | None = option(
+        None, "iterations between checkpoints (default, and 0: at exit only)", low=0
+    )
     save_retain_interval: int | None = option(
         None,
         "iterations between checkpoints that are kept for ever (the first at or after each multiple); of the others "
@@ -343,6 +366,9 @@ class CheckpointConfig:
     finetune: bool = option(False, "load weights only: optimizer, schedule, data position and RNG start new")
     load_optim: bool = option(True, "load optimizer states")
     load_rng: bool = option(True, "load RNG states")
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "take the schedule of learning rate and weight decay from the checkpoint, not from the flags"
+    )
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,6 @@ def range_around(ranges: Iterable[tuple[int, int]], iteration: int) -> tuple[int
 def due(interval: int | None, since: int, iteration: int) -> bool:
     """Tell whether a multiple of ``interval`` is among the iterations after ``since``, up to ``iteration``.
 
-    All that comes at intervals asks this: a multiple may be among iterations that are passed over. None: never.
+    All that comes at intervals asks this: a multiple may be among iterations that are passed over. None, 0: never.
     """
-    return interval is not None and iteration // interval > since // interval
+    return iteration // interval > since // interval if interval else False

@@ -1,4 +1,4 @@
-"""Files that name the data: their words take the place of the options that name the files."""
+"""Files that name the data: their words take the place of the options that name the files. Is the data there?"""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megazero.config.options.data_inputs import DATA_WORDS, SPLITS
+from megazero.config.errors import ConfigError
+from megazero.config.options.data_inputs import (
+    DATA_WORDS,
+    SPLITS,
+    missing_file,
+    parse_data_path,
+    parse_weighted_splits,
+)
 from megazero.config.options.fields import show
-from megazero.config.run import all_options
+from megazero.config.run import RunConfig, all_options
 
 Words = Mapping[str, tuple[str, ...]]  # by the name of the option that they are the value of
 
@@ -81,3 +88,17 @@ def read_data_files(values: dict[str, Any], notes: list[str]) -> list[str]:
         values |= words
         notes += [f"{flag} {path}: {all_options()[key].flag} {show(value)}" for key, value in words.items()]
     return errors
+
+
+def refuse_missing_data(config: RunConfig) -> None:
+    """Raise ConfigError with a line for each data set of the run that is not there, before anything is written."""
+    data = config.data
+    parts = SPLITS if config.training.eval_iters else SPLITS[:1]
+    prefixes = parse_data_path(data.data_path)[0]
+    for part in parts:
+        prefixes += parse_data_path(getattr(data, f"{part}_data_path"))[0]
+        groups = parse_weighted_splits(getattr(data, f"{part}_weighted_split_paths")).values()
+        prefixes += [prefix for blend in groups for prefix in blend.prefixes]
+    missing = list(filter(None, map(missing_file, dict.fromkeys(prefixes))))
+    if missing:
+        raise ConfigError(missing)

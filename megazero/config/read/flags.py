@@ -14,16 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megazero.config.options.fields import MANY, Option, fault, section_options, show
+from megazero.config.options.fields import MANY, Option, default_text, fault, section_options
 from megazero.config.read.sources import Layer, Switch, Unknown, all_switches, switches
 from megazero.config.run import all_options, section_types
-from megazero.families import FAMILIES
 
 Section = TypeVar("Section")
 
 FILES = {
     "config": "run.yaml: defaults that flags override",
-    "deepspeed-config": "ds.json: weaker than --config",
+    "deepspeed-config": "ds.json: weaker than --config, but for clipping and the loss scale",
 }
 
 
@@ -116,11 +115,13 @@ def _put(flags: Flags, word: str, words: list[str]) -> None:
 
 
 def _put_switch(layer: Layer, switch: Switch, word: str, words: list[str]) -> None:
-    if switch.sets is not None:
-        _refuse_values(layer, word, words)
-        layer.put(switch.option, switch.sets, word)
-    else:
+    if switch.sets is None:
         _put_values(layer, switch.option, word, words)
+    elif words:
+        layer.errors.append(f"{word} takes no value, got {' '.join(words)}")
+        layer.failed.add(switch.option.name)
+    else:
+        layer.put(switch.option, switch.sets, word)
 
 
 def _put_values(layer: Layer, opt: Option, word: str, words: list[str]) -> None:
@@ -133,11 +134,6 @@ def _put_values(layer: Layer, opt: Option, word: str, words: list[str]) -> None:
             got += "; if a variable of the script stands there, it is empty"
         layer.errors.append(f"{word} takes {'at least one value' if many else 'one value'}, got {got}")
         layer.failed.add(opt.name)
-
-
-def _refuse_values(layer: Layer, word: str, words: list[str]) -> None:
-    if words:
-        layer.errors.append(f"{word} takes no value, got {' '.join(words)}")
 
 
 def spelling(opt: Option) -> str:
@@ -156,17 +152,6 @@ def spelling(opt: Option) -> str:
     value = "{" + ",".join(map(str, opt.choices)) + "}" if opt.choices else kinds[opt.kind]
     others = [f"--{alias} {value}" for alias in opt.aliases] + [f"--{const}" for const in opt.consts]
     return " | ".join([f"{opt.flag} {value}", *others])
-
-
-def default_text(opt: Option) -> str:
-    """Return the default in words, or '' if the help already says it."""
-    if opt.required:
-        return "required"
-    by_family = {name: f.defaults[opt.name] for name, f in FAMILIES.items() if opt.name in f.defaults}
-    if by_family:
-        others = [show(opt.default)] if len(by_family) < len(FAMILIES) else []
-        return ", ".join(others + [f"{name}: {show(value)}" for name, value in by_family.items()])
-    return "" if opt.default is None or opt.default == () else f"default: {show(opt.default)}"
 
 
 def options_help(options: Iterable[Option]) -> Iterator[str]:

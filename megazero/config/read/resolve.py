@@ -5,19 +5,24 @@ It fills in family defaults, derived sizes, the ZeRO preset and the notes.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from megazero.checkpoint.manifest import read_manifest
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
-from megazero.config.model.loaded import batch_to_keep, take_architecture
+from megazero.config.model.loaded import batch_to_keep, continued, take_architecture
 from megazero.config.model.section import ModelConfig, complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
-from megazero.config.options.fields import show, stand_in
+from megazero.config.options.fields import show, stand_in, typed
+from megazero.config.options.optimizers import of_schedule
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
 from megazero.config.run import RunConfig, World, all_options
+
+ZERO_IS_OFF = ("exit_interval", "exit_duration_in_mins", "save_interval")  # as in Megatron
 
 
 def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str], list[str]]:
@@ -34,9 +39,16 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
         errors.append("--group-query-attention needs --num-query-groups: how many key/value heads there are")
     values, taken, clashes = take_architecture(values)
     notes, errors = [*notes, *taken], [*errors, *clashes]
+    unread = values.get("load") and f"--load {values['load']}: "
+    if unread and any(line.startswith(unread) for line in clashes):  # what it has need not be said
+        said.failed.update(
+            o.name for o in all_options().values() if o.section == "model" and o.name not in values
+        )
+    errors += _complete_schedule(values, said.facts, notes)
     notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
+    values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
     errors += _complete_batch(values, accumulation, world, notes)
@@ -62,6 +74,51 @@ def complete_megatron(said: Layer, values: dict[str, Any], notes: list[str]) -> 
     notes += accepted_note(said.facts)
     errors = complete_derived(values, notes)
     return errors + unmet_conditions(said.facts, complete(values))
+
+
+def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: list[str]) -> list[str]:
+    """At a resume, take the schedule of the checkpoint if that is asked for, else note what the flags say otherwise.
+
+    Returns an error line where both are asked for.
+    """
+    use = values.get("use_checkpoint_opt_param_scheduler")
+    if use and (override := {"override-lr-scheduler", "override-opt-param-scheduler"} & {*facts}):
+        return [
+            f"--{override.pop()} and --use-checkpoint-opt-param-scheduler exclude each other; leave one out"
+        ]
+    try:
+        path = continued(values)
+        stored = read_manifest(path).configuration if path else {}
+    except (ValueError, OSError):  # as take_architecture has said
+        return []
+    before, now = (_schedule(flat) for flat in (ChainMap(*stored.values()), values))
+    changed = [name for name in now if before[name] != now[name]]
+    if before["lr"] is None or not changed:  # nothing is continued, or what was imported
+        return []
+    if use:
+        values |= before
+        said = " ".join(
+            typed(all_options()[name], before[name]) for name in changed if before[name] is not None
+        )
+        notes.append(f"--use-checkpoint-opt-param-scheduler: {said}, as in {path}")
+    else:
+        said = ", ".join(
+            f"{all_options()[name].flag} {show(now[name])} (was {show(before[name])})" for name in changed
+        )
+        notes.append(
+            f"the flags decide the schedule, which is not that of {path}: {said}. "
+            "--use-checkpoint-opt-param-scheduler takes the checkpoint's"
+        )
+    return []
+
+
+def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the schedule by name. A decay whose length is not said is as long as the run."""
+    named = (opt for opt in all_options().values() if opt.section == "optimizer" and of_schedule(opt.name))
+    found = {opt.name: opt.default if values.get(opt.name) is None else values[opt.name] for opt in named}
+    for unit in ("iters", "samples"):
+        found[f"lr_decay_{unit}"] = found[f"lr_decay_{unit}"] or values.get(f"train_{unit}")
+    return found
 
 
 def _unlike_megatron(said: Mapping[str, Any], facts: Collection[str]) -> Iterator[str]:

@@ -45,6 +45,11 @@ class Feeding:
         """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
+    @staticmethod
+    def cut(batch: Batch, length: int) -> Batch:
+        """Return the first ``length`` tokens of every sample."""
+        return {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
+
     def valid_tokens(self, step: Sequence[Batch]) -> float:
         """Return the number of tokens of the global batch that count in the loss, at least 1. Collective if masked.
 

@@ -1,11 +1,10 @@
-"""The learning rate as a pure function of how far training has come.
+"""The learning rate and the weight decay as pure functions of how far training has come.
 
-Values equal megatron-core's OptimizerParamScheduler (compared bit for bit in the tests). The unit of
-progress is the caller's: iterations or samples, the same one for `consumed`, `warmup`, `decay` and
-`wsd_decay`. Iteration n (counted from 0) uses the rate at the progress made *before* it, so with a
-warm-up from 0 the first iteration has rate 0, as in Megatron. A warm-up that is a fraction of
-the decay need not be whole. Nothing is stored: a resumed run
-has the rate of the uninterrupted one by construction. Weight decay is constant.
+Values equal megatron-core's OptimizerParamScheduler (compared bit for bit in the tests). As there, all lengths are in
+samples; of a run whose length is in iterations, each iteration counts as the full global batch. Iteration n (counted
+from 0) uses the values at the progress made *before* it, so with a warm-up from 0 the first iteration has rate 0, as
+in Megatron. A warm-up that is a fraction of the decay need not be whole. Nothing is stored: a resumed run has the
+values of the uninterrupted one by construction.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
-from megazero.config.options.optimizers import FALLING, WSD_FALLING
+from megazero.config.options.optimizers import FALLING, GROWING, WSD_FALLING
 
-DECOUPLED = "decoupled"  # the mark of an optimizer's group whose rate is that of --decoupled-lr
+# Marks of an optimizer's group: its rate is that of --decoupled-lr; it has no weight decay.
+DECOUPLED, UNDECAYED = "decoupled", "undecayed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """Linear warm-up, then decay from `peak` to `minimum`.
+
+    Lengths are in samples, and `batch` is how many of them one unit of the caller's progress has.
 
     consumed <= warmup (if warmup > 0): from `warmup_init` to `peak` in a straight line.
     After `decay`: `minimum` (style constant: `peak` for ever).
@@ -46,14 +48,15 @@ class LearningRate:
     style: str = "linear"
     wsd_decay: int = 0
     wsd_style: str = "exponential"
+    batch: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, *, decoupled: bool = False) -> LearningRate:
-        """The learning rate of a resolved configuration, in the unit of its ``lr_lengths``.
+        """The learning rate of a resolved configuration. Progress is in the unit of its ``lr_lengths``.
 
         decoupled: that of the embedding and the head. It has the same shape between peak and minimum of its own.
         """
-        optimizer, lengths = config.optimizer, config.lr_lengths
+        optimizer, lengths = config.optimizer, config.lr_samples
         peak, minimum = optimizer.lr, optimizer.min_lr
         if decoupled and optimizer.decoupled_lr is not None:
             peak = optimizer.decoupled_lr
@@ -63,13 +66,16 @@ class LearningRate:
             decay=lengths.decay,
             minimum=minimum,
             warmup=lengths.warmup,
+            warmup_init=optimizer.lr_warmup_init,
             style=optimizer.lr_decay_style,
             wsd_decay=lengths.wsd_decay,
             wsd_style=optimizer.lr_wsd_decay_style,
+            batch=lengths.batch,
         )
 
-    def __call__(self, consumed: int) -> float:
-        """The learning rate of the step that is taken after `consumed` iterations or samples."""
+    def __call__(self, progress: float) -> float:
+        """The learning rate of the step that is taken after `progress` iterations or samples."""
+        consumed = progress * self.batch
         if self.warmup > 0 and consumed <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * float(consumed) / float(self.warmup)
         if self.style == "constant":
@@ -80,9 +86,38 @@ class LearningRate:
             return max(self.minimum, self.peak * max(self.warmup, 1) ** 0.5 / max(consumed, 1) ** 0.5)
         return self.minimum + self._fraction(consumed) * (self.peak - self.minimum)
 
-    def _fraction(self, consumed: int) -> float:
+    def _fraction(self, consumed: float) -> float:
         """The factor of (peak - minimum), for the styles that scale it."""
         if self.style != "WSD":
             return FALLING[self.style]((consumed - self.warmup) / (self.decay - self.warmup))
         into = consumed - (self.decay - self.wsd_decay)
         return 1.0 if into <= 0 else WSD_FALLING[self.wsd_style](into / self.wsd_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecay:
+    """From `start` to `end` over the length of the run by `style`, one of GROWING; `end` after it, or if constant."""
+
+    start: float
+    end: float
+    length: int
+    style: str = "constant"
+    batch: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig) -> WeightDecay:
+        """The weight decay of a resolved configuration. Progress is in the unit of its ``lr_lengths``."""
+        o, lengths = config.optimizer, config.lr_samples
+        start, end = (
+            o.weight_decay if value is None else value for value in (o.start_weight_decay, o.end_weight_decay)
+        )
+        return cls(
+            start=start, end=end, length=lengths.total, style=o.weight_decay_incr_style, batch=lengths.batch
+        )
+
+    def __call__(self, progress: float) -> float:
+        """The weight decay of the step that is taken after `progress` iterations or samples."""
+        consumed = progress * self.batch
+        if self.style == "constant" or consumed > self.length:
+            return self.end
+        return self.start + GROWING[self.style](consumed / self.length) * (self.end - self.start)

@@ -150,6 +150,7 @@ class Checkpointing:
             "losses": dict(progress.losses),
             "left_out": [asdict(each) for each in progress.left_out],
             "rollbacks": progress.rollbacks,
+            "tokens": progress.tokens,
         }
         return store.Snapshot(
             step=progress.iteration,

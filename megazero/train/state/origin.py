@@ -168,8 +168,14 @@ def _opened(path: Path) -> Origin:
         left_out,
         str(path),
         state.get("rollbacks", sum(each.rollback for each in left_out)),
+        state.get("tokens", state["consumed_samples"] * _seq_length(manifest)),
     )
     return Origin(progress, path, manifest, state)
+
+
+def _seq_length(manifest: store.Manifest) -> int:
+    """Return the tokens of a sample in the run that saved, for checkpoints that do not count tokens."""
+    return int(manifest.configuration.get("model", {}).get("seq_length") or 0)
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh) -> Origin:

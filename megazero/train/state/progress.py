@@ -39,7 +39,8 @@ class Progress:
     or 0 if the order is the same for any number. It stays the same over restarts, so a longer run keeps the order.
     evaluation_pending: the run stopped before it could evaluate at this iteration. losses: the last ones, "lm_loss"
     of training and "eval_lm_loss" of an evaluation. left_out: iterations without an update. checkpoint: the last one
-    of this progress. rollbacks: how often the run has gone back from a spike.
+    of this progress. rollbacks: how often the run has gone back from a spike. tokens: those that it was trained on,
+    without what is left out and what growing lengths drop.
     """
 
     iteration: int = 0
@@ -52,6 +53,7 @@ class Progress:
     left_out: tuple[LeftOut, ...] = ()
     checkpoint: str = ""
     rollbacks: int = 0
+    tokens: int = 0
 
 
 def leave_out(progress: Progress, last: int, sizes: BatchSizeRampup, rollback: bool = False) -> Progress:
