@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 import time
 import traceback
 from contextlib import ExitStack
@@ -43,6 +44,8 @@ from megazero.train.state.rollback import LossSpike
 from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Observers, RunInputs, TrainedModel, Trainer
 from megazero.zero import Engine
+
+LEAVING_S = 60.0  # within which a rank that failed has said so, and leaves
 
 
 def main(config: RunConfig, launch: Launch, signals: StopSignals | None = None) -> int:
@@ -88,6 +91,11 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
     if isinstance(error, RankFailure):
         supervisor.find_missing(f"{error}")
     status, launch = status_of(error), supervisor.launch
+    limit = threading.Timer(
+        LEAVING_S, os._exit, [status]
+    )  # what follows writes, perhaps to a disk that hangs
+    limit.daemon = True
+    limit.start()
     if not _reported_elsewhere(error):
         message = f"[rank {launch.rank}] {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
@@ -212,7 +220,7 @@ def prepare(
     if config.checkpoint.save is not None and origin.progress.iteration < length.last_iteration:
         checkpointing.try_saving()
     checkpointing.load(origin)
-    found = (*leave_behind(config, origin, mesh), *found)
+    found = (*leave_behind(config, origin, mesh, length.last_iteration), *found)
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
