@@ -107,7 +107,7 @@ class Retry:
         now = time.monotonic()
         if not self.failures:
             self._since = now
-        pause = min(FIRST_PAUSE_S * 2**self.failures, LONGEST_PAUSE_S)
+        pause = min(FIRST_PAUSE_S * 2 ** min(self.failures, 10), LONGEST_PAUSE_S)
         self.failures += 1
         left = self._since + self.limit_s - now
         return min(pause, left) if left > 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -72,9 +73,9 @@ def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
     CheckpointError on every rank if a checkpoint is wanted and there is none, if it cannot be read, or if --save
     holds checkpoints of another run.
     """
-    origin, damaged = _find(config, mesh)
+    origin = _find(config, mesh)
     for flag in ("save", "save_copy"):
-        _refuse_another_runs_folder(config, flag, mesh, origin.progress.run_id, damaged)
+        _refuse_another_runs_folder(config, flag, mesh, origin.progress.run_id)
     return origin
 
 
@@ -83,10 +84,10 @@ def world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _find(config: RunConfig, mesh: Mesh) -> tuple[Origin, Damaged]:
+def _find(config: RunConfig, mesh: Mesh) -> Origin:
     options = config.checkpoint
     if options.load is None:
-        return Origin(), {}
+        return Origin()
     values = config.values()
     chosen, damaged = _sound(mesh, lambda look: checkpoint_to_load(values, look))
     if chosen.path is None and is_published(options.load):
@@ -96,21 +97,22 @@ def _find(config: RunConfig, mesh: Mesh) -> tuple[Origin, Damaged]:
             f"'{folder}' not loaded",
             lambda: Published.open(folder, options.accept_field),
         )
-        return Origin(published=opened), damaged
+        return Origin(published=opened)
     if chosen.path is None:
-        return _start_fresh(options, options.load, mesh, damaged), damaged
+        return _start_fresh(options, options.load, mesh, damaged)
     origin = replace(_opened(chosen.path), own=chosen.again)
     assert origin.manifest is not None
     if options.finetune and not origin.own:
-        return replace(origin, progress=Progress(notes=tuple(_left_out(damaged)))), damaged
+        return replace(origin, progress=Progress(notes=tuple(_left_out(damaged))))
+    root, step = chosen.path.parent, origin.manifest.step
     notes = (
         *_gone_on(options, chosen),
         *_left_out(damaged),
-        *(_copies(options, origin.manifest.step) if damaged else ()),
-        *(() if chosen.named else _incomplete(chosen.path.parent, origin.manifest.step)),
+        *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
+        *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
         *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
     )
-    return replace(origin, progress=replace(origin.progress, notes=notes)), damaged
+    return replace(origin, progress=replace(origin.progress, notes=notes))
 
 
 def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]:
@@ -240,9 +242,7 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Dama
     )
 
 
-def _refuse_another_runs_folder(
-    config: RunConfig, flag: str, mesh: Mesh, run_id: str, damaged: Damaged
-) -> None:
+def _refuse_another_runs_folder(config: RunConfig, flag: str, mesh: Mesh, run_id: str) -> None:
     """Refuse a folder to save in with checkpoints of another run, which this one would overwrite and prune."""
     save = getattr(config.checkpoint, flag)
     if save is None:
@@ -250,12 +250,13 @@ def _refuse_another_runs_folder(
 
     def held() -> tuple[Path, str] | None:
         try:
-            newest = store.latest(save, look=lambda path: None if path in damaged else complete(path))
-            return None if newest is None else (newest, store.read_state(newest)["run_id"])
+            for path in reversed(store.checkpoints(save)):
+                with suppress(store.CheckpointError):  # damaged: the one before tells
+                    return path, store.read_state(path)["run_id"]
         except OSError:
             if flag == "save":
-                raise
-            return None  # the second folder may fail: a run goes on without
+                raise  # the second folder may fail: a run goes on without
+        return None
 
     found = _of_first_rank(mesh, held)
     if found is None or run_id and found[1] == run_id:
