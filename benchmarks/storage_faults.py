@@ -147,7 +147,7 @@ def saves(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"held{rank}").read_text().splitlines()]
 
 
-def plan_of(counted: Path, few: bool) -> list[tuple[int, int]]:
+def plan_of(counted: Path, few: int) -> list[tuple[int, int]]:
     """Which call of which rank fails in each save, from a run that only counted them."""
     plan = list[tuple[int, int]]()
     for rank in (0, 1):
@@ -158,7 +158,7 @@ def plan_of(counted: Path, few: bool) -> list[tuple[int, int]]:
             middle = between[:: max(1, len(between) // MIDDLE)]
             calls = [*range(ENDS[0]), *middle, *range(count - ENDS[1], count)]
         plan += [(rank, call) for call in calls]
-    return plan[:: max(1, len(plan) // FEW)] if few else plan
+    return plan[:: max(1, len(plan) // few)] if few else plan
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -177,12 +177,12 @@ def problems(folder: Path, reference: Path) -> Iterator[str]:
 
 
 def row(
-    name: str, behind: bool, at: int | None, counted: Path, reference: Path, folder: Path
+    name: str, behind: bool, at: int | None, counted: Path, reference: Path, folder: Path, few: int
 ) -> dict[str, Any]:
     """One run with faults of a kind, and its resume if they were for good."""
     began, kind = time.monotonic(), KINDS[name]
     here = folder / f"{name.replace(' ', '-')}-{behind}-{at}"
-    plan = plan_of(counted, few=kind in (HANG, PARTIAL))
+    plan = plan_of(counted, few or FEW * (kind in (HANG, PARTIAL)))
     iterations = 8 if at is not None else len(plan)
     values = {"train_iters": iterations, "async_save": behind}
     values |= {"save_retry_minutes": 5 if at is None else 0.02}
@@ -212,6 +212,7 @@ def main() -> int:
         out=(Path, "file of results, a line of JSON each"),
         kinds=list(KINDS),
         at=([0, 5, 20, 41], "calls from which on all fail"),
+        few=(0, "try a sample of so many calls (0: all)"),
     ).parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     folder, results = Path(tempfile.mkdtemp(prefix="faults-")), harness.Store(options.out)
@@ -219,11 +220,11 @@ def main() -> int:
     counted, reference, bad = [folder / "at-once", folder / "behind"], folder / "reference", 0
     for behind, place in enumerate(counted):
         run({"train_iters": 6, "async_save": bool(behind)}, place)
-    run({"train_iters": max(len(plan_of(place, few=False)) for place in counted)}, reference)
+    run({"train_iters": max(8, *(len(plan_of(place, options.few)) for place in counted))}, reference)
     for name, at, behind in product(options.kinds, (None, *options.at), (False, True)):
         if (name, behind, at) in done or at is not None and KINDS[name] == PARTIAL:
             continue
-        found = row(name, behind, at, counted[behind], reference, folder)
+        found = row(name, behind, at, counted[behind], reference, folder, options.few)
         results.append(found)
         bad += bool(found["problems"])
         print(json.dumps(found), flush=True)

@@ -30,7 +30,11 @@ _LOST = {
     *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EADDRINUSE),
 }
-_FORBIDDEN = {errno.EACCES, errno.EPERM}  # a mistake, except of a run that has saved there before
+_FORBIDDEN = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EFBIG,
+}  # a mistake, except of a run that has saved there before
 
 
 class ExitStatus(IntEnum):

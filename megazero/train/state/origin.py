@@ -90,7 +90,7 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         return Origin()
     values = config.values()
     chosen, damaged = _sound(mesh, lambda look: checkpoint_to_load(values, look))
-    if chosen.path is None and is_published(options.load):
+    if chosen.path is None and not damaged and is_published(options.load):
         folder = published_folder(options.load)
         opened = agree_local(
             world_group(),
