@@ -8,12 +8,16 @@ the n-th operation on the folder of checkpoints, shortly after it perhaps. Every
 complete checkpoint. In the end losses, gradient norms and all tensors have the bits of the uninterrupted run, and
 metrics.jsonl has every iteration once. Every second trial saves behind its training (--async-save).
 
+With --faults three random calls of each rank on the folder of checkpoints fail or hang, too (benchmarks/
+storage_faults.py), in every start but the last, of ranks that are forked. Such a start may end by itself.
+
 Each result is a line of the file as soon as it is there. The same command goes on with the trials that are missing,
 and prints a summary at the end. The trial of a seed and a number is always the same but for the machine's speed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -34,8 +38,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks import harness
-from megazero.checkpoint import store
+from benchmarks import harness, storage_faults
+from megazero.checkpoint import saving, store
 from megazero.checkpoint.directory import complete
 from megazero.log.metrics import read_metrics
 from tests.dist.runs import Processes, checkpoint_of, differences, free_port
@@ -111,6 +115,18 @@ def die(rank: int, kill: Kill, folder: str) -> None:
     sys.addaudithook(audit)
 
 
+def spoil(rank: int, kill: Kill, folder: str, seed: str) -> None:
+    """In every rank: let three calls fail, and die as ``die`` says."""
+    saving.FIRST_PAUSE_S = 0.05
+    random = Random(f"{seed}/{rank}")
+    faults = storage_faults.Faults(folder)
+    faults.arm(
+        random.choice(list(storage_faults.KINDS.values())), left=3, odds=random.choice((20, 200)), hang_ms=500
+    )
+    ctypes.CDLL(None).srand(random.randrange(1 << 30))
+    die(rank, kill, folder)
+
+
 class Started:
     """A rank of a program that Python starts anew, with the methods of a multiprocessing.Process."""
 
@@ -141,24 +157,30 @@ class Started:
             self._popen.wait(timeout)
 
 
-def start(ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None) -> Processes:
-    """Start all ranks; logs go to ``folder``, which is made."""
+def start(
+    ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None, faults: str | None = None
+) -> Processes:
+    """Start all ranks; logs go to ``folder``, which is made. faults: a seed, if calls are to fail."""
     folder.mkdir(parents=True)
     if kill is None or not kill.real:
         prepare = None if kill is None else partial(die, kill=kill, folder=values["save"])
+        if kill is not None and faults is not None:
+            prepare = partial(spoil, kill=kill, folder=values["save"], seed=faults)
         return Processes.start(ranks, values, folder, prepare)
     logs, port = [folder / f"rank{rank}.log" for rank in range(ranks)], free_port()
     whole = {**TINY, **values}
     return Processes([Started(rank, ranks, port, whole, logs[rank]) for rank in range(ranks)], logs)
 
 
-def attempt(ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None) -> dict[str, Any]:
+def attempt(
+    ranks: int, values: Mapping[str, Any], folder: Path, kill: Kill | None, faults: str | None = None
+) -> dict[str, Any]:
     """Run until it ends or is killed, and the survivors have ended. What became of it."""
     save = Path(values["save"])
     newest = store.latest(save)
     before = 0 if newest is None else store.read_manifest(newest).step
     left = unfinished(save)
-    began, running = time.monotonic(), start(ranks, values, folder, kill)
+    began, running = time.monotonic(), start(ranks, values, folder, kill, faults)
     if kill is not None:
         first = running.ranks[kill.victims[0]]
         while first.is_alive() and any(each.is_alive() for each in running.ranks):
@@ -229,9 +251,14 @@ def reference_of(layout: str, folder: Path) -> Path:
 
 
 def trial(
-    number: int, seed: int, references: Path, kills: Sequence[Kill] = (), layout: str | None = None
+    number: int,
+    seed: int,
+    references: Path,
+    kills: Sequence[Kill] = (),
+    layout: str | None = None,
+    faults: bool = False,
 ) -> dict[str, Any]:
-    """One run. kills, layout: instead of random ones."""
+    """One run. kills, layout: instead of random ones. faults: calls on files fail, too."""
     random = Random(f"{seed}/{number}")
     layout, behind = layout or random.choice(list(LAYOUTS)), number % 2 == 1
     ranks = LAYOUTS[layout][0]
@@ -239,7 +266,8 @@ def trial(
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="kills-"))
     values, attempts = make_values(layout, folder, behind), list[dict[str, Any]]()
     for turn, kill in enumerate([*drawn, None]):
-        attempts.append(attempt(ranks, values, folder / f"out{turn}", kill))
+        spoiled = f"{seed}/{number}/{turn}" if faults else None
+        attempts.append(attempt(ranks, values, folder / f"out{turn}", kill, spoiled))
     wrong = list(problems(values, reference_of(layout, references), attempts))
     whole = [path.name for path in Path(values["save"]).iterdir() if complete(path)]
     if not wrong:
@@ -275,7 +303,10 @@ def main() -> int:
         out=(Path, "file of results, a line of JSON each"),
         jobs=(2, "trials at a time"),
         seconds=(1e9, "begin no trial after these"),
+        faults=(False, "let calls on the checkpoints' files fail, too"),
     ).parse_args()
+    if options.faults:
+        storage_faults.preload()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
     store = harness.Store(options.out)
@@ -292,7 +323,7 @@ def main() -> int:
                 number = next(missing, None)
             if number is None:
                 return
-            row = trial(number, options.seed, references)
+            row = trial(number, options.seed, references, faults=options.faults)
             with lock:
                 rows.append(row)
                 store.append(row)

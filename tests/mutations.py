@@ -259,6 +259,29 @@ megazero/checkpoint/directory.py
   after going back the abandoned checkpoint is the newest
 -     fsync_directory(temporary)
   a manifest may be there after a power cut, its files' names not
+- needed = {saved, rule.busy,
++ needed = {saved,
+  a checkpoint is deleted while it is being copied
+
+megazero/checkpoint/copying.py
+- if back != entry:
++ if False:
+  a copy is not checked where it lies
+
+megazero/checkpoint/saving.py
+- if error_number(error) is None:
++ if True:
+  what the storage refuses is not tried again
+
+megazero/train/state/saver.py
+- and not (replacing and self._part.pause)
++ and True
+  a save that is due waits for one that waits to be tried again
+
+megazero/train/state/origin.py
+- if chosen.named or error_number(error) is not None:
++ if chosen.named:
+  storage that does not answer is taken for damage
 
 megazero/data/sampler.py
 -         self._ready.clear()

@@ -50,12 +50,14 @@ class Retention:
 
     ``keep_last``: how many of the most recently saved ones stay; None keeps all. ``interval`` keeps the first at or
     after each of its multiples permanently (at the multiple itself nothing may have been saved). ``way_back`` keeps
-    the newest before that step, which a rollback may need. None means no such rule.
+    the newest before that step, which a rollback may need. ``busy`` stays, too: it is being copied. None means no
+    such rule.
     """
 
     keep_last: int | None = None
     interval: int | None = None
     way_back: int | None = None
+    busy: Path | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.keep_last), ("interval", self.interval)):
@@ -71,13 +73,14 @@ Look = Callable[[Path], Manifest | None]  # what a folder is taken for: ``descri
 
 
 def described(path: Path) -> Manifest | None:
-    """Return the manifest of ``path`` if it can be read, else None.
+    """Return the manifest of ``path`` if it is there and whole, else None.
 
-    It reads no other file, so every rank of a large run can call it.
+    It reads no other file, so every rank of a large run can call it. Raises OSError if the storage does not answer,
+    here and in ``complete``: a checkpoint that cannot be read now is not one that is missing.
     """
     try:
         return read_manifest(path)
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return None
 
 
@@ -86,7 +89,7 @@ def complete(path: Path) -> Manifest | None:
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return None
     return manifest
 
@@ -172,7 +175,7 @@ def supersede(root: Path, origin: Path) -> list[Path]:
     renamed = []
     for path in reversed(_entries(root)):
         name = _NAME.fullmatch(path.name)
-        if name is None or not (path / MANIFEST_FILE).exists():
+        if name is None or not any((path / file).exists() for file in (MANIFEST_FILE, STATE_FILE)):
             continue
         manifest = described(path)
         since = not here or manifest is not None and manifest.serial > start.serial
@@ -183,6 +186,16 @@ def supersede(root: Path, origin: Path) -> list[Path]:
     if renamed:
         fsync_directory(root)
     return renamed
+
+
+def in_the_way(root: Path, after: int, last: int) -> list[Path]:
+    """Return what has the name of a checkpoint of the steps above ``after`` up to ``last``, but is none.
+
+    ``prepare`` would refuse to save there.
+    """
+    named = ((path, _NAME.fullmatch(path.name)) for path in sorted(root.glob("iter_*")))
+    steps = ((path, int(name[1])) for path, name in named if name)
+    return [path for path, step in steps if after < step <= last and not (path / MANIFEST_FILE).exists()]
 
 
 def prepare(root: Path, step: int, overwrite: bool) -> Path:
@@ -234,7 +247,7 @@ def retain(root: Path, saved: Path, rule: Retention) -> None:
         return
     found = checkpoints(root)
     steps = {path: int(name[1]) for path in found if (name := _NAME.fullmatch(path.name))}
-    needed = {saved, *(_firsts(steps, rule.interval) if rule.interval else ())}
+    needed = {saved, rule.busy, *(_firsts(steps, rule.interval) if rule.interval else ())}
     if rule.way_back is not None:
         needed.update(checkpoints(root, rule.way_back)[-1:])
     for path in found[: -rule.keep_last]:
@@ -267,9 +280,12 @@ def fsync_directory(path: Path) -> None:
 
 
 def _clean(root: Path) -> None:
-    """Remove the leftovers of killed saves. Restore a checkpoint that was moved aside and not replaced."""
+    """Remove the leftovers of killed saves. Restore a checkpoint that was moved aside and not replaced.
+
+    A file that a hanging writer has open may not go yet, as on NFS: the next save tries again.
+    """
     for path in leftovers(root):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     for path in _entries(root):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden is not None and not (final := path.with_name(hidden[1])).exists():
@@ -290,7 +306,11 @@ def _stands_in(path: Path) -> bool:
 
 
 def _entries(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    try:
+        with os.scandir(root) as found:
+            return sorted(root / entry.name for entry in found if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _hidden(final: Path, state: str) -> Path:

@@ -16,6 +16,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or read. The message names the cause and the cure."""
 
 
+class SaveError(CheckpointError):
+    """The storage did not take a checkpoint. ``error_number`` of it says why."""
+
+
 def agree(group: dist.ProcessGroup | None, doing: str, action: Callable[[], T]) -> list[T]:
     """Run ``action`` on every rank of ``group`` and return every rank's result, by rank.
 

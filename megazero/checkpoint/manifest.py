@@ -64,17 +64,18 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(path: str | os.PathLike) -> Manifest:
     """Return the manifest of the checkpoint directory ``path``.
 
-    Raises CheckpointError if the directory or the manifest is absent, damaged or of another format.
+    Raises CheckpointError if the directory or the manifest is absent, damaged or of another format, and OSError if
+    the storage does not answer.
     """
     file = Path(path) / MANIFEST_FILE
-    if not Path(path).is_dir():
-        raise CheckpointError(f"there is no checkpoint directory '{path}'; check the path")
     try:
         body = json.loads(file.read_bytes())
         head, crc32 = (body.pop("format"), body.pop("version")), body.pop("crc32")
         if head == (FORMAT, VERSION) and crc32 == _crc32(body):
             return _parse(body)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if not Path(path).is_dir():
+            raise CheckpointError(f"there is no checkpoint directory '{path}'; check the path") from None
         raise CheckpointError(
             f"'{path}' is no complete checkpoint: it has no '{MANIFEST_FILE}'. Give a directory such as "
             "SAVE/iter_0000100 that has one"

@@ -1,9 +1,13 @@
 """Saves a checkpoint: parts that are each rank's own work, with collectives between them.
 
-``saving`` is a generator. The parts it yields use no collective, so any thread may run them; between the yields it is
-collective. ``save`` runs each part at once. An asynchronous save (train/state/saver.py) gives the parts to a thread
-and resumes the generator at the end of a step, when every rank has finished its part. So there is one way to save, no
-thread uses a process group, and no second set of groups is needed.
+``saving`` is a generator. The parts it yields use no collective, and a thread runs each; between the yields it is
+collective. ``save`` waits for each part. An asynchronous save (train/state/saver.py) resumes the generator at the end
+of a step, when every rank has finished its part. So there is one way to save, no thread uses a process group, and no
+second set of groups is needed.
+
+All that touches the disk is a part: a disk that hangs holds a thread, never a collective. What the disk refuses is
+tried again (``Retry``), from the same tensors or the same copy of them, into a new folder. A failure of one rank is a
+failed attempt of all.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,14 @@ from safetensors import torch as safetensors
 
 from megazero.checkpoint import directory
 from megazero.checkpoint.directory import Retention
-from megazero.checkpoint.errors import CheckpointError, agree, agree_local, gather_to_first
+from megazero.checkpoint.errors import (
+    CheckpointError,
+    SaveError,
+    agree,
+    agree_local,
+    error_number,
+    gather_to_first,
+)
 from megazero.checkpoint.image import Staging
 from megazero.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -49,6 +61,8 @@ from megazero.checkpoint.storage import Writer
 logger = logging.getLogger(__name__)
 
 Tick = Callable[[], None]  # called whenever a part gets on
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a save is tried again: the double of the last time's
+LOOK_S = 1.0  # how long a rank may wait in a collective for another one's part
 
 
 @dataclass(frozen=True)
@@ -78,19 +92,47 @@ class Snapshot:
                 raise ValueError(f"a snapshot's file cannot have the name {name!r}")
 
 
-class Part:
-    """One rank's own share of a save, to be done on any thread: reading and writing of files, no collective."""
+class Retry:
+    """How long a save that the storage refused is tried again: ``limit_s`` seconds, counted from the first failure.
 
-    def __init__(self, what: str, action: Callable[[Tick], Any]) -> None:
-        self.what, self._action = what, action
+    tell: takes a sentence about a failure. The first rank's clock counts.
+    """
+
+    def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.limit_s, self.tell = limit_s, tell
+        self.failures, self._since = 0, 0.0
+
+    def pause_s(self) -> float | None:
+        """Return the seconds to wait after a failure, or None if the time is over."""
+        now = time.monotonic()
+        if not self.failures:
+            self._since = now
+        pause = min(FIRST_PAUSE_S * 2 ** min(self.failures, 10), LONGEST_PAUSE_S)
+        self.failures += 1
+        left = self._since + self.limit_s - now
+        return min(pause, left) if left > 0 else None
+
+
+class Part:
+    """One rank's own share of a save, done on a thread: reading and writing of files, no collective.
+
+    pause: it only waits, between two attempts.
+    """
+
+    def __init__(self, what: str, action: Callable[[Tick], Any], pause: bool = False) -> None:
+        self.what, self._action, self.pause = what, action, pause
         self._value: Any = None
         self._error: Exception | None = None
         self._done = threading.Event()
         self._moved = time.monotonic()
 
-    def run(self) -> None:
-        """Do it. An error is kept for ``result``."""
+    def start(self) -> None:
+        """Begin it. The thread is a daemon: the process can end even if a disk hangs for ever."""
         self._tick()
+        threading.Thread(target=self._run, name="save", daemon=True).start()
+
+    def _run(self) -> None:
+        """Do it. An error is kept for ``result``."""
         try:
             self._value = self._action(self._tick)
         except Exception as error:
@@ -110,10 +152,15 @@ class Part:
             )
         return self._done.is_set() or self._error is not None
 
-    def wait(self, limit_s: float) -> None:
-        """Return when it has ended."""
-        while not self.ended(limit_s):
-            self._done.wait(min(1.0, limit_s / 4))
+    def wait_for_all(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
+        """Return when every rank's part has ended. Collective: no rank waits long in it for another one's disk."""
+        while True:
+            self._done.wait(min(LOOK_S, limit_s / 4))
+            ended = torch.tensor(float(self.ended(limit_s)))
+            if group is not None:
+                dist.all_reduce(ended, dist.ReduceOp.MIN, group=group)
+            if ended:
+                return
 
     def result(self) -> Any:
         """Return what the action returned, or raise what it raised."""
@@ -131,13 +178,14 @@ def save(
     overwrite: bool = False,
     staging: Staging | None = None,
     guard: Callable[[], None] = lambda: None,
+    limit_s: float = inf,
 ) -> Path:
     """Write ``root/iter_<step>`` from every rank's snapshot and return its path. An error on one rank (a full
     disk, say) raises CheckpointError on every rank. After an error or a kill the older checkpoints are as they were.
     An existing directory of the same step is kept and is an error, unless ``overwrite``. ``root`` must be the same
-    directory for every rank, and no other job may save into it. CUDA tensors are read on the current stream. With
-    ``staging`` what is written is a copy there, as when a run saves behind its training. ``guard`` is called on the
-    first rank before it changes the root; it ends the process if another job has taken that."""
+    directory for every rank, and no other job may save into it. With ``staging`` what is written is a copy there, as
+    when a run saves behind its training. A disk that does not move for ``limit_s`` seconds is an error. ``guard`` is
+    called on the first rank before it changes the root; it ends the process if another job has taken that."""
     parts = saving(
         root,
         snapshot,
@@ -147,11 +195,20 @@ def save(
         staging=staging,
         guard=guard,
     )
+    return completed(parts, group, limit_s)
+
+
+def completed(
+    parts: Generator[Part, None, Path], group: dist.ProcessGroup | None, limit_s: float = inf
+) -> Path:
+    """Do all parts of a save, and return its path. Collective."""
     while True:
         try:
-            next(parts).run()
+            part = next(parts)
         except StopIteration as end:
             return end.value
+        part.start()
+        part.wait_for_all(group, limit_s)
 
 
 def saving(
@@ -163,67 +220,106 @@ def saving(
     overwrite: bool = False,
     staging: Staging | None = None,
     guard: Callable[[], None] = lambda: None,
+    retry: Retry | None = None,
 ) -> Generator[Part, None, Path]:
     """Do as ``save`` does, but yield what is this rank's own work. Go on when the parts of all ranks have ended.
 
     With ``staging`` the snapshot is copied there before the first part, and may change from then on. Without, its
-    tensors must stay as they are until the first part is done.
+    tensors must stay as they are until the end. What the storage refuses is tried again as ``retry`` says; then
+    SaveError is raised.
     """
-    root = Path(root)
-    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    final = root / directory.checkpoint_name(snapshot.step)
-    doing = f"checkpoint '{final}' not saved, older ones are unharmed"
-
-    def prepare() -> Path:
-        guard()
-        return directory.prepare(root, snapshot.step, overwrite)
-
-    temporary = agree(group, doing, lambda: prepare() if rank == 0 else None)[0]
-    assert temporary is not None
-    try:
-        writer = Writer(temporary, rank)
-        agree(group, doing, partial(_plan, writer, snapshot.records, group))
-        small: dict[str, bytes] = agree_local(group, doing, partial(_small_files, snapshot, rank))
-        if staging is not None:
-            agree(group, doing, partial(writer.take_image, staging))
-
-        def write(tick: Tick) -> dict[str, FileEntry]:
-            return {name: write_file(temporary / name, data) for name, data in small.items()} | (
-                writer.write_tensors(tick)
-            )
-
-        yield (part := Part(f"writing '{temporary}'", write))
-        written = agree(group, doing, part.result)
-        results = gather_to_first(group, writer.results)
-
-        def commit(tick: Tick) -> None:
-            files = {name: entry for entries in written for name, entry in entries.items()}
-            writer.write_metadata(results)
-            files[METADATA_FILE] = checksum(temporary / METADATA_FILE)
-            manifest = _manifest(temporary, snapshot, files, world_size)
-            guard()
-            directory.commit(temporary, final, manifest)
-
-        yield (part := _of_first(rank, f"completing '{final}'", commit))
-        agree(group, doing, part.result)
-    except (
-        CheckpointError
-    ) as error:  # every rank agrees on it, so none writes any more, except on a disk that hangs
-        if rank == 0 and not isinstance(error.__cause__, TimeoutError):
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    rule = retention or Retention()
-    yield (part := _of_first(rank, f"deleting in '{root}'", lambda tick: directory.retain(root, final, rule)))
+    task, retry = _Task(Path(root), snapshot, group, overwrite, guard), retry or Retry()
+    agree(group, task.doing, partial(_plan, task.writer, snapshot.records, group))
+    task.small = agree_local(group, task.doing, partial(_small_files, snapshot, task.rank))
+    if staging is not None:
+        agree(group, task.doing, partial(task.writer.take_image, staging))
+    elif torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the thread that reads the tensors has a stream of its own
+    while True:
+        try:
+            yield from task.attempt()
+            break
+        except CheckpointError as error:
+            if error_number(error) is None:
+                raise
+            pause_s = agree(group, task.doing, retry.pause_s)[0]
+            if pause_s is None:
+                tried = f". It was tried {retry.failures} times" if retry.failures > 1 else ""
+                raise SaveError(f"{error}{tried}") from error
+            retry.tell(f"{error}. It is tried again in {pause_s:.0f} s")
+        yield Part("waiting", _waiting(pause_s), pause=True)
+    retry.failures = 0
+    rule, final = retention or Retention(), task.final
+    yield (part := task.of_first(f"deleting in '{root}'", lambda: directory.retain(task.root, final, rule)))
     try:
         agree(group, f"checkpoint '{final}' is saved, but older ones cannot be deleted", part.result)
     except CheckpointError as error:  # the save itself has succeeded; the next one tries again
-        if rank == 0:
+        if task.rank == 0:
             logger.warning("%s", error)
     return final
 
 
-def _of_first(rank: int, what: str, action: Callable[[Tick], Any]) -> Part:
-    return Part(what, action if rank == 0 else lambda tick: None)
+def _waiting(seconds: float) -> Callable[[Tick], None]:
+    return lambda tick: time.sleep(seconds)
+
+
+@dataclass
+class _Task:
+    """A save, which may take several attempts. small: what this rank writes besides its slices."""
+
+    root: Path
+    snapshot: Snapshot
+    group: dist.ProcessGroup | None
+    overwrite: bool
+    guard: Callable[[], None]
+    small: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        if self.group is not None:
+            self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.final = self.root / directory.checkpoint_name(self.snapshot.step)
+        self.doing = f"checkpoint '{self.final}' not saved, older ones are unharmed"
+        self.writer = Writer(self.rank)
+
+    def of_first(self, what: str, action: Callable[[], Any]) -> Part:
+        """Return the part that is only the first rank's."""
+        return Part(what, lambda tick: action() if self.rank == 0 else None)
+
+    def attempt(self) -> Generator[Part, None, None]:
+        """Write all into a new folder, which becomes the checkpoint. Collective between the parts."""
+        yield (part := self.of_first(f"preparing '{self.root}'", self._prepare))
+        temporary: Path = agree(self.group, self.doing, part.result)[0]
+        try:
+            yield (part := Part(f"writing '{temporary}'", partial(self._write, temporary)))
+            written = agree(self.group, self.doing, part.result)
+            results = gather_to_first(self.group, self.writer.results)
+            completing = partial(self._commit, temporary, written, results)
+            yield (part := self.of_first(f"completing '{self.final}'", completing))
+            agree(self.group, self.doing, part.result)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, TimeoutError):  # else a rank may still be writing there
+                removing = partial(shutil.rmtree, temporary, ignore_errors=True)
+                yield self.of_first(f"removing '{temporary}'", removing)
+            raise
+
+    def _prepare(self) -> Path:
+        self.guard()
+        return directory.prepare(self.root, self.snapshot.step, self.overwrite)
+
+    def _write(self, temporary: Path, tick: Tick) -> dict[str, FileEntry]:
+        written = {name: write_file(temporary / name, data) for name, data in self.small.items()}
+        return written | self.writer.write_tensors(temporary, tick)
+
+    def _commit(
+        self, temporary: Path, written: Sequence[Mapping[str, FileEntry]], results: Sequence[Any]
+    ) -> None:
+        files = {name: entry for entries in written for name, entry in entries.items()}
+        self.writer.write_metadata(temporary, results)
+        files[METADATA_FILE] = checksum(temporary / METADATA_FILE)
+        manifest = _manifest(temporary, self.snapshot, files, self.world_size)
+        self.guard()
+        directory.commit(temporary, self.final, manifest)
 
 
 def _plan(writer: Writer, records: Sequence[SliceRecord], group: dist.ProcessGroup | None) -> None:

@@ -35,17 +35,22 @@ class Writer(FileSystemWriter):
     left' behind torch.save's own 'unexpected pos', hence ``_Sink``. No machine path is stored.
 
     ``torch.distributed.checkpoint.save``, which is collective, only arranges who writes what: it leaves the plan and,
-    on the first rank, the description of all tensors here. ``write_tensors`` then writes this rank's file, and leaves
-    in ``results`` where each chunk lies. ``write_metadata``, on the first rank, takes all ranks' results.
+    on the first rank, the description of all tensors here. It touches no file. ``write_tensors`` then writes this
+    rank's file into a folder, and leaves in ``results`` where each chunk lies. ``write_metadata``, on the first rank,
+    takes all ranks' results. Both can be done again, in another folder.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
+    def __init__(self, rank: int) -> None:
+        super().__init__("", single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
         self.file_name = f"__{rank}_0.distcp"
         self.results: list[WriteResult] = []
         self._plan: tuple[SavePlan, SavePlanner] | None = None
         self._metadata: Metadata | None = None
         self._image: Image | None = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Do not make a folder, as torch's does: a disk that hangs would hold the main thread."""
+        return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Note what is to be written."""
@@ -74,18 +79,19 @@ class Writer(FileSystemWriter):
         self._image = staging.room(frame.size, pinned)
         frame.fill(self._image.data, cast(Any, values))
 
-    def write_tensors(self, tick: Callable[[], None]) -> dict[str, FileEntry]:
+    def write_tensors(self, folder: Path, tick: Callable[[], None]) -> dict[str, FileEntry]:
         """Write the rank's file and sync it. Return its size and checksum by name; nothing if the rank has no file.
 
         tick: is called whenever it has got on. This is no collective.
         """
-        path = Path(self.path) / self.file_name
+        path = folder / self.file_name
         if self._image is not None:
             return {self.file_name: write_image(path, self._image, tick)}
         assert self._plan is not None
         plan, planner = self._plan
         if not plan.items:
             return {}
+        self.results.clear()  # of an attempt that failed
         with open(path, "xb", buffering=0) as file, _plain_zip():
             sink = _Sink(file)
             for item in plan.items:
@@ -102,9 +108,10 @@ class Writer(FileSystemWriter):
         place = dcp_filesystem._StorageInfo(self.file_name, start, length)
         self.results.append(WriteResult(item.index, length, place))
 
-    def write_metadata(self, results: Sequence[list[WriteResult]]) -> None:
+    def write_metadata(self, folder: Path, results: Sequence[list[WriteResult]]) -> None:
         """Write ``.metadata`` of the chunks that all ranks have written. On the first rank."""
         assert self._metadata is not None
+        self.path = folder
         super().finish(self._metadata, list(results))
 
     def storage_meta(self) -> StorageMeta:

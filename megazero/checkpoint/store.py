@@ -37,7 +37,7 @@ from megazero.checkpoint.reading import (
     verify,
 )
 from megazero.checkpoint.records import SliceRecord
-from megazero.checkpoint.saving import Part, Snapshot, save, saving
+from megazero.checkpoint.saving import Part, Retry, Snapshot, completed, save, saving
 
 __all__ = [
     "CheckpointError",
@@ -45,11 +45,14 @@ __all__ = [
     "Manifest",
     "Part",
     "Retention",
+    "Retry",
     "SliceRecord",
     "Snapshot",
     "Staging",
     "StoredKind",
+    "check_bytes",
     "checkpoints",
+    "completed",
     "find_checkpoint",
     "latest",
     "load",
@@ -83,6 +86,7 @@ def load(
     layout: Mapping[str, Any] | None = None,
     strict: bool = True,
     convert: bool = False,
+    checked: bool = False,
 ) -> LoadedState:
     """Fill the records' tensors in place from the checkpoint directory ``path``, after checking it whole.
 
@@ -92,6 +96,7 @@ def load(
     strict: The ranks' records together must name exactly the checkpoint's tensors. Otherwise the common ones are
         filled. Shapes must agree in any case.
     convert: A record's dtype may differ from the stored one.
+    checked: ``check_bytes`` has compared the checksums.
     Raises CheckpointError on every rank if the checkpoint is absent, incomplete, damaged, malicious or of another
     model, or if kinds or dtypes do not match. Nothing is filled before all checks have passed."""
     path = Path(path)
@@ -99,7 +104,8 @@ def load(
     chosen = dict(kinds) if isinstance(kinds, Mapping) else {kind: kind for kind in kinds}
     doing = f"checkpoint '{path}' not loaded"
     manifest = agree_local(group, doing, partial(open_manifest, path))
-    agree_local(group, doing, partial(check_files, path, manifest, rank, world_size))
+    if not checked:
+        check_bytes(path, manifest, group)
     metadata = agree_local(group, doing, partial(open_metadata, path, manifest))
     shapes = agree(group, doing, partial(_record_shapes, records, chosen))
     agree_local(group, doing, partial(_check_model, metadata, shapes, chosen, strict))
@@ -110,6 +116,17 @@ def load(
     same = same and to_json(layout, "layout") == manifest.layout
     state, tensors = agree_local(group, doing, partial(_read_local, path, manifest, rank if same else None))
     return LoadedState(state, tensors, manifest)
+
+
+def check_bytes(path: Path, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
+    """Read every file of a checkpoint once, by all ranks together, and compare its checksum. Collective.
+
+    Raises CheckpointError on every rank. It has an ``error_number`` if the storage did not answer; else the
+    checkpoint is damaged.
+    """
+    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    doing = f"checkpoint '{path}' not loaded"
+    agree_local(group, doing, partial(check_files, path, manifest, rank, world_size))
 
 
 def load_full(path: str | os.PathLike, kind: str = "weights") -> dict[str, torch.Tensor]:

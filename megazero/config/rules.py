@@ -5,6 +5,7 @@ Each rule yields error lines with the nearest legal choice.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -211,12 +212,17 @@ def _loss_scale(config: RunConfig) -> Iterator[str]:
 
 
 def _retention(config: RunConfig) -> Iterator[str]:
-    keep, every = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
-    if keep and every and keep % every:
-        yield (
-            f"--save-retain-interval {keep} is not a multiple of --save-interval {every}; nearest: "
-            f"{multiples_around(keep, every)}"
-        )
+    every = config.checkpoint.save_interval
+    for name in ("save_retain_interval", "save_copy_interval"):
+        chosen = getattr(config.checkpoint, name)
+        if chosen and every and chosen % every:
+            yield (
+                f"--{name.replace('_', '-')} {chosen} is not a multiple of --save-interval {every}; nearest: "
+                f"{multiples_around(chosen, every)}"
+            )
+    save, copy = config.checkpoint.save, config.checkpoint.save_copy
+    if save and copy and os.path.realpath(save) == os.path.realpath(copy):
+        yield f"--save-copy {copy} is the folder of --save: name another one, on another disk"
 
 
 def _profiled_steps(config: RunConfig) -> Iterator[str]:
@@ -317,7 +323,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("tokenizer_type", "vocab_size", "tokenizer_model"), _vocabulary),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
-    (("save_retain_interval", "save_interval"), _retention),
+    (("save_retain_interval", "save_copy_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
     (("ckpt_step",), _named_checkpoint),
     (("skip_train_iteration_range",), _skipped_ranges),

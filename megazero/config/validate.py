@@ -110,8 +110,11 @@ def _conditions_of_files(config: RunConfig) -> Iterator[Condition]:
     files, published = config.checkpoint, is_published(config.checkpoint.load)
     kept = ["save_retain_interval", "save_keep_last"]
     profile, wandb = config.profiling.profile, config.logging.wandb_project is not None
-    yield ["save_interval", "save_hf", "async_save", *kept], files.save is not None, "--save"
-    yield [*kept, "async_save"], files.save_interval is not None, "--save-interval"
+    copies = ["save_copy_interval", "save_copy_keep_last"]
+    of_save = ["save_interval", "save_hf", "async_save", "save_retry_minutes", "save_copy", *kept]
+    yield of_save, files.save is not None, "--save"
+    yield [*kept, "async_save", copies[0]], files.save_interval is not None, "--save-interval"
+    yield copies, files.save_copy is not None, "--save-copy"
     loading = ["allow_fresh_start", "finetune", "load_optim", "load_rng"]
     yield [*loading, "use_checkpoint_opt_param_scheduler"], files.load is not None, "--load"
     yield ["allow_fresh_start", "exit_on_missing_checkpoint"], not published, "--load of a checkpoint"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
-from megazero.checkpoint.errors import error_number
+from megazero.checkpoint.errors import SaveError, error_number
 from megazero.config.secrets import redact
 from megazero.files import replacing
 from megazero.mesh.launch import torchrun_error_file
@@ -28,8 +28,16 @@ STATUS_FILE = "exit_status"
 END_FOLDER = "MEGAZERO_END_FOLDER"
 TELLING_S = 5.0  # that a rank has to print why the run ends, once it has begun to record that
 
-# Errors of the operating system that are about the disk, not about what the user wrote.
-_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
+# Errors of the operating system that are not about what the user wrote. The first take a person; a later start, on
+# another node perhaps, may not meet the second.
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_LOST = {
+    *(errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ETIMEDOUT),
+    *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EADDRINUSE),
+}
+# A mistake, except of a run that has saved there before.
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
 class ExitStatus(IntEnum):
@@ -40,9 +48,9 @@ class ExitStatus(IntEnum):
     MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
     NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
     IN_USE = 73  # another run writes into the folder of --save or --log-dir
-    STORAGE = 74  # a disk is full, read-only, broken, or hangs
+    STORAGE = 74  # a disk is full, or may not be written any more
     STOPPED = 75  # stopped by a signal, a limit or the kill switch; what was done is saved
-    RANK_LOST = 76  # a rank, a node or a link was lost, or hung until the time-out
+    RANK_LOST = 76  # a rank, a node, a link or the storage was lost, or hung until the time-out
     SWITCHED_OFF = 77  # the kill switch was there at the start
     INTERRUPTED = 130  # by Ctrl-C at once, saving nothing; a shell's status for it
 
@@ -61,8 +69,11 @@ def status_of(error: BaseException) -> ExitStatus:
     stated = getattr(error, "exit_status", None)
     if isinstance(stated, ExitStatus):
         return stated
-    if error_number(error) in _STORAGE:
+    number, saving = error_number(error), isinstance(error, SaveError)
+    if number in _FULL or saving and number in _FORBIDDEN:
         return ExitStatus.STORAGE
+    if number in _LOST or saving:
+        return ExitStatus.RANK_LOST
     return ExitStatus.MISTAKE if isinstance(error, (ValueError, OSError)) else ExitStatus.UNEXPECTED
 
 

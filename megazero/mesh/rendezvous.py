@@ -6,6 +6,8 @@ which rank is missing. Here waits are short sleeps, so that signals are handled 
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -67,7 +69,7 @@ def connect(launch: Launch, timeout: timedelta, *, serve: bool = False) -> dist.
         raise ValueError(
             f"port {port} on {launch.host} is in use, by another run or program: the ranks cannot meet "
             "there; set MASTER_PORT to a free port, the same on all ranks"
-        ) from error
+        ) from OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # of which the exit status is made
     return dist.PrefixStore(f"megazero/{launch.attempt}", store)
 
 

@@ -237,8 +237,8 @@ def device_faults(every: Sequence[Facts]) -> list[Fault]:
 def folder_faults(problems: Mapping[int, str | OSError], nodes: Sequence[str]) -> list[Fault]:
     """Return the faults of nodes that do not share --save.
 
-    If most nodes do not, it is the user's mistake and not the nodes'. The nodes are not at fault either if the first
-    rank cannot write, or if the disk is full.
+    If most nodes do not, it is the user's mistake and not the nodes'. If the first rank cannot write, or the disk is
+    full, the error itself decides.
     """
     bad = {nodes[rank] for rank in problems}
     few = 2 * len(bad) < len(set(nodes))

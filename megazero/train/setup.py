@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 import time
 import traceback
 from contextlib import ExitStack
@@ -54,6 +55,8 @@ from megazero.train.supervisor import Supervisor
 from megazero.train.trainer import Observers, RunInputs, TrainedModel, Trainer
 from megazero.zero import Engine
 
+LEAVING_S = 60.0  # within which a rank that failed has said so, and leaves
+
 
 def main(
     config: RunConfig, launch: Launch, signals: StopSignals | None = None, lease: Lease | None = None
@@ -101,6 +104,10 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
         supervisor.find_missing(f"{error}")
     launch = supervisor.launch
     status = status_of(error) if supervisor.refused is None else ExitStatus.IN_USE
+    # What follows writes, perhaps to a disk that hangs.
+    limit = threading.Timer(LEAVING_S, os._exit, [status])
+    limit.daemon = True
+    limit.start()
     if not _reported_elsewhere(error):
         message = f"[rank {launch.rank}] {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
@@ -272,7 +279,7 @@ def prepare(
         if config.checkpoint.save_hf is not None:
             found = (*found, *checkpointing.try_exporting(Path(config.checkpoint.save_hf)))
     checkpointing.load(origin)
-    found = (*leave_behind(config, origin, mesh), *found)
+    found = (*leave_behind(config, origin, mesh, length.last_iteration), *found)
 
     if length.halt is not None:
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megazero.checkpoint.errors import CheckpointError
 from megazero.config.layout.sequence_lengths import SequenceLengths
 from megazero.config.model.parameters import training_flops
 from megazero.config.options.skipping import due, iteration_ranges
@@ -154,6 +155,7 @@ class Trainer:
         evaluation_was_pending = self.progress.evaluation_pending
         for line in without_effect(self.ranges, self.progress, self.length.last_iteration):
             self.outputs.console.note(line)
+        self.saver.copy(self.progress.checkpoint)  # which the last start may not have got to
         with self.feeding.batches(self.data.train, consumed=self.progress.consumed_samples) as batches:
             self._evaluate_if(self.config.training.eval_at_start and began == 0)
             reason, save_due = self.exit_reason, False
@@ -176,7 +178,7 @@ class Trainer:
         self._save(-1 if made_up and self.progress.iteration == began else saved_at)
         if self.saver.under_way:
             self.phase = f"saving up to iteration {self.progress.iteration}"
-        self.saver.finish(self.progress)
+        self.saver.wait()
         if self.progress.iteration < self.length.last_iteration or self.progress.evaluation_pending:
             return ExitStatus.STOPPED
         if began < self.progress.iteration or evaluation_was_pending:
@@ -186,6 +188,8 @@ class Trainer:
                 stoppable=False,
             )
         self._export()
+        self.phase = "writing --save-copy"
+        self.saver.copy(self.progress.checkpoint, last=True)
         return ExitStatus.FINISHED
 
     def _leave_out(self, batches: Batches) -> bool:
@@ -229,13 +233,16 @@ class Trainer:
         return True
 
     def _end_save(self, why: str) -> None:
-        """Wait for a save under way, before an error on every rank ends the run. Collective."""
+        """Wait for a save under way, before an error on every rank ends the run, whose status stays. Collective."""
         if self.saver.under_way:
             self.phase = f"saving up to iteration {self.progress.iteration}"
             self.outputs.console.warning(
                 f"{why}. The run ends when the save under way is complete, or has failed"
             )
-            self.saver.wait()
+            try:
+                self.saver.wait()
+            except CheckpointError as error:
+                self.outputs.console.warning(f"{error}")
 
     def _compare(self) -> None:
         """Print what was predicted beside what was measured."""

@@ -112,26 +112,25 @@ def test_a_stop_and_the_end_wait_for_what_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [full_from_the_second, still_from_the_second])
-def test_a_failed_write_is_an_error_if_the_next_save_fails_too(tmp_path: Path, fault: Callable) -> None:
+def test_a_failed_write_is_an_error_when_the_time_to_try_is_over(tmp_path: Path, fault: Callable) -> None:
     """Of a disk that is full, or stands still for the time limit: on every rank alike, naming the one that has it."""
     values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
-    values |= {"save_interval": 2, "train_iters": 20, "distributed_timeout_minutes": 0.02}
+    values |= {"save_interval": 2, "train_iters": 20, "save_retry_minutes": 0}
+    values |= {"distributed_timeout_minutes": 0.02}
     answers = run_ranks(2, with_writes, values, fault, timeout=300)
     ((text, status),) = set(answers)
     what = "No space left" if fault is full_from_the_second else "has not got on for"
-    assert "iter_0000006' not saved, older ones are unharmed: rank 1: " in text and what in text, text
-    assert status is ExitStatus.STORAGE
+    assert "iter_0000004' not saved, older ones are unharmed: rank 1: " in text and what in text, text
+    assert status is (ExitStatus.STORAGE if fault is full_from_the_second else ExitStatus.RANK_LOST)
     latest = store.latest(tmp_path / "run")
     assert latest is not None and latest.name == "iter_0000002" and store.verify(latest).step == 2
-    done = (tmp_path / "logs" / "metrics.jsonl").read_bytes().count(b"\n")
-    assert done == 6  # the training went on up to the next save
 
 
 @pytest.mark.parametrize(("iterations", "kept"), [(7, (2, 6, 7)), (4, (2, 4))])
 def test_a_save_that_failed_once_is_made_up_for(
     tmp_path: Path, iterations: int, kept: tuple[int, ...]
 ) -> None:
-    """By the next one, and where there is none by one more at the end of the run."""
+    """By the next one, which takes its place, and where there is none by another attempt."""
     values = {**BASE, "save": str(tmp_path / "run"), "async_save": True, "log_dir": str(tmp_path / "logs")}
     values |= {"save_interval": 2, "train_iters": iterations}
     for losses in run_ranks(2, with_writes, values, full_at_the_second, timeout=300):

@@ -159,7 +159,7 @@ def rank_stopped(case: Case, moment: str) -> None:
 
 def disk_full(case: Case, moment: str) -> None:
     """Somebody makes room, and the same is submitted again."""
-    case.start(MOMENT=moment)
+    case.start(MOMENT=moment, save_retry_minutes=0.05)
     case.there()
     with (case.folder / "filled").open("wb", buffering=0) as file:
         try:

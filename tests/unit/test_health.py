@@ -82,7 +82,7 @@ def test_a_folder_that_few_nodes_do_not_see_is_their_fault_and_else_a_mistake() 
     for rank, number, status in (
         (3, errno.EACCES, ExitStatus.RANK_LOST),
         (3, errno.ENOSPC, ExitStatus.STORAGE),
-        (0, errno.EROFS, ExitStatus.STORAGE),
+        (0, errno.EROFS, ExitStatus.RANK_LOST),
         (0, errno.EACCES, ExitStatus.MISTAKE),
     ):
         (fault,) = folder_faults({rank: OSError(number, "no", "f")}, nodes)
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_asked_for_room_is_a_fault(tmp_path: Path, monke
     monkeypatch.setattr(health, "free_bytes", fail)
     with pytest.raises(Unhealthy, match="n0: rank 0 cannot tell how much room .* no answer") as caught:
         HealthCheck("n0").check_storage(Storage(tmp_path, GIB))
-    assert caught.value.exit_status == ExitStatus.STORAGE
+    assert caught.value.exit_status == ExitStatus.RANK_LOST
 
 
 def test_the_slow_node_is_told_from_its_neighbours() -> None:

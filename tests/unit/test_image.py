@@ -62,14 +62,9 @@ def behind(root: Path, taken: store.Snapshot, staging: store.Staging, meanwhile:
     parts = store.saving(root, taken, staging=staging)
     part = next(parts)
     meanwhile()
-    while True:
-        thread = threading.Thread(target=part.run)
-        thread.start()
-        thread.join()
-        try:
-            part = next(parts)
-        except StopIteration as end:
-            return end.value
+    part.start()
+    part.wait_for_all(None, 60)
+    return store.completed(parts, None)
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -103,8 +98,8 @@ def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(monkeypatch: pytest.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     part = store.Part("writing", full)
-    part.run()
-    assert part.ended(60)
+    part.start()
+    part.wait_for_all(None, 60)
     with pytest.raises(OSError, match="No space left") as caught:
         part.result()
     assert status_of(caught.value) is ExitStatus.STORAGE
@@ -118,18 +113,18 @@ def test_a_part_that_fails_or_hangs_is_an_error_of_the_disk(monkeypatch: pytest.
         release.wait()
 
     hanging = store.Part("writing 'X'", writing)
-    threading.Thread(target=hanging.run).start()
+    hanging.start()
     began.wait()
     for now in (50.0, 100.0, 150.0):  # it gets on
         clock[0] = now
         assert not hanging.ended(60)
         ticks[0]()
     clock[0] = 211.0
-    hanging.wait(60)
+    hanging.wait_for_all(None, 60)
     release.set()
     with pytest.raises(TimeoutError, match="writing 'X' has not got on for 61 s: .* hangs") as caught:
         hanging.result()
-    assert status_of(caught.value) is ExitStatus.STORAGE
+    assert status_of(caught.value) is ExitStatus.RANK_LOST
 
 
 def test_an_image_is_written_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ class Kept(Checkpointing):
 
     weights: torch.Tensor = torch.zeros(0)
 
-    def saving(self, progress: Progress, staging: store.Staging) -> Any:
-        return store.saving(self.root, self._snapshot(progress), **self._manner)  # which is a copy
+    def saving(self, progress: Progress, staging: Any, retry: store.Retry, busy: Path | None = None) -> Any:
+        return super().saving(progress, None, retry, busy)  # of a snapshot that is a copy
 
     def _snapshot(self, progress: Progress) -> store.Snapshot:
         state = {name: getattr(progress, name) for name in ("iteration", "consumed_samples", "rollbacks")}
@@ -121,7 +121,7 @@ class Run(Trainer):
         )
         if self.saver.under_way and at % self.lag == 0:
             assert self.saver._part is not None
-            self.saver._part.wait(60.0)
+            self.saver._part.wait_for_all(None, 60.0)
             self.saver.go_on()
         return SimpleNamespace(skipped=not math.isfinite(norm), grad_norm=norm)
 

@@ -359,6 +359,26 @@ class CheckpointConfig:
     save_keep_last: int | None = option(
         None, "how many of the newest checkpoints to keep (default: all)", low=1
     )
+    save_retry_minutes: float = option(
+        10.0,
+        "how long a save that the storage refuses is tried again, from the first failure on, before it ends the run; "
+        "0: not at all",
+        low=0,
+    )
+    save_copy: str | None = option(
+        None,
+        "second folder: checkpoints are copied there behind the training, checked, and load like any other; a copy "
+        "that fails ends nothing and is made up for by the next checkpoint",
+    )
+    save_copy_interval: int | None = option(
+        None,
+        "iterations between checkpoints that are copied (the first at or after each multiple, and the run's last; "
+        "default: every one)",
+        low=1,
+    )
+    save_copy_keep_last: int | None = option(
+        None, "how many of the newest copies to keep (default: all)", low=1
+    )
     async_save: bool = option(
         False,
         "copy what is saved to host memory and write it while the training goes on; a stop waits for it",

@@ -97,12 +97,31 @@ class Checkpointing:
         }
 
     def save(self, progress: Progress) -> Path:
-        """Write SAVE/iter_<iteration> and return its path. Older ones stay until it is complete. Collective."""
-        return store.save(self.root, self._snapshot(progress), **self._manner)
+        """Do what ``saving`` does, at once, and return the path. Collective."""
+        return store.completed(self.saving(progress, None, store.Retry()), world_group())
 
-    def saving(self, progress: Progress, staging: store.Staging) -> Generator[store.Part, None, Path]:
-        """Do what ``save`` does, from a copy, but yield the parts that are this rank's own work. Collective."""
-        return store.saving(self.root, self._snapshot(progress), staging=staging, **self._manner)
+    def saving(
+        self, progress: Progress, staging: store.Staging | None, retry: store.Retry, busy: Path | None = None
+    ) -> Generator[store.Part, None, Path]:
+        """Write SAVE/iter_<iteration>, yielding the parts that are this rank's own work. Collective.
+
+        staging: write a copy that is taken there. retry: what the storage refuses. busy: a checkpoint not to delete.
+        Older ones stay until this one is complete.
+        """
+        options = self.config.checkpoint
+        way_back = self.spikes.began or None
+        retention = store.Retention(options.save_keep_last, options.save_retain_interval, way_back, busy)
+        # A run that resumed from an older checkpoint writes its iterations again.
+        return store.saving(
+            self.root,
+            self._snapshot(progress),
+            group=world_group(),
+            retention=retention,
+            overwrite=True,
+            staging=staging,
+            guard=self.guard,
+            retry=retry,
+        )
 
     def try_saving(self) -> None:
         """Write a small checkpoint from every rank, in the way this run saves, and remove it. Collective.
@@ -121,7 +140,8 @@ class Checkpointing:
         try:
             if rank == 0:
                 shutil.rmtree(root, ignore_errors=True)  # of a start that was killed
-            store.save(root, small, group=world_group(), staging=staging)
+            limit_s = self.config.training.distributed_timeout_minutes * 60
+            store.save(root, small, group=world_group(), staging=staging, limit_s=limit_s)
         except store.CheckpointError as error:
             raise store.CheckpointError(
                 f"--save {self.root}: this run could not save, so it does not begin; of a small checkpoint: {error}"
@@ -168,14 +188,6 @@ class Checkpointing:
         assert self.config.checkpoint.save is not None
         return self.config.checkpoint.save
 
-    @property
-    def _manner(self) -> dict[str, Any]:
-        options = self.config.checkpoint
-        way_back = self.spikes.began or None
-        retention = store.Retention(options.save_keep_last, options.save_retain_interval, way_back)
-        # A run that resumed from an older checkpoint writes its iterations again.
-        return {"group": world_group(), "retention": retention, "overwrite": True, "guard": self.guard}
-
     def load(self, origin: Origin) -> None:
         """Load the weights from the checkpoint of ``origin`` and, unless --finetune is given, the rest. Collective.
 
@@ -199,6 +211,7 @@ class Checkpointing:
             group=world_group(),
             kinds=load_kinds(self.engine, list(manifest.kinds), moments, residual),
             layout=self._layout,
+            checked=True,  # train/state/origin.py has, before anything was allocated
             convert=True,  # every destination is the master or a moment, at least as precise as what is stored
         )
         self.engine.invalidate()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megazero.checkpoint import store
-from megazero.checkpoint.directory import complete, supersede
-from megazero.checkpoint.errors import agree, agree_local
+from megazero.checkpoint.directory import Look, complete, in_the_way, supersede
+from megazero.checkpoint.errors import agree, agree_local, error_number
 from megazero.checkpoint.manifest import check_sizes
+from megazero.checkpoint.reading import open_manifest
 from megazero.config import RunConfig
 from megazero.config.model.loaded import Chosen, checkpoint_to_load
 from megazero.config.model.published import CONFIG_FILE, is_published, published_folder
@@ -24,6 +27,7 @@ from megazero.mesh.mesh import Mesh
 from megazero.train.state.progress import LeftOut, Progress
 
 Answer = TypeVar("Answer")
+Damaged = dict[Path, str]  # checkpoints whose bytes are not as they were written, and what is wrong with each
 # Files by which other trainers find their newest checkpoint, and what to do with that.
 TRACKERS = {
     "latest_checkpointed_iteration.txt": "Megatron's: megazero convert from-megatron makes a checkpoint of it",
@@ -73,7 +77,8 @@ def find_origin(config: RunConfig, mesh: Mesh) -> Origin:
     holds checkpoints of another run.
     """
     origin = _find(config, mesh)
-    _refuse_another_runs_folder(config, mesh, origin.progress.run_id)
+    for flag in ("save", "save_copy"):
+        _refuse_another_runs_folder(config, flag, mesh, origin.progress.run_id)
     return origin
 
 
@@ -87,8 +92,8 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
     if options.load is None:
         return Origin()
     values = config.values()
-    chosen = _of_first_rank(mesh, lambda: checkpoint_to_load(values, complete))
-    if chosen.path is None and is_published(options.load):
+    chosen, damaged = _sound(mesh, lambda look: checkpoint_to_load(values, look))
+    if chosen.path is None and not damaged and is_published(options.load):
         folder = published_folder(options.load)
         opened = agree_local(
             world_group(),
@@ -97,17 +102,42 @@ def _find(config: RunConfig, mesh: Mesh) -> Origin:
         )
         return Origin(published=opened)
     if chosen.path is None:
-        return _start_fresh(options, options.load, mesh)
+        return _start_fresh(options, options.load, mesh, damaged)
     origin = replace(_opened(chosen.path), own=chosen.again)
     assert origin.manifest is not None
     if options.finetune and not origin.own:
-        return replace(origin, progress=Progress())
+        return replace(origin, progress=Progress(notes=tuple(_left_out(damaged))))
+    root, step = chosen.path.parent, origin.manifest.step
     notes = (
         *_gone_on(options, chosen),
-        *(() if chosen.named else _incomplete(chosen.path.parent, origin.manifest.step)),
+        *_left_out(damaged),
+        *_of_first_rank(mesh, lambda: list(_copies(options, step)) if damaged else []),
+        *_of_first_rank(mesh, lambda: [] if chosen.named else list(_incomplete(root, step))),
         *_changed_order(config, origin.manifest.configuration, "ordered_for" in origin.state),
     )
     return replace(origin, progress=replace(origin.progress, notes=notes))
+
+
+def _sound(mesh: Mesh, find: Callable[[Look], Chosen]) -> tuple[Chosen, Damaged]:
+    """Return the checkpoint that ``find`` chooses among those whose bytes are as they were written. Collective.
+
+    Also return those that were passed over for their bytes. One that was named never is, nor one that the storage
+    does not give now: both are errors, on every rank.
+    """
+    damaged: Damaged = {}
+    while True:
+        chosen = _of_first_rank(mesh, lambda: find(lambda path: None if path in damaged else complete(path)))
+        if chosen.path is None:
+            return chosen, damaged
+        doing = f"checkpoint '{chosen.path}' not loaded"
+        try:
+            manifest = agree_local(world_group(), doing, partial(open_manifest, chosen.path))
+            store.check_bytes(chosen.path, manifest, world_group())
+            return chosen, damaged
+        except store.CheckpointError as error:
+            if chosen.named or error_number(error) is not None:
+                raise
+            damaged[chosen.path] = f"{error}"
 
 
 def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
@@ -116,23 +146,36 @@ def origin_before(save: str, iteration: int, mesh: Mesh) -> Origin:
     Raises CheckpointError on every rank if there is none.
     """
 
-    path = _of_first_rank(mesh, lambda: store.latest(save, iteration))
+    (path, *_), damaged = _sound(mesh, lambda look: Chosen(store.latest(save, iteration, look)))
     if path is None:
-        raise store.CheckpointError(
-            f"--save {save} holds no checkpoint from before iteration {iteration}; lower --save-interval"
+        why = "; ".join(
+            [f"--save {save} holds no checkpoint from before iteration {iteration}", *damaged.values()]
         )
+        raise store.CheckpointError(f"{why}; lower --save-interval")
     return replace(_opened(path), own=True)
 
 
-def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh) -> tuple[str, ...]:
-    """Rename checkpoints in --save that are newer than the one the run continues from. Returns a note. Collective."""
+def leave_behind(config: RunConfig, origin: Origin, mesh: Mesh, last: int) -> tuple[str, ...]:
+    """Rename checkpoints in --save that are newer than the one the run continues from. Returns a note. Collective.
+
+    Raises CheckpointError if something else has the name of a checkpoint that the run may save, up to the ``last``
+    iteration.
+    """
     save, path = config.checkpoint.save, origin.path
-    if save is None or path is None or not origin.progress.checkpoint:
+    if save is None:
         return ()
-    renamed = _of_first_rank(mesh, lambda: supersede(Path(save), path))
+    renamed = list[Path]()
+    if path is not None and origin.progress.checkpoint:
+        renamed = _of_first_rank(mesh, partial(supersede, Path(save), path))
+    others = _of_first_rank(mesh, lambda: in_the_way(Path(save), origin.progress.iteration, last))
+    if others:
+        raise store.CheckpointError(
+            f"--save {save}: {', '.join(each.name for each in others)} has the name of a checkpoint that this run "
+            "may save, and is none; move it away, or save to another folder"
+        )
     names = ", ".join(each.name for each in renamed)
     return (
-        (f"the run goes on from {path.name}; what was newer is never loaded or deleted: {names}",)
+        (f"the run goes on from {path and path.name}; what was newer is never loaded or deleted: {names}",)
         if names
         else ()
     )
@@ -178,14 +221,20 @@ def _seq_length(manifest: store.Manifest) -> int:
     return int(manifest.configuration.get("model", {}).get("seq_length") or 0)
 
 
-def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh) -> Origin:
+def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:
     """Return random weights, with a note: for the first job of a chain (--load is --save) or --allow-fresh-start.
 
     Raises CheckpointError otherwise, and whenever the folder has something that may be the wanted checkpoint: then
     random weights are no cure.
     """
-    found = _of_first_rank(
-        mesh, lambda: [*_incomplete(Path(load)), *_elsewhere(Path(load)), *_foreign(Path(load))]
+    found = list(_left_out(damaged)) + _of_first_rank(
+        mesh,
+        lambda: [
+            *_incomplete(Path(load)),
+            *_elsewhere(Path(load)),
+            *_copies(options),
+            *_foreign(Path(load)),
+        ],
     )
     if found:
         raise store.CheckpointError(f"--load {load} holds no complete checkpoint; {'; '.join(found)}")
@@ -202,15 +251,28 @@ def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh) -> Origin:
     )
 
 
-def _refuse_another_runs_folder(config: RunConfig, mesh: Mesh, run_id: str) -> None:
-    """Refuse a --save folder with checkpoints of another run, which this one would overwrite and prune."""
-    save = config.checkpoint.save
-    held = _of_first_rank(mesh, lambda: store.latest(save)) if save else None
-    if held is None or run_id and store.read_state(held)["run_id"] == run_id:
+def _refuse_another_runs_folder(config: RunConfig, flag: str, mesh: Mesh, run_id: str) -> None:
+    """Refuse a folder to save in with checkpoints of another run, which this one would overwrite and prune."""
+    save = getattr(config.checkpoint, flag)
+    if save is None:
+        return
+
+    def held() -> tuple[Path, str] | None:
+        try:
+            for path in reversed(store.checkpoints(save)):
+                with suppress(store.CheckpointError):  # damaged: the one before tells
+                    return path, store.read_state(path)["run_id"]
+        except OSError:
+            if flag == "save":
+                raise  # the second folder may fail: a run goes on without
+        return None
+
+    found = _of_first_rank(mesh, held)
+    if found is None or run_id and found[1] == run_id:
         return
     raise store.CheckpointError(
-        f"--save {save} holds checkpoints of another run, up to '{held.name}': continue that run with "
-        f"--load {save}, or save to another folder"
+        f"--{flag.replace('_', '-')} {save} holds checkpoints of another run, up to '{found[0].name}': continue that "
+        f"run with --load {save}, or save to another folder"
     )
 
 
@@ -260,6 +322,19 @@ def _elsewhere(root: Path) -> Iterator[str]:
             near = path if path.parent == root else path.parent
             yield f"a checkpoint lies at {path}: name {near} to load it"
             return
+
+
+def _left_out(damaged: Damaged) -> Iterator[str]:
+    """Yield what is wrong with each checkpoint that was passed over for its bytes."""
+    for path, why in damaged.items():
+        yield f"{path.name} was left out: {why}"
+
+
+def _copies(options: CheckpointConfig, after: int = -1) -> Iterator[str]:
+    """Yield where the newest copy lies (--save-copy), if it is of a step above ``after``."""
+    newest = options.save_copy and store.latest(options.save_copy)
+    if newest and store.read_manifest(newest).step > after:
+        yield f"a copy lies at {newest}: --load {options.save_copy} goes on from it"
 
 
 def _foreign(root: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.checkpoint.errors import CheckpointError
+from megazero.checkpoint.errors import CheckpointError, error_number
 from megazero.log.exit_status import ExitStatus
 from megazero.train.state.checkpointing import Checkpointing
 from megazero.train.state.origin import origin_before
@@ -43,6 +43,8 @@ def go_back(checkpointing: Checkpointing, progress: Progress, begin: int, why: s
         origin = origin_before(checkpointing.root, begin, checkpointing.mesh)
         checkpointing.load(origin)
     except CheckpointError as error:
+        if error_number(error) is not None:  # of the storage, which a later start may reach
+            raise
         raise LossSpike(f"{why}. {error}") from error
     checkpointing.spikes.forget()
     before = origin.progress

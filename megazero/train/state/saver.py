@@ -1,25 +1,27 @@
 """The saver saves synchronously or (--async-save) in the background, from a copy in host memory.
 
-A background save is the synchronous one (checkpoint/saving.py), but a thread does its parts. The thread issues no
-collectives. That this rank's part has ended travels with the step's scalars; when it has on all ranks, the main
-threads run the collectives between two parts, at the end of that step. So only one thread uses the training's process
-groups, a save needs no groups of its own, and all ranks learn of an error in the same step.
+There is one way to save (checkpoint/saving.py): threads do its parts, and issue no collectives. A synchronous save
+waits for them. Of one in the background, that this rank's part has ended travels with the step's scalars; when it has
+on all ranks, the main threads run the collectives between two parts, at the end of that step. So only one thread uses
+the training's process groups, a save needs no groups of its own, and all ranks learn of an error in the same step.
 
-There is one save at a time. After a failed one there is a warning, and the training goes on. The next save is
-synchronous: if it succeeds, all is well again; if it fails, too, that is an error. When the training ends or stops,
-the saver waits for the last save, and tries once more if it failed.
+There is one save at a time. What the storage refuses is tried again for --save-retry-minutes, in the background while
+the training goes on; after that it is an error. A save that falls due meanwhile takes the place of one that waits to
+be tried again: memory holds something newer. When the training ends or stops, the saver waits for the last save.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 from megazero.checkpoint import store
+from megazero.checkpoint.copying import Copier
 from megazero.log.console import TrainConsole
 from megazero.train.state.checkpointing import Checkpointing
+from megazero.train.state.origin import world_group
 from megazero.train.state.progress import Progress
 
 
@@ -27,7 +29,7 @@ class Saver:
     """Saves one run.
 
     saved: called on every rank when a checkpoint is complete, with its iteration, its path, and the seconds since the
-    save began. limit_s: a background save fails if the disk does not move for so many seconds.
+    save began. limit_s: an attempt to save fails if the disk does not move for so many seconds.
     """
 
     def __init__(
@@ -37,45 +39,41 @@ class Saver:
         saved: Callable[[int, Path, float], None],
         limit_s: float,
     ) -> None:
+        options = checkpointing.config.checkpoint
         self._checkpointing, self._console = checkpointing, console
         self._saved, self._limit_s = saved, limit_s
-        self._in_background = checkpointing.config.checkpoint.async_save
-        self._staging = store.Staging()
+        self._staging = store.Staging() if options.async_save else None
+        self._retry = store.Retry(options.save_retry_minutes * 60, console.warning)
         self._parts: Generator[store.Part, None, Path] | None = None
         self._part: store.Part | None = None
-        self._failed: store.CheckpointError | None = None
         self._began, self._iteration = 0.0, 0
+        self._copier: Copier | None = None
+        self._root = os.path.realpath(options.save or "")
+        if options.save_copy is not None:
+            self._copier = Copier(
+                Path(options.save_copy),
+                options.save_copy_interval or 1,
+                store.Retention(options.save_copy_keep_last),
+                lambda text, bad: console.warning(text) if bad else console.note(text),
+                limit_s,
+                world_group(),
+            )
 
     def save(self, progress: Progress) -> None:
         """Save, or begin to. Collective.
 
-        Raises CheckpointError, the same on every rank, if that fails. If the save before this one failed, this one is
-        complete on return.
+        Raises CheckpointError, the same on every rank, if this save fails, or one that was under way.
         """
-        self.wait()
-        lost, self._failed = self._failed, None
-        self._begin(progress)
-        if lost is not None:
-            self.wait()
-            if self._failed is not None:
-                raise self._failed
-            self._console.warning(
-                f"iteration {progress.iteration} is saved; the save before it failed: {lost}"
-            )
-
-    def finish(self, progress: Progress) -> None:
-        """Wait until all is saved; save ``progress`` if the last save failed. Collective. Raises as ``save`` does."""
-        self.wait()
-        if self._failed is not None:
-            self.save(progress)
-
-    def _begin(self, progress: Progress) -> None:
+        self.wait(replacing=True)
+        if self._part is not None:
+            self._console.warning(f"iteration {progress.iteration} is saved instead of {self._iteration}")
         self._began, self._iteration = time.perf_counter(), progress.iteration
-        if not self._in_background:
-            self._complete(self._checkpointing.save(progress))
+        busy = None if self._copier is None else self._copier.busy
+        self._parts = self._checkpointing.saving(progress, self._staging, self._retry, busy)
+        self.go_on()
+        if self._staging is None:
+            self.wait()
             return
-        self._parts = self._checkpointing.saving(progress, self._staging)
-        self._next_part()
         taken = time.perf_counter() - self._began
         self._console.note(
             f"saving iteration {progress.iteration} behind the training: rank 0 copied "
@@ -93,20 +91,29 @@ class Saver:
         return self._part is not None and self._part.ended(self._limit_s)
 
     def go_on(self) -> None:
-        """Continue the save under way after every rank's part has ended, or warn that it failed. Collective."""
+        """Continue the save under way after every rank's part has ended. Collective. Raises as ``save`` does."""
+        assert self._parts is not None
+        self._part = None  # unless there is another one
         try:
-            self._next_part()
-        except store.CheckpointError as error:
-            self._part, self._failed = None, error
-            self._console.warning(
-                f"{error}. The training goes on; the next save is waited for, and ends it if it fails, too"
-            )
+            self._part = next(self._parts)
+        except StopIteration as end:
+            self._complete(end.value)
+        else:
+            self._part.start()
 
-    def wait(self) -> None:
-        """Wait until no save is under way. Collective. A failure is a warning, and kept for the next save."""
-        while self._part is not None:
-            self._part.wait(self._limit_s)
+    def wait(self, replacing: bool = False) -> None:
+        """Wait until no save is under way, or if ``replacing`` one that waits to be tried again. Collective.
+
+        Raises as ``save`` does.
+        """
+        while self._part is not None and not (replacing and self._part.pause):
+            self._part.wait_for_all(world_group(), self._limit_s)
             self.go_on()
+
+    def copy(self, path: str, last: bool = False) -> None:
+        """Copy the checkpoint to --save-copy if it is due, behind the training; wait for the ``last``. Collective."""
+        if self._copier is not None and os.path.realpath(Path(path).parent) == self._root:
+            self._copier.finish(Path(path)) if last else self._copier.offer(Path(path))
 
     def export(self, iteration: int, folder: str) -> None:
         """Write the folder of --save-hf from the checkpoint of ``iteration``, once it is complete. Collective."""
@@ -116,16 +123,6 @@ class Saver:
         seconds = time.perf_counter() - began
         self._console.note(f"wrote {written} in {seconds:.1f} s" if written else "--save-hf is there already")
 
-    def _next_part(self) -> None:
-        assert self._parts is not None
-        try:
-            self._part = next(self._parts)
-        except StopIteration as end:
-            self._part = None
-            self._complete(end.value)
-            return
-        # A daemon: the process can end even if a disk hangs for ever.
-        threading.Thread(target=self._part.run, name="save", daemon=True).start()
-
     def _complete(self, path: Path) -> None:
         self._saved(self._iteration, path, time.perf_counter() - self._began)
+        self.copy(str(path))

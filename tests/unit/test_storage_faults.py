@@ -1,0 +1,374 @@
+"""Storage that fails: a save is tried again, a damaged checkpoint is passed over, copies lie in a second folder.
+
+Faults are raised here where Python asks the operating system (its audit events, and fsync).
+benchmarks/storage_faults.py lets every call fail, in whole runs and in the process that writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.checkpoint import image, saving, store
+from megazero.checkpoint.copying import Copier
+from megazero.checkpoint.directory import Retention, in_the_way, leftovers, retain
+from megazero.checkpoint.errors import CheckpointError, SaveError
+from megazero.checkpoint.placement import Placement
+from megazero.checkpoint.records import SliceRecord
+from megazero.config import ConfigError, make_config
+from megazero.log.exit_status import ExitStatus, status_of
+from megazero.train.state.origin import find_origin, leave_behind
+from megazero.train.state.saver import Saver
+from tests.sizes import TINY
+
+EVENTS = ("open", "os.rename", "os.mkdir", "os.scandir", "os.rmdir", "os.remove", "subprocess.Popen")
+PERSON = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
+FIRST: Any = SimpleNamespace(rank=0)  # a mesh of one rank
+
+
+class Faults:
+    """Raises ``number`` at the operations from ``at`` on, ``left`` times."""
+
+    def __init__(self) -> None:
+        self.folder, self.number, self.at, self.left, self.count = "", 0, 0, 0, 0
+
+    def arm(self, folder: Path, number: int, at: int, left: int = 1) -> None:
+        self.folder, self.number, self.at, self.left, self.count = f"{folder}", number, at, left, 0
+
+    def operation(self) -> None:
+        self.count += 1
+        if self.number and self.count > self.at and self.left:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number))
+
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.folder and event in EVENTS and (event[0] == "s" or f"{arguments[0]}".startswith(self.folder)):
+            self.operation()
+
+
+FAULTS, FSYNC = Faults(), os.fsync
+sys.addaudithook(FAULTS.audit)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    monkeypatch.setattr(saving, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda file: FAULTS.operation() if FAULTS.folder else None)
+    yield FAULTS
+    FAULTS.folder = ""
+
+
+def snapshot(step: int, run: str = "a") -> store.Snapshot:
+    values = torch.arange(6, dtype=torch.float32) + step
+    record = SliceRecord(Placement.plain("w", (6,)), 0, 6, {"weights": values})
+    state = {"iteration": step, "consumed_samples": step, "run_id": run}
+    return store.Snapshot(step, [record], state, {"rng": torch.arange(3)}, files={"empty.txt": b""})
+
+
+def value(path: Path | None) -> float:
+    assert path is not None
+    return store.load_full(path)["w"][0].item()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_save_goes_on_whichever_operation_fails(tmp_path: Path, faults: Faults, behind: bool) -> None:
+    root, staging, told = tmp_path / "save", store.Staging() if behind else None, list[str]()
+    for step in (1, 2):  # what a save of later steps has to do
+        store.save(root, snapshot(step))
+    step, operations = 2, 0
+    while True:
+        step, at = step + 1, operations
+        faults.arm(root, errno.ESTALE, at)
+        retry = store.Retry(60, told.append)
+        manner: Any = {"staging": staging, "retry": retry, "retention": Retention(2), "overwrite": True}
+        path = store.completed(store.saving(root, snapshot(step), **manner), None)
+        missed, faults.folder = faults.left, ""
+        assert value(path) == step and store.verify(path).step == step and not retry.failures
+        retain(root, path, Retention(2))  # where that failed
+        operations += 1
+        if missed:
+            break
+    assert operations > (20 if behind else 19) and len(told) > 0.6 * operations
+    assert "Stale file handle. It is tried again in 0 s" in told[0] and "older ones are unharmed" in told[0]
+    store.save(root, snapshot(step + 1), retention=Retention(2))
+    assert len(store.checkpoints(root)) == 2 and not leftovers(root)
+
+
+@pytest.mark.parametrize("number", [*PERSON, errno.ESTALE, errno.EROFS, errno.EIO, errno.ENOENT])
+def test_what_lasts_ends_with_a_status_that_says_who_can_help(
+    tmp_path: Path, faults: Faults, number: int
+) -> None:
+    store.save(tmp_path / "save", snapshot(1))
+    faults.arm(tmp_path / "save", number, 3, left=-1)
+    with pytest.raises(SaveError, match=r"It was tried \d+ times") as caught:
+        store.completed(store.saving(tmp_path / "save", snapshot(2), retry=store.Retry(0.05)), None)
+    faults.folder = ""
+    assert status_of(caught.value) == (ExitStatus.STORAGE if number in PERSON else ExitStatus.RANK_LOST)
+    assert value(store.latest(tmp_path / "save")) == 1
+    # Of a mistake nothing is tried again.
+    (tmp_path / "save" / "iter_0000003").mkdir()
+    with pytest.raises(CheckpointError, match="is not a checkpoint of megazero") as refused:
+        parts = store.saving(tmp_path / "save", snapshot(3), overwrite=True, retry=store.Retry(60))
+        store.completed(parts, None)
+    assert status_of(refused.value) is ExitStatus.MISTAKE
+
+
+def test_a_folder_that_is_deleted_under_a_save(tmp_path: Path, faults: Faults) -> None:
+    doomed = ["writing", "completing"]
+    for part in store.saving(tmp_path, snapshot(1), retry=store.Retry(60)):
+        if doomed and part.what.startswith(doomed[0]):
+            doomed.pop(0)
+            shutil.rmtree(next(tmp_path.glob(".iter*.partial-*")))
+        part.start()
+        part.wait_for_all(None, 60)
+    assert not doomed and value(tmp_path / "iter_0000001") == 1
+
+
+def test_pauses_double_up_to_a_minute_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    retry, pauses = store.Retry(200.0), list[float]()
+    while (pause := retry.pause_s()) is not None:
+        pauses.append(pause)
+        now[0] += pause
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 17] and store.Retry().pause_s() is None
+
+
+class Checkpoints:
+    """What a Saver has of a run: its folder and options, and a state that is the iteration."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        said = {**TINY, "save": str(root), "save_interval": 1, **options}
+        self.config, self.root = make_config(said), root
+
+    def saving(self, iteration: Any, staging: Any, retry: store.Retry, busy: Path | None) -> Any:
+        shot = snapshot(iteration.iteration)
+        return store.saving(self.root, shot, staging=staging, retry=retry, retention=Retention(2, busy=busy))
+
+
+def saver_of(root: Path, said: list[str], **options: Any) -> tuple[Saver, list[int]]:
+    saved, console = list[int](), SimpleNamespace(note=said.append, warning=said.append)
+    run: Any = Checkpoints(root, **options)
+    return Saver(run, console, lambda step, path, s: saved.append(step), 60.0), saved  # type: ignore[arg-type]
+
+
+def at(iteration: int) -> Any:
+    return SimpleNamespace(iteration=iteration)
+
+
+def test_a_save_takes_the_place_of_one_that_waits(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "FIRST_PAUSE_S", 30.0)
+    said = list[str]()
+    saver, saved = saver_of(tmp_path / "save", said, async_save=True)
+    faults.arm(tmp_path / "save", errno.EIO, 3)
+    saver.save(at(1))
+    while not (saver._part and saver._part.pause):  # as steps would
+        assert saver._part is not None
+        saver._part.wait_for_all(None, 60)
+        saver.go_on()
+    began = time.monotonic()
+    saver.save(at(2))
+    saver.wait()
+    assert saved == [2] and time.monotonic() - began < 20 and "iteration 2 is saved instead of 1" in said
+
+
+# -- damage ----------------------------------------------------------------------------------------------
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "no manifest":
+        (path / "manifest.json").unlink()
+    elif how == "truncated":
+        os.truncate(path / "__0_0.distcp", 10)
+    else:
+        flip(path / how)
+
+
+HOW = ["__0_0.distcp", "state.json", "rank_00000.safetensors", "manifest.json", "no manifest", "truncated"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, how: str) -> None:
+    save = tmp_path / "save"
+    for step in (1, 2, 3):
+        store.save(save, snapshot(step))
+    damage(save / "iter_0000003", how)
+    said = {**TINY, "save": str(save), "load": str(save)}
+    origin = find_origin(make_config(said), FIRST)
+    assert origin.progress.iteration == 2 and origin.progress.checkpoint.endswith("iter_0000002")
+    assert any("iter_0000003 was left out" in note for note in origin.progress.notes), origin.progress.notes
+    (note,) = leave_behind(make_config(said), origin, FIRST, 100)
+    assert "iter_0000003.superseded" in note and not (save / "iter_0000003").exists()
+    for named in ({"load": str(save / "iter_0000003.superseded")}, {"ckpt_step": 2}):
+        damage(save / "iter_0000002", "state.json") if "ckpt_step" in named else None
+        with pytest.raises(ValueError, match="manifest|damaged|incomplete"):
+            find_origin(make_config({**said, **named, "save": None}), FIRST)
+
+
+def test_nothing_starts_from_random_weights_where_all_are_damaged(tmp_path: Path) -> None:
+    save, copy = tmp_path / "save", tmp_path / "copy"
+    said = {**TINY, "save": str(save), "load": str(save), "save_interval": 1, "save_copy": str(copy)}
+    assert find_origin(make_config(said), FIRST).path is None
+    store.save(copy, snapshot(1))
+    with pytest.raises(CheckpointError, match=f"a copy lies at {copy}/iter_0000001: --load {copy} goes on"):
+        find_origin(make_config(said), FIRST)
+    assert find_origin(make_config({**said, "load": str(copy)}), FIRST).progress.iteration == 1
+    store.save(save, snapshot(2))
+    damage(save / "iter_0000002", "state.json")
+    with pytest.raises(CheckpointError, match="iter_0000002 was left out.*state.json.*a copy lies at"):
+        find_origin(make_config(said), FIRST)
+    store.save(copy, snapshot(3, run="b"))
+    with pytest.raises(CheckpointError, match="--save-copy .* holds checkpoints of another run"):
+        find_origin(make_config({**said, "load": str(copy / "iter_0000001")}), FIRST)
+
+
+def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path, faults: Faults) -> None:
+    """Or a run would go on from an older checkpoint, or from random weights, because of a moment."""
+    for step in (1, 2):
+        store.save(tmp_path, snapshot(step))
+    config = make_config({**TINY, "save": str(tmp_path), "load": str(tmp_path)})
+    for operation in range(100):
+        faults.arm(tmp_path, errno.ESTALE, operation)
+        try:
+            assert find_origin(config, FIRST).progress.iteration == 2
+        except CheckpointError as error:
+            assert status_of(error) is ExitStatus.RANK_LOST, (operation, error)
+        missed, faults.folder = faults.left, ""
+        if missed:
+            break
+    assert operation > 5
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_lies_in_the_way_is_refused_at_the_start(tmp_path: Path, kind: str) -> None:
+    store.save(tmp_path, snapshot(1))
+    other = tmp_path / "iter_0000005"
+    other.mkdir() if kind == "folder" else other.write_text("")
+    config = make_config({**TINY, "save": str(tmp_path), "load": str(tmp_path)})
+    origin = find_origin(config, FIRST)
+    with pytest.raises(
+        CheckpointError, match="iter_0000005 has the name of a checkpoint that this run may save"
+    ):
+        leave_behind(config, origin, FIRST, 5)
+    assert in_the_way(tmp_path, 1, 4) == in_the_way(tmp_path, 5, 9) == []
+
+
+# -- copies ----------------------------------------------------------------------------------------------
+
+
+def copier(root: Path, said: list[str], interval: int = 1, keep: int | None = None) -> Copier:
+    return Copier(root, interval, Retention(keep), lambda text, bad: said.append(text), 60.0)
+
+
+def wait(copies: Copier) -> None:
+    copies._part.wait_for_all(None, 60)
+
+
+def test_every_nth_checkpoint_is_copied_checked_and_pruned_apart(tmp_path: Path) -> None:
+    said, save, copy = list[str](), tmp_path / "save", tmp_path / "copy"
+    copies = copier(copy, said, interval=4, keep=2)
+    for step in range(1, 15, 3):  # 1, 4, 7, 10, 13
+        copies.offer(store.save(save, snapshot(step)))
+        wait(copies)
+    assert [path.name for path in store.checkpoints(copy)] == ["iter_0000010", "iter_0000013"]
+    assert len(said) == 4 and "copied iter_0000004 to " in said[1]
+    assert value(store.latest(copy)) == 13 and store.verify(copy / "iter_0000013").step == 13
+    back = store.save(save, snapshot(11))  # after a way back
+    copies.offer(back)
+    wait(copies)
+    assert value(store.latest(copy)) == 11
+    copies.finish(store.save(save, snapshot(14)))
+    assert value(store.latest(copy)) == 14 and len(store.checkpoints(save)) == 7
+
+
+def test_a_copy_that_fails_ends_nothing_and_is_made_up_for(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, save, copy = list[str](), tmp_path / "save", tmp_path / "copy"
+    copies = copier(copy, said, interval=4)
+    first = store.save(save, snapshot(4))
+    for spoil in (lambda: faults.arm(copy, errno.ENOSPC, 4), lambda: flip(first / "__0_0.distcp")):
+        spoil()
+        copies.offer(first)
+        wait(copies)
+        faults.folder = ""
+        assert not store.checkpoints(copy) and not leftovers(copy)
+    assert "No space left" in said[0] and "The next checkpoint will be" in said[0] and "damaged" in said[1]
+    good = image.copy_file
+    monkeypatch.setattr("megazero.checkpoint.copying.copy_file", lambda *given: spoiled(good, *given))
+    second = store.save(save, snapshot(5))
+    copies.offer(second)
+    wait(copies)
+    assert "read back, has checksum" in said[2]
+    monkeypatch.undo()
+    copies.offer(second)
+    wait(copies)
+    assert value(store.latest(copy)) == 5  # although 5 is no multiple of 4
+
+
+def spoiled(copy: Callable[..., Any], source: Path, target: Path, tick: Any) -> Any:
+    read, back = copy(source, target, tick)
+    return read, type(back)(back.size, back.crc32 ^ 1)
+
+
+def test_what_is_being_copied_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, save = list[str](), tmp_path / "save"
+    go, good = threading.Event(), image.copy_file
+
+    def slowly(*given: Any) -> Any:
+        go.wait()
+        return good(*given)
+
+    monkeypatch.setattr("megazero.checkpoint.copying.copy_file", slowly)
+    saver, saved = saver_of(save, said, save_copy=str(tmp_path / "copy"), async_save=False)
+    for step in (1, 2, 3, 4):
+        saver.save(at(step))
+    assert [path.name[-1] for path in store.checkpoints(save)] == [
+        "1",
+        "3",
+        "4",
+    ]  # keeps 2, and what is copied
+    go.set()
+    saver.copy(str(save / "iter_0000004"), last=True)
+    assert [path.name[-1] for path in store.checkpoints(tmp_path / "copy")] == ["1", "4"]
+    saver.save(at(5))
+    saver.copy(str(save / "iter_0000005"), last=True)
+    assert [path.name[-1] for path in store.checkpoints(save)] == ["4", "5"]
+    retain(save, save / "iter_0000005", Retention(1))
+    assert len(store.checkpoints(save)) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"save_copy_interval": 3},
+            "--save-copy-interval 3 is not a multiple of --save-interval 2; nearest: 2 or 4",
+        ),
+        ({"save_copy": "a/../s"}, "--save-copy a/../s is the folder of --save"),
+        ({"save_retry_minutes": -1}, "--save-retry-minutes -1"),
+    ],
+)
+def test_options_that_contradict_each_other(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config({**TINY, "save": "s", "save_interval": 2, "save_copy": "c", **values})
+    assert text in f"{caught.value}"
