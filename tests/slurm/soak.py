@@ -162,7 +162,8 @@ class Watcher(threading.Thread):
         self.states = Counter[str]()
 
     def run(self) -> None:
-        main = f"from megazero.ops import status; status.ACT_S = status.START_S = {ACT_S}; from tools.status import main; exit(main())"
+        main = f"from megazero.ops import status; status.ACT_S = status.START_S = {ACT_S}\n"
+        main += "from tools.status import main; exit(main())"
         program = [sys.executable, "-c", main, str(self.it.run / "logs"), "--no-chart"]
         command = f'echo "$MEGAZERO_STATE: $MEGAZERO_WHY" >> {self.file}'
         while True:

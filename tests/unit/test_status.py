@@ -238,16 +238,8 @@ def test_a_run_that_has_written_nothing_is_known_by_its_job(
 @pytest.mark.parametrize(
     "queue, account, found",
     [
-        (
-            "echo 'RUNNING             2         1-02:03:04  None     '",
-            "",
-            SlurmJob("12_3", "RUNNING", 2, "None", 93784.0),
-        ),
-        (
-            "echo 'PENDING 0 Nodes required are DOWN'",
-            "",
-            SlurmJob("12_3", "PENDING", 0, "Nodes required are DOWN"),
-        ),
+        ("echo 'RUNNING   2   1-02:03:04  None   '", "", SlurmJob("12_3", "RUNNING", 2, "None", 93784.0)),
+        ("echo 'PENDING 0 0:00 Nodes are DOWN'", "", SlurmJob("12_3", "PENDING", 0, "Nodes are DOWN")),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "", SlurmJob("12_3", "GONE")),
         ("exit 0", "echo ' CANCELLED+ '", SlurmJob("12_3", "CANCELLED")),
         ("echo 'Unable to contact slurm controller' >&2; exit 1", "", None),
