@@ -63,12 +63,12 @@ def run(
     mine.settle()
     with (folder / "lines").open("ab", buffering=0) as file:
         for number in range(lines):
-            mine.check()
+            mine.check(f"{folder}/save")
             file.write(f"{name}\n".encode())
             partial = folder / f".{name}.{number}"
             partial.mkdir()
             time.sleep(0.05)
-            mine.check(fresh=True)
+            mine.check(f"{folder}/save", fresh=True)
             partial.rename(folder / f"iter_{time.monotonic_ns():020d}.{name}")
     mine.release()
     note("released")

@@ -291,8 +291,8 @@ megazero/ops/lease.py
 - if max(numbers, default=number + 1) == number + 1:
 + if True:
   a start that acts on an old listing takes a living run's folder
-- if own is not None and self._is_there(_file(place.folder, own)):
-+ if own is not None and _newest(self._files, place.folder)[0] == own:
+- if own is not None and self._is_there(_file(place, own)):
++ if own is not None and _newest(self._files, place)[0] == own:
   an old listing hides that the lease was taken
 - (0 if gone else SETTLE_S)
 + 0

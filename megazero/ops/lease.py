@@ -62,6 +62,7 @@ SILENT_S = 60.0  # without a beat, after which a holder counts as dead
 LOOK_S = 0.5  # between two looks at another's lease
 FRESH_S = 1.0  # for which a look at the own lease counts
 SETTLE_S = 3.0  # from a take-over from a holder that may live to the first write: it has noticed by then
+RELEASE_S = 2.0  # that an end waits for a disk
 SIZE = 1024  # bytes of a lease
 _NAME = re.compile(r"lease\.(\d+)")
 
@@ -217,14 +218,15 @@ class Lease:
         self.lost: Callable[[str], None] = _refuse
         self.look: Callable[[], Mapping[str, Any]] = dict
         self._files, self._clock, self._sleep = files or Files(), clock, sleep
-        self._looked, self._settled = -SILENT_S, clock()
+        self._looked, self._settled = dict[str, float](), clock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
 
     @classmethod
     def of(cls, save: str | None, log_dir: str, launch: Launch) -> Self:
         """Return the lease that a run needs, not yet taken."""
-        places = {Path(log_dir).resolve(): "--log-dir"} | ({Path(save).resolve(): "--save"} if save else {})
+        named = {"--save": save, "--log-dir": log_dir}
+        places = {Path(folder).resolve(): flag for flag, folder in named.items() if folder}
         return cls(tuple(Place(folder, flag) for folder, flag in places.items()), Leaseholder.of(launch))
 
     def take(self, note: Callable[[str], None] = lambda text: None) -> None:
@@ -254,25 +256,30 @@ class Lease:
         """Wait, before the first write, until a holder that may live has noticed that its lease is gone."""
         self._sleep(max(0.0, self._settled - self._clock()))
 
-    def taker(self) -> Leaseholder | None:
+    def taker(self, folder: str) -> Leaseholder | None:
         """Return who holds a folder in this run's place, or None if nobody does, as far as the disk answers.
 
         On a rank that was not told yet what the first rank holds: who else seems to hold it.
         """
-        for place in self.places:
-            own = self.numbers.get(str(place.folder))
-            with suppress(OSError):  # of a disk that does not answer: it takes no writes either
-                if own is not None and self._is_there(_file(place.folder, own)):
-                    continue
-                number, text = _newest(self._files, place.folder)
-                holder = Leaseholder.read(text)
-                free = number == 0 or (holder is not None and bool(holder.released))
-                if free if own is None else number == 0:  # else it was deleted by hand, and nobody took it
-                    continue
-                if own is None and holder is not None and holder.run == self.holder.run != "":
-                    continue
-                return holder or Leaseholder("")
+        place = Path(folder).resolve()
+        own = self.numbers.get(str(place))
+        with suppress(OSError):  # of a disk that does not answer: it takes no writes either
+            if own is not None and self._is_there(_file(place, own)):
+                return None
+            number, text = _newest(self._files, place)
+            holder = Leaseholder.read(text)
+            if (
+                number == 0
+                or own is None
+                and holder is not None
+                and (holder.released or self._is_job_of(holder))
+            ):
+                return None  # nobody has it, or it was deleted by hand
+            return holder or Leaseholder("")
         return None
+
+    def _is_job_of(self, holder: Leaseholder) -> bool:
+        return holder.run == self.holder.run != ""
 
     def _is_there(self, file: Path) -> bool:
         """Whether the file of a lease is still this run's. Who takes over deletes it: a listing may be an old one."""
@@ -280,32 +287,39 @@ class Lease:
         holder = Leaseholder.read(text)
         return text is not None and (holder is None or holder.owner == self.holder.owner)
 
-    def check(self, fresh: bool = False) -> None:
-        """Call this before a write: it ends the run (``lost``) if another one has taken a folder.
+    def check(self, folder: str, fresh: bool = False) -> None:
+        """Call this before a write into a folder: it ends the run (``lost``) if another one has taken that.
 
-        fresh: look now, however short ago the last look was.
+        fresh: look now, however short ago the last look was. Call it on the first rank; nodes may see old listings.
         """
         now = self._clock()
-        if not fresh and now - self._looked < FRESH_S:
+        if not fresh and now - self._looked.get(folder, -SILENT_S) < FRESH_S:
             return
-        if self.numbers and (taker := self.taker()) is not None:
+        held = f"{Path(folder).resolve()}" in self.numbers  # a full log disk took no lease
+        if held and (taker := self.taker(folder)) is not None:
             self.lost(
-                f"{' and '.join(self.numbers)}: taken over by {taker.words}; this run was silent for more than "
-                f"{SILENT_S:g} s, or SLURM started its job again; it ends here and writes nothing more"
+                f"{folder} was taken over by {taker.words}: this run was silent for more than {SILENT_S:g} s, or its "
+                "job was started again; it ends here and writes nothing more"
             )
-        self._looked = now
+        self._looked[folder] = now
 
     def beat(self) -> None:
         """Look whether the leases are still held, and renew them."""
-        self.check(fresh=True)
+        for folder in list(self.numbers):
+            self.check(folder, fresh=True)
         self.holder = replace(self.holder, beat=self.holder.beat + 1, at=_now(), **self.look())
         self._write(self.holder)
 
     def release(self) -> None:
-        """End the leases: another run may take the folders at once. Errors of the disk are ignored."""
+        """End the leases: another run may take the folders at once. A disk that hangs holds this up for RELEASE_S."""
         self._ended.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(BEAT_S)
+        if self._thread.is_alive():
+            if self._thread is not threading.current_thread():
+                self._thread.join(RELEASE_S)
+        else:
+            self._end()
+
+    def _end(self) -> None:
         now = _now()
         self._write(replace(self.holder, at=now, released=now))
         self.numbers = {}
@@ -323,6 +337,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(BEAT_S):
             self.beat()
+        self._end()
 
     def _take(self, place: Place, note: Callable[[str], None]) -> int:
         """Take the lease of one folder and return its number."""

@@ -44,11 +44,7 @@ def _leave(config: RunConfig, launch: Launch, lease: Lease, status: ExitStatus, 
         if status != ExitStatus.IN_USE:  # which was said when the folder was found in use
             with suppress(OSError):  # perhaps nobody reads it any more
                 print(why, flush=True)
-        record_end(
-            config.logging.log_dir if lease.taker() is None else None,
-            status,
-            why,
-            {"lease": lease.holder.owner},
-        )
+        log_dir, mark = config.logging.log_dir, {"lease": lease.holder.owner}
+        record_end(log_dir if lease.taker(log_dir) is None else None, status, why, mark)
         lease.release()
     os._exit(process_status(status))

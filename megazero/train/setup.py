@@ -98,7 +98,8 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
         signals.hold()
     if isinstance(error, RankFailure):
         supervisor.find_missing(f"{error}")
-    status, launch = status_of(error), supervisor.launch
+    launch = supervisor.launch
+    status = status_of(error) if supervisor.refused is None else ExitStatus.IN_USE
     if not _reported_elsewhere(error):
         message = f"[rank {launch.rank}] {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
@@ -152,8 +153,10 @@ def _share_lease(supervisor: Supervisor) -> None:
     if refused is not None:
         raise NotStarted(refused, ExitStatus.IN_USE)
     lease.adopt(owner, numbers)
-    lease.settle()
-    lease.check(fresh=True)
+    if supervisor.launch.rank == 0:
+        lease.settle()
+        for folder in list(numbers):
+            lease.check(folder, fresh=True)
 
 
 def _reported_elsewhere(error: Exception) -> bool:
@@ -199,8 +202,10 @@ def _join(
     timeout = limit + timedelta(seconds=judging_s(launch.world_size))
     # First of all the ranks join: from then on they notice when one of them fails alone (a file that its node does
     # not see).
-    held = launch.rank != 0 and supervisor.lease.taker() is not None  # so the first may have to wait
-    patience = SILENT_S + BEAT_S if held else 0.0
+    # The first rank may have to wait for a folder's lease.
+    folders = filter(None, (config.checkpoint.save, config.logging.log_dir))
+    held = launch.rank != 0 and any(supervisor.lease.taker(folder) is not None for folder in folders)
+    patience = 2 * (SILENT_S + BEAT_S) if held else 0.0
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
     tokenizer = tokenizer_info(config)
@@ -229,7 +234,7 @@ def _checkpointing(
         SavedTokenizer(tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
         SpikeMonitor(config.skipping),
-        partial(lease.check, fresh=True),
+        partial(lease.check, config.checkpoint.save or "", fresh=True),
     )
 
 
@@ -270,7 +275,7 @@ def prepare(
         found = (*found, f"the run stops after iteration {length.halt[0]}: {length.halt[1]}")
     start = replace(agree_on_start(config, launch, progress), lease=supervisor.lease.holder.owner)
     progress = replace(progress, run_id=start.run_id, notes=(*progress.notes, *found))
-    first, guard = mesh.rank == 0, supervisor.lease.check
+    first, guard = mesh.rank == 0, partial(supervisor.lease.check, config.logging.log_dir)
     outputs = open_outputs(config, progress, start, length.last_iteration, stack, guard, first=first)
     report_start(config, mesh, decoder, progress, outputs, forecast.lines() if forecast else ())
     exits = ExitConditions.of(config.training, signals, length.halt, began)

@@ -129,10 +129,11 @@ class Supervisor:
         """
         reason = (why.strip().splitlines() or [status.name])[0][:LONGEST]
         facts = self._facts()
-        ours = self.lease.taker() is None
+        log_dir = self.config.logging.log_dir
+        ours = self.lease.taker(log_dir) is None
         if ours and self.trainer is not None:
             self.trainer.outputs.close_lines()  # lines that waited for room come before the end, and whole
-        record_end(self.config.logging.log_dir if ours else None, status, reason, facts)
+        record_end(log_dir if ours else None, status, reason, facts)
         if self.trainer is not None:
             self.trainer.outputs.console.note(end_line(reason, facts))
         if self.launch.rank == 0:

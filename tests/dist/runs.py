@@ -183,8 +183,8 @@ def samples(seen: list[Seen]) -> list[tuple[int, int]]:
 
 
 def digest(root: str | os.PathLike) -> dict[str, str]:
-    """sha256 of every file below a folder, by its path in it."""
-    files = sorted(path for path in Path(root).rglob("*") if path.is_file())
+    """sha256 of every file below a folder but leases, by its path in it."""
+    files = sorted(path for path in Path(root).rglob("*") if path.is_file() and path.stem != "lease")
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 

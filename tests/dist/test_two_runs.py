@@ -71,7 +71,7 @@ def test_a_second_run_on_a_folder_ends_and_the_first_goes_on(folder) -> None:
     assert codes == [ExitStatus.IN_USE] * 2, text
     (line,) = [line for line in text.splitlines() if "is in use" in line]
     assert (
-        f"--log-dir {folder}/logs is in use: a run on {os.uname().nodename} (process {first.ranks[0].pid})"
+        f"--save {folder}/run is in use: a run on {os.uname().nodename} (process {first.ranks[0].pid})"
         in line
     )
     assert "Traceback" not in text and read_status(str(folder / "logs")) is None
@@ -92,7 +92,7 @@ def test_a_run_that_was_stopped_for_long_ends_instead_of_writing(folder) -> None
     before = (folder / "logs" / "events.jsonl").read_bytes()
     os.kill(first.ranks[0].pid, signal.SIGCONT)
     assert first.statuses() == [ExitStatus.IN_USE]
-    assert re.search(r"taken over by a run on .*; it ends here and writes nothing more", first.texts()[0])
+    assert re.search(r"was taken over by a run on .*; it ends here and writes nothing more", first.texts()[0])
     assert (folder / "logs" / "events.jsonl").read_bytes().startswith(before)
     assert "waiting up to 3 s" in second.texts()[0] and waited > LIVELY["SILENT_S"]
     for process in second.ranks:  # the node is lost

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -204,7 +206,7 @@ def start(world: Simulation, process: Process, holder: Leaseholder, iterations: 
         lease.settle()
         for _ in range(iterations):
             process.may_stop = False  # between a look and its write: stated as what remains
-            lease.check()
+            lease.check(f"{FOLDER}")
             world.pause()
             world.writes.append(process.name)
             process.may_stop = True
@@ -353,7 +355,7 @@ def test_a_lease_is_taken_at_once_or_when_its_holder_was_silent(case, tmp_path) 
     assert clock[0] - began == pytest.approx(waits, abs=LOOK_S) and len(notes) == (waits > 0)
     assert [path.name for path in tmp_path.iterdir()] == ["lease.1" if before is None else "lease.5"]
     file = next(tmp_path.iterdir())
-    assert file.stat().st_size == SIZE and read_lease(tmp_path) == own and taken.taker() is None
+    assert file.stat().st_size == SIZE and read_lease(tmp_path) == own and taken.taker(f"{tmp_path}") is None
     taken.release()
     found = read_lease(tmp_path)
     assert found is not None and found.released and found.owner == own.owner
@@ -412,7 +414,7 @@ def test_a_lease_that_was_deleted_by_hand_is_written_again(tmp_path) -> None:
     mine, _ = lease(tmp_path, holder())
     mine.take()
     (tmp_path / "lease.1").unlink()
-    mine.check(fresh=True)
+    mine.check(f"{tmp_path}", fresh=True)
     mine.beat()
     assert (found := read_lease(tmp_path)) is not None and found.beat == 1
     other, _ = lease(tmp_path, holder(), lambda now: mine.beat())
@@ -420,7 +422,29 @@ def test_a_lease_that_was_deleted_by_hand_is_written_again(tmp_path) -> None:
         other.take()
     (tmp_path / "lease.2").write_text(replace(other.holder, host="gpu02").write())
     (tmp_path / "lease.1").unlink()
-    with pytest.raises(FolderInUse, match="taken over by a run on gpu02"):
-        mine.check(fresh=True)
+    with pytest.raises(FolderInUse, match="was taken over by a run on gpu02"):
+        mine.check(f"{tmp_path}", fresh=True)
     mine.release()
     assert (found := read_lease(tmp_path)) is not None and not found.released
+
+
+def test_a_full_log_disk_takes_no_lease_and_ends_no_run(tmp_path, monkeypatch) -> None:
+    for name in ("run", "logs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lease.1").write_text(holder(pid=NEVER).write())  # of a start that was killed
+
+    class Full(module.Files):
+        def create(self, path: Path, text: str) -> bool:
+            if path.parent == tmp_path / "logs":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().create(path, text)
+
+    mine = Lease.of(f"{tmp_path}/run", f"{tmp_path}/logs", Launch())
+    mine._files, notes = Full(), list[str]()
+    mine.take(notes.append)
+    assert notes == [f"--log-dir {tmp_path}/logs has no room for a lease: nothing keeps other runs out"]
+    for folder in ("run", "logs"):
+        mine.check(f"{tmp_path}/{folder}", fresh=True)
+    mine.release()
+    found = read_lease(tmp_path / "run")
+    assert found is not None and found.released and not mine._thread.is_alive()
