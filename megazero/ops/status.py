@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megazero.log.exit_status import ExitStatus
 from megazero.log.units import duration
 from megazero.ops.lease import SILENT_S
-from megazero.ops.vitals import GONE, Line, Vitals, mean, when
+from megazero.ops.vitals import GONE, Line, SlurmJob, Vitals, mean, when
 
 # Without a lease (its log disk was full, or an older version): a run without a line for so long, and for many
 # iterations' time, is called silent.
@@ -87,7 +87,7 @@ def judge(run: Vitals) -> Judgement:
         return Judgement(State.PAUSED, f"job {job.number} is {job.state}, and goes on when SLURM lets it")
     before = lease.restarts if lease else run.starts[-1]["restarts"] if run.starts else -1
     if job and job.state in _RUNS and job.restarts > before:
-        return Judgement(State.STARTING, f"job {job.number} is {job.state}, no rank has begun")
+        return _loading(job)
     return _silent(run) if run.ended is None else _ended(run, run.ended)
 
 
@@ -98,6 +98,12 @@ def lives(run: Vitals) -> bool:
     if run.lease is not None:
         return not run.lease.released and run.heard_s <= SILENT_S
     return run.heard_s <= max(LINE_S, 20 * (run.seconds_per_iteration or 0.0))
+
+
+def _loading(job: SlurmJob) -> Judgement:
+    """A job runs, and no rank of this start has written a word."""
+    why = f"job {job.number} is {job.state} for {duration(job.used_s)}, no rank has begun"
+    return Judgement(State.HANGING if job.used_s > START_S else State.STARTING, why)
 
 
 def _starting(run: Vitals) -> Judgement:
@@ -155,7 +161,7 @@ def _silent(run: Vitals) -> Judgement:
     where = f" on {lease.host}" if lease else ""
     if run.heard_s is None and not run.events:
         if job and job.state in _RUNS:
-            return Judgement(State.STARTING, f"{of}, no rank has begun")
+            return _loading(job)
         by_hand = job is not None and job.state == "CANCELLED"
         return Judgement(State.STOPPED if by_hand else State.FAILED, f"{of}, and left nothing")
     silence = f"nothing heard{where} for {duration(run.heard_s or 0.0)}"

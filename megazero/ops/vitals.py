@@ -38,12 +38,16 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job as SLURM has it: its state in SLURM's words, or GONE; how often it was restarted, and why it waits."""
+    """A job as SLURM has it: its state in SLURM's words, or GONE; how often it was restarted, and why it waits.
+
+    used_s: for how many seconds it runs since its last start, by SLURM's own clock.
+    """
 
     number: str
     state: str
     restarts: int = 0
     reason: str = ""
+    used_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -176,12 +180,14 @@ def ask_slurm(number: str) -> SlurmJob | None:
     """Return what SLURM says of a job; None if there is no SLURM here, or it does not answer."""
     if not _JOB.fullmatch(number) or shutil.which("squeue") is None:
         return None
-    said = _output("squeue", "-h", "-t", "all", "-j", number, "-O", "State:20,RestartCnt:10,Reason:200")
+    said = _output(
+        "squeue", "-h", "-t", "all", "-j", number, "-O", "State:20,RestartCnt:10,TimeUsed:20,Reason:200"
+    )
     if said is None:
         return None
-    words = said.split(maxsplit=2)
-    if len(words) == 3:
-        return SlurmJob(number, words[0], int(words[1]), words[2].strip())
+    words = said.split(maxsplit=3)
+    if len(words) == 4:
+        return SlurmJob(number, words[0], int(words[1]), words[3].strip(), _seconds(words[2]))
     finished = (_output("sacct", "-n", "-X", "-j", number, "-o", "State%20") or "").split()
     return SlurmJob(number, finished[0].rstrip("+") if finished else GONE)  # "CANCELLED+" is cut: by whom
 
@@ -194,6 +200,13 @@ def mean(values: Iterator[float] | Sequence[float]) -> float | None:
     """Return the mean of the values that are finite; None if there are none."""
     found = [value for value in values if abs(value) < float("inf")]
     return sum(found) / len(found) if found else None
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of SLURM's [DAYS-][HOURS:]MINUTES:SECONDS; 0 for anything else."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _output(*command: str) -> str | None:

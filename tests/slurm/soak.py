@@ -28,7 +28,7 @@ from tests.slurm.cluster import OVER, Cluster, until
 from tests.slurm.jobs import ROOT, curve, iterations, log, nodes_of, submit, words
 
 ITERATIONS, SAVE_INTERVAL, SLOWLY = 1400, 25, 0.5  # the last in seconds per iteration
-ACT_S = 120.0  # that SLURM has to act: here it notices a lost node after some 10 s, and nodes share 2 cores
+ACT_S = 120.0  # that SLURM has to act, and a start: both take some 30 s here, where nodes share 2 cores
 PAUSE = (3.0, 45.0)  # seconds of a running job before the next thing happens
 
 
@@ -109,7 +109,7 @@ class Soak:
     def _freeze(self, nodes: list[int]) -> str:
         for node in nodes:
             self._inside(node, "pkill", "-STOP", "-f", "pausing.py")
-        self._await("silent")
+        self._await("silent", "hanging")  # the second, of ranks that have not begun
         for node in nodes:
             self._inside(node, "pkill", "-CONT", "-f", "pausing.py")
         return "all ranks frozen"
@@ -136,16 +136,18 @@ class Soak:
         self.number = self.submit()
         return "a mistake in the flags"
 
-    def _await(self, state: str) -> None:
+    def _await(self, *states: str) -> None:
         assert self.watcher is not None
-        self.watcher.expected = state
+        self.watcher.expected = states
         try:
             until(
-                lambda: state in self.watcher.alerts[self.watcher.seen :], 300, lambda: f"no alert of {state}"
+                lambda: bool({*states} & {*self.watcher.alerts[self.watcher.seen :]}),
+                300,
+                lambda: f"no alert of {states}",
             )
         except TimeoutError as error:
             self.watcher.problems.append(f"missed: {error}")
-        self.watcher.seen, self.watcher.expected = len(self.watcher.alerts), ""
+        self.watcher.seen, self.watcher.expected = len(self.watcher.alerts), ()
 
 
 class Watcher(threading.Thread):
@@ -155,11 +157,13 @@ class Watcher(threading.Thread):
         super().__init__(daemon=True)
         self.it, self.say, self.file = it, say, it.run.parent / "alerts"
         self.alerts: list[str] = []
-        self.seen, self.looks, self.expected, self.problems = 0, 0, "", list[str]()
+        self.seen, self.looks, self.problems = 0, 0, list[str]()
+        self.expected: tuple[str, ...] = ()
         self.states = Counter[str]()
 
     def run(self) -> None:
-        main = f"from megazero.ops import status; status.ACT_S = {ACT_S}; from tools.status import main; exit(main())"
+        main = f"from megazero.ops import status; status.ACT_S = status.START_S = {ACT_S}\n"
+        main += "from tools.status import main; exit(main())"
         program = [sys.executable, "-c", main, str(self.it.run / "logs"), "--no-chart"]
         command = f'echo "$MEGAZERO_STATE: $MEGAZERO_WHY" >> {self.file}'
         while True:
@@ -175,7 +179,7 @@ class Watcher(threading.Thread):
             for line in told[len(self.alerts) :]:
                 self.alerts.append(line.partition(":")[0])
                 self.say({"alert": line, "expected": expected or self.expected})
-                if self.alerts[-1] not in (expected, self.expected):
+                if self.alerts[-1] not in (*expected, *self.expected):
                     self.problems.append(f"false: {line}")
             time.sleep(3)
 

@@ -179,17 +179,20 @@ def test_a_mistake_is_told_and_kept_though_the_first_rank_comes_last(
     assert said in log(folder) and not list(folder.glob(".end-*")), log(folder)
 
 
-def test_a_second_job_on_a_folder_ends_before_it_touches_anything(slurm, whole, tmp_path) -> None:
-    first = submit(slurm, tmp_path / "run")
-    wait_for_iterations(tmp_path / "run", 20)
-    second = slurm.wait(submit(slurm, tmp_path / "run"))
-    assert (second["JobState"], second["ExitCode"], second["Restarts"]) == ("FAILED", "73:0", "0"), log(
-        tmp_path / "run"
-    )
-    job = slurm.wait(first)
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), log(tmp_path / "run")
-    assert f"is in use: job {first} on node" in log(tmp_path / "run")
-    assert curve(tmp_path / "run") == whole
+def test_a_second_job_on_a_folder_ends_before_it_touches_anything(slurm, tmp_path) -> None:
+    folder = tmp_path / "run"
+    first = submit(slurm, folder, flags=words(train_iters=20_000, lr_decay_iters=20_000))
+    wait_for_iterations(folder, 20)
+    second = slurm.wait(submit(slurm, folder))
+    ends = (second["JobState"], second["ExitCode"], second["Restarts"])
+    assert ends == ("FAILED", "73:0", "0"), log(folder)
+    assert f"is in use: job {first} on node" in log(folder)
+    wait_for_iterations(folder, max(curve(folder)) + 20)
+    slurm.call("scancel", str(first))
+    assert slurm.wait(first)["Restarts"] == "0"
+    assert sorted(curve(folder)) == list(range(1, len(curve(folder)) + 1)), log(folder)
+    slurm.wait(submit(slurm, folder, flags=words(train_iters=20_000, exit_interval=1)))  # it was released
+    assert "to see whether it lives" not in log(folder).rpartition("RUN=")[2], log(folder)
 
 
 def test_a_requeued_job_takes_its_own_folder_back_at_once(slurm, whole, tmp_path) -> None:

@@ -123,6 +123,7 @@ TRUE_STATES: dict[str, tuple[State, str, dict[str, Any] | None, list[dict[str, A
     "hangs at the start": (State.HANGING, "has been in x", {**NEW, "started": -400}, [], "", 2),
     "is cancelled at the start": (State.STOPPED, "", {"owner": "o3"}, [STOP, SCRIPT], "CANCELLED 3", 100),
     "was requeued, no rank yet": (State.STARTING, "no rank", OVER, [STOP, SCRIPT], "RUNNING 3", 100),
+    "was requeued, ranks hang": (State.HANGING, "no rank", OVER, [STOP, SCRIPT], "RUNNING 3 None 1801", 100),
     "was told to stop": (State.STOPPING, "RUNNING", OVER, [STOP], "RUNNING 2", 10),
     "was told to stop; its script hangs": (State.GAVE_UP, "RUNNING", OVER, [STOP], "RUNNING 2", 400),
     "waits after a stop": (State.REQUEUED, "SIGUSR1", OVER, [STOP, SCRIPT], "PENDING 3", 4000),
@@ -166,8 +167,8 @@ TRUE_STATES: dict[str, tuple[State, str, dict[str, Any] | None, list[dict[str, A
 
 def slurms(number: str, words: str) -> SlurmJob | None:
     """What SLURM says: a state, a number of restarts and a reason; nothing where there is no SLURM."""
-    state, restarts, reason = [*words.split(), *["", "0", "None"][len(words.split()) :]]
-    return SlurmJob(number, state, int(restarts), reason) if words else None
+    state, restarts, reason, used = [*words.split(), *["", "0", "None", "9"][len(words.split()) :]]
+    return SlurmJob(number, state, int(restarts), reason, float(used)) if words else None
 
 
 def true_state(
@@ -237,12 +238,8 @@ def test_a_run_that_has_written_nothing_is_known_by_its_job(
 @pytest.mark.parametrize(
     "queue, account, found",
     [
-        ("echo 'RUNNING             2         None     '", "", SlurmJob("12_3", "RUNNING", 2, "None")),
-        (
-            "echo 'PENDING 0 Nodes required are DOWN'",
-            "",
-            SlurmJob("12_3", "PENDING", 0, "Nodes required are DOWN"),
-        ),
+        ("echo 'RUNNING   2   1-02:03:04  None   '", "", SlurmJob("12_3", "RUNNING", 2, "None", 93784.0)),
+        ("echo 'PENDING 0 0:00 Nodes are DOWN'", "", SlurmJob("12_3", "PENDING", 0, "Nodes are DOWN")),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "", SlurmJob("12_3", "GONE")),
         ("exit 0", "echo ' CANCELLED+ '", SlurmJob("12_3", "CANCELLED")),
         ("echo 'Unable to contact slurm controller' >&2; exit 1", "", None),
