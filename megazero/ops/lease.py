@@ -102,8 +102,9 @@ class Leaseholder:
     def read(cls, text: str | None) -> Self | None:
         """Return what a lease says, or None if it is none (yet)."""
         try:
-            return cls(**json.loads(text or ""))
-        except (ValueError, TypeError):
+            found = json.loads(text or "")
+            return cls(**{name: value for name, value in found.items() if name in cls.__dataclass_fields__})
+        except (ValueError, TypeError, AttributeError):
             return None
 
     def write(self) -> str:
@@ -332,9 +333,10 @@ class Lease:
             holder = Leaseholder.read(text)
             gone = number == 0 or (holder is not None and bool(holder.released or holder.is_gone))
             if not gone and not (holder is not None and holder.precedes(self.holder)):
-                if watched is not None and seen != watched and holder is not None:
+                if watched is not None and seen != watched and text:
+                    who = (holder or Leaseholder("")).words
                     raise FolderInUse(
-                        f"{place.flag} {place.folder} is in use: {holder.words}, writes there and is alive. Give "
+                        f"{place.flag} {place.folder} is in use: {who}, writes there and is alive. Give "
                         f"this run another {place.flag}, or end that one first"
                     )
                 if seen != watched:

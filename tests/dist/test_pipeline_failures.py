@@ -135,7 +135,10 @@ def test_a_nan_of_a_middle_stage_stops_every_rank_and_harms_no_checkpoint(tmp_pa
         assert kind == "NonFiniteLoss" and "iteration 3: the loss is nan" in words, words
         # The rank that computes the losses, and the step's samples: no other has a loss.
         assert "it came from rank 3 (loss nan, samples 8, 9, 10, 11)" in words and "Traceback" not in text
-    assert list(digest(tmp_path / "run")) and sorted(os.listdir(tmp_path / "run")) == ["iter_0000002", "lease.1"]
+    assert list(digest(tmp_path / "run")) and sorted(os.listdir(tmp_path / "run")) == [
+        "iter_0000002",
+        "lease.1",
+    ]
 
 
 # -- ranks that were started differently ---------------------------------------------------------------
