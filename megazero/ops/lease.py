@@ -30,8 +30,11 @@ A start takes a lease
 
 A holder looks at its lease with every beat, before each checkpoint is begun and completed, and before lines are
 written (at most once per FRESH_S). A holder that was stopped for minutes therefore ends instead of writing. What
-remains: a process that is stopped between its look and its write, both of which take microseconds, for as long as
-SILENT_S. The partial folder of its checkpoint is then gone, so all it can add is one line.
+remains: a process that is stopped for SILENT_S just between its look and its write can add one line, or rename the
+folder of one whole checkpoint, unless the next run's first save has removed that.
+
+What is said of NFS follows from its rules (exclusive creation is the server's, an opened file is asked for anew, a
+listing may be old). It was simulated (tests/unit/test_lease.py), not tried on a server.
 """
 
 from __future__ import annotations
