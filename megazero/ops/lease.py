@@ -33,8 +33,11 @@ A start takes a lease
 
 A holder looks at its lease with every beat, before each checkpoint is begun and completed, and before lines are
 written (at most once per FRESH_S). A holder that was stopped for minutes therefore ends instead of writing. What
-remains: a process that is stopped between its look and its write, both of which take microseconds, for as long as
-SILENT_S. The partial folder of its checkpoint is then gone, so all it can add is one line.
+remains: a process that is stopped for SILENT_S just between its look and its write can add one line, or rename the
+folder of one whole checkpoint, unless the next run's first save has removed that.
+
+What is said of NFS follows from its rules (exclusive creation is the server's, an opened file is asked for anew, a
+listing may be old). It was simulated (tests/unit/test_lease.py), not tried on a server.
 """
 
 from __future__ import annotations
@@ -109,8 +112,9 @@ class Leaseholder:
     def read(cls, text: str | None) -> Self | None:
         """Return what a lease says, or None if it is none (yet)."""
         try:
-            return cls(**json.loads(text or ""))
-        except (ValueError, TypeError):
+            found = json.loads(text or "")
+            return cls(**{name: value for name, value in found.items() if name in cls.__dataclass_fields__})
+        except (ValueError, TypeError, AttributeError):
             return None
 
     def write(self) -> str:
@@ -348,9 +352,10 @@ class Lease:
             holder = Leaseholder.read(text)
             gone = number == 0 or (holder is not None and bool(holder.released or holder.is_gone))
             if not gone and not (holder is not None and holder.precedes(self.holder)):
-                if watched is not None and seen != watched and holder is not None:
+                if watched is not None and seen != watched and text:
+                    who = (holder or Leaseholder("")).words
                     raise FolderInUse(
-                        f"{place.flag} {place.folder} is in use: {holder.words}, writes there and is alive. Give "
+                        f"{place.flag} {place.folder} is in use: {who}, writes there and is alive. Give "
                         f"this run another {place.flag}, or end that one first"
                     )
                 if seen != watched:

@@ -191,7 +191,9 @@ def test_a_second_job_on_a_folder_ends_before_it_touches_anything(slurm, tmp_pat
     slurm.call("scancel", str(first))
     assert slurm.wait(first)["Restarts"] == "0"
     assert sorted(curve(folder)) == list(range(1, len(curve(folder)) + 1)), log(folder)
-    slurm.wait(submit(slurm, folder, flags=words(train_iters=20_000, exit_interval=1)))  # it was released
+    third = submit(slurm, folder, flags=words(train_iters=20_000, lr_decay_iters=20_000))
+    wait_for_iterations(folder, len(curve(folder)) + 1)
+    slurm.call("scancel", str(third))
     assert "to see whether it lives" not in log(folder).rpartition("RUN=")[2], log(folder)
 
 

@@ -361,6 +361,16 @@ def test_a_lease_is_taken_at_once_or_when_its_holder_was_silent(case, tmp_path) 
     assert found is not None and found.released and found.owner == own.owner
 
 
+@pytest.mark.parametrize("text", ['{"owner": "x", "later": 1, "beat": %d}', "no JSON %d"])
+def test_what_changes_is_alive_though_another_release_wrote_it(text, tmp_path) -> None:
+    (tmp_path / "lease.1").write_text(text % 0)
+    asking, clock = lease(
+        tmp_path, holder(), lambda now: (tmp_path / "lease.1").write_text(text % now) and None
+    )
+    with pytest.raises(FolderInUse, match="a run whose lease cannot be read, writes there"):
+        asking.take()
+
+
 def test_who_beats_is_alive_and_is_named(tmp_path) -> None:
     at = "2026-05-04T11:02:13+00:00"
     other = holder(job="4711", host="gpu07", kernel="another", pid=12, started=at)
