@@ -420,6 +420,9 @@ megazero/models/rotary.py
 - long = length > config.rotary_original_max_position
 + long = length >= config.rotary_original_max_position
   samples of the original length have the divisors of longer ones
+- if kind not in ("yarn", "longrope"):
++ if config.rotary_attention_factor is None and kind not in ("yarn", "longrope"):
+  layers that are not scaled have the attention factor of the others
 - angles.cos() * factor, angles.sin() * factor
 + angles.cos() * factor, angles.sin()
   sines are without the attention factor
@@ -430,7 +433,7 @@ megazero/models/rotary.py
 + return _rotated(grad, cos, sin, -1, False)
   gradients of neighbouring channels are turned as halves
 
-megazero/families/rotary_fields.py
+megazero/families/config_json/rotary_fields.py
 - implied = kind == "longrope" or "factor" in rope
 + implied = "factor" in rope
   Phi-3's factor is asked for, and no published file has it
