@@ -129,7 +129,8 @@ def test_a_run_begins_with_the_weights_on_any_layout(tmp_path: Path) -> None:
 PROGRAM = shlex.split(
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 "
     "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 "
-    "--train-iters 3 --lr 1e-3 --eval-iters 0 --eval-interval 100 --save-interval 3 --no-rope-fusion --tokenizer-type NullTokenizer"
+    "--train-iters 3 --lr 1e-3 --eval-iters 0 --eval-interval 100 --save-interval 3 --no-rope-fusion "
+    "--tokenizer-type NullTokenizer"
 )
 MODELS = {
     "gpt": "",
