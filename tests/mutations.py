@@ -33,6 +33,26 @@ TESTS = ("tests/unit", "tests/dist")
 
 # By module: what stands there once (-), what it becomes (+, or nothing), and what that breaks.
 TABLE = r"""
+megazero/convert/megatron/legacy.py
+- if gated and ".linear_fc1." in name:
++ if not held:
+  ranks' gates and projections alternate
+-         for key in keys:
+-             for pp in range(self._pp):
++         for pp in range(self._pp):
++             for key in keys:
+  virtual stages are taken rank by rank
+
+megazero/convert/megatron/weights.py
+-             if self._centered(role):
+-                 parameter += 1
+  norms that multiply by 1 + weight lose the 1
+
+megazero/convert/megatron/arguments.py
+- if not value or name in accept or _known(name, value):
++ if not value or name in accept or _mentioned(key):
+  what decides the model is passed over
+
 megazero/zero/layout.py
 - Piece(o.compact + p.start - o.start,
 + Piece(p.start - o.start,
@@ -237,6 +257,9 @@ megazero/checkpoint/boxes.py
   chunks are not cut at whole rows
 
 megazero/checkpoint/planners.py
+- if self._made is None or self._made[0] is not record or self._made[1] != kind:
++ if self._made is None:
+  every tensor that is made late has the first one's bits
 -             padding.zero_()
 +             pass
   padding keeps what it held before a load

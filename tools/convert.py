@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Checkpoints to folders of Hugging Face and back: to-hf, from-hf, check, flags. The same as ``megazero convert``."""
+"""Checkpoints to Hugging Face and back, and from Megatron. The same as ``megazero convert``."""
 
 import sys
 

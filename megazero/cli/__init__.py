@@ -33,7 +33,7 @@ COMMANDS = {
         "measure collectives, codecs and a model's modules on the ranks at hand: the planner's cluster file",
         "megazero.profile.command",
     ),
-    "convert": Command("checkpoints to Hugging Face folders and back, checked", "megazero.convert.command"),
+    "convert": Command("checkpoints to and from Hugging Face, and from Megatron", "megazero.convert.command"),
 }
 
 

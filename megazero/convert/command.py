@@ -1,4 +1,4 @@
-"""The command ``megazero convert``: checkpoints to folders of Hugging Face and back, checked."""
+"""The command ``megazero convert``: checkpoints to Hugging Face and back, and from Megatron, checked."""
 
 from __future__ import annotations
 

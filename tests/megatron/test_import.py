@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,7 +129,8 @@ def test_a_run_begins_with_the_weights_on_any_layout(tmp_path: Path) -> None:
 PROGRAM = shlex.split(
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 "
     "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 "
-    "--train-iters 3 --lr 1e-3 --eval-iters 0 --eval-interval 100 --save-interval 3 --no-rope-fusion"
+    "--train-iters 3 --lr 1e-3 --eval-iters 0 --eval-interval 100 --save-interval 3 --no-rope-fusion "
+    "--tokenizer-type NullTokenizer"
 )
 MODELS = {
     "gpt": "",
@@ -148,13 +150,13 @@ def test_the_programs_two_formats_are_one_model(name: str, tmp_path: Path) -> No
     program = [*TORCHRUN, str(FOLDER_PATH / "pretrain_gpt.py"), *flags, "--ckpt-format", "torch"]
     finish([*program, "--save", str(tmp_path / "a")], FOLDER_PATH, CUDA_DEVICE_MAX_CONNECTIONS="1")
     convert = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path / "b")]
-    with pytest.raises(AssertionError):  # it ends with an error on CPUs, after it has saved
+    with suppress(AssertionError):  # after it has saved, it ends with an error on CPUs
         finish(
             [*program, "--load", str(tmp_path / "a"), *convert], FOLDER_PATH, CUDA_DEVICE_MAX_CONNECTIONS="1"
         )
-    legacy, dist = (MegatronWeights.open(tmp_path / p) for p in ("a", f"b/torch_dist/{ITERATION[:-1]}3"))
+    legacy, dist = (MegatronWeights.open(tmp_path / p) for p in ("a", "b/torch_dist/iter_0000003"))
     assert legacy.model == dist.model and legacy.model.vocab_size == 128
     for stored in legacy.shapes:
         assert torch.equal(legacy.tensor(stored), dist.tensor(stored)), stored
-    for each in ("a", f"b/torch_dist/{ITERATION[:-1]}3"):
+    for each in ("a", "b/torch_dist/iter_0000003"):
         assert main(["from-megatron", str(tmp_path / each), str(tmp_path / f"ck {each[0]}")]) == 0

@@ -278,15 +278,13 @@ def test_every_cut_and_spelling_gives_the_same_bits(kind, layout, tmp_path):
 
 def test_the_command_writes_weights_and_flags(tmp_path, capsys):
     """--vocab-size on the command line replaces the argument; the flags and run.yaml are those of the run."""
-    torch_dist(
-        tmp_path / "m", megatron(original("llama")), arguments("llama", weight_decay_incr_style="cosine")
-    )
+    torch_dist(tmp_path / "m", megatron(original("llama")), arguments("llama", context_parallel_size=2))
     words = [str(tmp_path / "m"), str(tmp_path / "ck"), "--vocab-size", "40"]
     assert main(["from-megatron", *words]) == 0
     said = capsys.readouterr()
     path = tmp_path / "ck" / "iter_0000000"
     assert "the same bits, float32  holds" in said.out and str(path) in said.out
-    assert "not taken over: --weight-decay-incr-style cosine" in said.err
+    assert "not taken over: --context-parallel-size 2: context parallelism" in said.err
     flags = [line.removesuffix(" \\") for line in said.out.splitlines() if line.startswith("--")]
     typed = parse([word for line in flags for word in line.split()])
     filed = parse(["--config", str(path / "run.yaml")])
@@ -361,7 +359,7 @@ def test_what_is_not_built_is_named(said, part, tmp_path):
 
 
 def test_all_that_is_not_built_is_said_at_once(tmp_path):
-    args = arguments("llama", num_experts=8, rotary_interleaved=True, mystery=1)
+    args = arguments("llama", num_experts=8, multi_latent_attention=True, mystery=1)
     with pytest.raises(ConfigError) as caught:
         MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args))
     assert len(caught.value.errors) == 3

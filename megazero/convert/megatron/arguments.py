@@ -126,27 +126,26 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         and _known(name, value)
         and not _OF_THE_RUN.fullmatch(name)
     }
-    by_samples = bool(said.get("train_samples"))
-    unit, fraction = ("_iters" if by_samples else "_samples"), "lr_warmup_fraction" in said
-    drop = [name for name in said if name.endswith(unit) and name.startswith(("train_", "lr_"))]
-    drop += ["lr_warmup_iters", "lr_warmup_samples"] if fraction else []
-    drop += [] if said.get("fp16") else _FP16
-    drop += ["bias_gelu_fusion"] if said.get("swiglu") or said.get("squared_relu") else []
-    drop += (
-        [] if said.get("openai_gelu") else ["openai_gelu"]
-    )  # Megatron's fused kernel has that form without it
-    drop += [] if args.get("group_query_attention", True) else ["num_query_groups"]
-    if not (args.get("use_megatron_fsdp") or args.get("use_custom_fsdp")):
-        drop.append("data_parallel_sharding_strategy")
-    if args.get("position_embedding_type") not in (None, "rope") and not args.get(
+    unit = "_iters" if said.get("train_samples") else "_samples"
+    rotary = args.get("position_embedding_type") in (None, "rope") or args.get(
         "use_rotary_position_embeddings"
-    ):
-        drop += ["rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor"]
-    if not said.get("use_rope_scaling"):
-        drop += ["use_rope_scaling", "rope_scaling_factor"]
-    for name in drop:
-        said.pop(name, None)
-    return said
+    )
+    idle: tuple[tuple[Any, Collection[str]], ...] = (
+        (True, [name for name in said if name.endswith(unit) and name.startswith(("train_", "lr_"))]),
+        ("lr_warmup_fraction" in said, ("lr_warmup_iters", "lr_warmup_samples")),
+        (not said.get("fp16"), _FP16),
+        (not said.get("openai_gelu"), ("openai_gelu",)),  # Megatron's fused kernel has that form without it
+        (said.get("swiglu") or said.get("squared_relu"), ("bias_gelu_fusion",)),
+        (not args.get("group_query_attention", True), ("num_query_groups",)),
+        (
+            not (args.get("use_megatron_fsdp") or args.get("use_custom_fsdp")),
+            ("data_parallel_sharding_strategy",),
+        ),
+        (not rotary, ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")),
+        (not said.get("use_rope_scaling"), ("use_rope_scaling", "rope_scaling_factor")),
+    )
+    without = {name for holds, names in idle if holds for name in names}
+    return {name: value for name, value in said.items() if name not in without}
 
 
 def _known(name: str, value: Any) -> bool:
@@ -177,10 +176,8 @@ def _refused(args: Mapping[str, Any], accept: Collection[str]) -> Iterator[str]:
                 f"{name} {_text(value)} of {_HERE} is not known here; --accept-field {name} sets it aside, if you "
                 "know that it does not change the model"
             )
-    if (
-        args.get("add_position_embedding") is False
-        and args.get("position_embedding_type") == "learned_absolute"
-    ):
+    learned = args.get("position_embedding_type") == "learned_absolute"
+    if learned and args.get("add_position_embedding") is False:
         yield f"--no-position-embedding of {_HERE}: a model without positions is not built"
 
 
@@ -203,10 +200,6 @@ def _accepted(rows: Collection[Row], value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    return (
-        ""
-        if value is True
-        else str(value)
-        if isinstance(value, int | float | str | list | tuple)
-        else "is set"
-    )
+    if value is True:
+        return ""
+    return str(value) if isinstance(value, int | float | str | list | tuple) else "is set"

@@ -23,7 +23,7 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 
 
-class _RankFile(NamedTuple):
+class _LegacyRank(NamedTuple):
     tp: int
     pp: int
 
@@ -41,7 +41,7 @@ class Legacy:
         if missing:
             raise CheckpointError(f"'{path}' lacks {', '.join(missing)}: every rank's folder is needed")
         self._ranks = {rank: read_saved(file) for rank, file in files.items()}
-        self.saved: Mapping[str, Any] = self._ranks[_RankFile(0, 0)]
+        self.saved: Mapping[str, Any] = self._ranks[_LegacyRank(0, 0)]
         version = self.saved.get("checkpoint_version", 0)
         if version < 2:
             raise CheckpointError(
@@ -49,8 +49,8 @@ class Legacy:
                 "and save it with Megatron-LM 2.0 or later"
             )
 
-    def _grid(self) -> Iterator[_RankFile]:
-        return (_RankFile(tp, pp) for tp in range(self._tp) for pp in range(self._pp))
+    def _grid(self) -> Iterator[_LegacyRank]:
+        return (_LegacyRank(tp, pp) for tp in range(self._tp) for pp in range(self._pp))
 
     @cached_property
     def _parts(self) -> dict[str, list[torch.Tensor]]:
@@ -80,7 +80,7 @@ class Legacy:
         keys = [f"model{i}" for i in range(virtual)] or ["model"]
         for key in keys:
             for pp in range(self._pp):
-                model = self._ranks[_RankFile(tp, pp)].get(key)
+                model = self._ranks[_LegacyRank(tp, pp)].get(key)
                 if not isinstance(model, dict):
                     raise CheckpointError(f"'{self.path}': rank {tp}, {pp} holds no '{key}'")
                 yield model
@@ -113,7 +113,7 @@ def is_legacy(path: Path) -> bool:
     return any(path.glob("mp_rank_*"))
 
 
-def _files(path: Path) -> dict[_RankFile, Path]:
+def _files(path: Path) -> dict[_LegacyRank, Path]:
     files = {}
     for folder in sorted(path.glob("mp_rank_*")):
         ranks = _FOLDER.fullmatch(folder.name)
@@ -124,7 +124,7 @@ def _files(path: Path) -> dict[_RankFile, Path]:
         file = next((folder / name for name in FILES if (folder / name).is_file()), None)
         if file is None:
             raise CheckpointError(f"'{folder}' holds no {FILES[0]}: get it again")
-        files[_RankFile(int(ranks[1]), int(ranks[2] or 0))] = file
+        files[_LegacyRank(int(ranks[1]), int(ranks[2] or 0))] = file
     return files
 
 

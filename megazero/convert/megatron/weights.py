@@ -71,10 +71,6 @@ class MegatronWeights:
         """What a checkpoint that is made of it says of its weights."""
         return f"Megatron's checkpoint of iteration {self.stored.saved.get('iteration', 'unknown')}"
 
-    @property
-    def names(self) -> Collection[str]:
-        return self.shapes
-
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Map the decoder's stored tensors to their shapes, in the order of the model."""
@@ -185,11 +181,8 @@ def _tokenizer(options: Mapping[str, Any]) -> tuple[DataConfig, int | None, list
         size = load_tokenizer(str(kind), **every).info.vocab_size
         return data, max(size, said or 0), []
     named = " ".join(str(path) for path in files.values() if path) or "of no file"
-    return (
-        DataConfig(),
-        said,
-        [f"{kind} ({named}) is not here: the checkpoint holds no tokenizer"] if files else [],
-    )
+    note = f"{kind} ({named}) is not here: the checkpoint holds no tokenizer"
+    return DataConfig(), said, [note] if files else []
 
 
 def _model(
