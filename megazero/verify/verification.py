@@ -208,6 +208,7 @@ def _on(config: RunConfig, tp: int, pp: int, d: int, data_parallel: int) -> RunC
         "train_iters": config.training.train_iters,
         "eval_iters": 0,
         "seed": config.training.seed,
+        "z_loss_strength": config.training.z_loss_strength,
         **{name: config.get(name) for name in OF_DOCUMENTS},
         "mock_data": True,
         "device": "cpu",

@@ -22,6 +22,7 @@ from megazero.pp.partition import partition
 from megazero.pp.schedules import make_schedule
 from megazero.verify.options import VerifyConfig, read_request
 from megazero.verify.shrink import like, shrink, stage_layers
+from megazero.verify.verification import other_layouts
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "pretrain" / "configs").glob("*.yaml"))
 BASE = (
@@ -46,6 +47,18 @@ def test_the_ratio_of_two_learning_rates_is_kept() -> None:
     words = "--world-size 2 --ranks-per-node 2 --min-lr 1e-5 --decoupled-lr 3e-4 --decoupled-min-lr 1e-6"
     optimizer = shrunk(words).config.optimizer
     assert optimizer.lr and optimizer.decoupled_lr == pytest.approx(3 * optimizer.lr)
+
+
+def test_other_layouts_compute_the_same_loss() -> None:
+    """On other layouts the loss is asked for again; lengths and rates that change are left out on all."""
+    growing = "--rampup-seq-length 64 4096 64 500 --weight-decay-incr-style linear --start-weight-decay 0"
+    words = f"{growing} --end-weight-decay 1 --z-loss-strength 1e-3 --world-size 4 --ranks-per-node 4"
+    found = shrunk(f"{words} --tensor-model-parallel-size 2")
+    others = [config for _, config, _ in other_layouts(found.config, found.layout.world, 2)]
+    assert len(others) == 2
+    for run in (found.config, *others):
+        assert run.training.z_loss_strength == 1e-3 and run.batch.rampup_seq_length is None
+        assert run.optimizer.weight_decay_incr_style == "constant"
 
 
 def test_structure_is_kept_and_sizes_are_not() -> None:
