@@ -92,27 +92,6 @@ class Snapshot:
                 raise ValueError(f"a snapshot's file cannot have the name {name!r}")
 
 
-class Retry:
-    """How long a save that the storage refused is tried again: ``limit_s`` seconds, counted from the first failure.
-
-    tell: takes a sentence about a failure. The first rank's clock counts.
-    """
-
-    def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = lambda text: None) -> None:
-        self.limit_s, self.tell = limit_s, tell
-        self.failures, self._since = 0, 0.0
-
-    def pause_s(self) -> float | None:
-        """Return the seconds to wait after a failure, or None if the time is over."""
-        now = time.monotonic()
-        if not self.failures:
-            self._since = now
-        pause = min(FIRST_PAUSE_S * 2 ** min(self.failures, 10), LONGEST_PAUSE_S)
-        self.failures += 1
-        left = self._since + self.limit_s - now
-        return min(pause, left) if left > 0 else None
-
-
 class Part:
     """One rank's own share of a save, done on a thread: reading and writing of files, no collective.
 
@@ -152,6 +131,10 @@ class Part:
             )
         return self._done.is_set() or self._error is not None
 
+    def returned(self, seconds: float) -> bool:
+        """Wait for its thread to end, at most so long. Return whether it has."""
+        return self._done.wait(seconds)
+
     def wait_for_all(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
         """Return when every rank's part has ended. Collective: no rank waits long in it for another one's disk."""
         while True:
@@ -167,6 +150,43 @@ class Part:
         if self._error is not None:
             raise self._error
         return self._value
+
+
+class Retry:
+    """How long a save that the storage refused is tried again: ``limit_s`` seconds, counted from the first failure.
+
+    tell: takes a sentence about a failure. The first rank's clock counts. part: this rank's last one, which may hang
+    in a call that returns later, and then goes on: nothing is tried beside it.
+    """
+
+    def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.limit_s, self.tell = limit_s, tell
+        self.failures, self._until, self.pause_s = 0, 0.0, 0.0
+        self.part: Part | None = None
+
+    def again(self) -> float | None:
+        """Return the seconds to wait after a failure, or None if the time is over."""
+        now = time.monotonic()
+        if not self.failures:
+            self._until = now + self.limit_s
+        pause = min(FIRST_PAUSE_S * 2 ** min(self.failures, 10), LONGEST_PAUSE_S)
+        self.failures += 1
+        left = self._until - now
+        return min(pause, left) if left > 0 else None
+
+    def waiting(self) -> Part:
+        """Return the part that waits before the next attempt: the pause, and for what hangs."""
+        return Part("waiting", self._wait, pause=True)
+
+    def _wait(self, tick: Tick) -> None:
+        end = time.monotonic() + self.pause_s
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(LOOK_S, left))
+            tick()
+        while self.part is not None and not self.part.returned(LOOK_S):
+            tick()
+            if time.monotonic() > self._until:
+                self.part.result()
 
 
 def save(
@@ -237,17 +257,23 @@ def saving(
         torch.cuda.synchronize()  # the thread that reads the tensors has a stream of its own
     while True:
         try:
-            yield from task.attempt()
+            if retry.failures:  # of this save, or of one whose place it takes
+                yield (part := retry.waiting())
+                agree(group, task.doing, part.result)
+            for part in task.attempt():
+                if retry.part is None or retry.part.returned(0):
+                    retry.part = part
+                yield part
             break
         except CheckpointError as error:
             if error_number(error) is None:
                 raise
-            pause_s = agree(group, task.doing, retry.pause_s)[0]
+            pause_s = agree(group, task.doing, retry.again)[0]
             if pause_s is None:
                 tried = f". It was tried {retry.failures} times" if retry.failures > 1 else ""
                 raise SaveError(f"{error}{tried}") from error
+            retry.pause_s = pause_s
             retry.tell(f"{error}. It is tried again in {pause_s:.0f} s")
-        yield Part("waiting", _waiting(pause_s), pause=True)
     retry.failures = 0
     rule, final = retention or Retention(), task.final
     yield (part := task.of_first(f"deleting in '{root}'", lambda: directory.retain(task.root, final, rule)))
@@ -257,10 +283,6 @@ def saving(
         if task.rank == 0:
             logger.warning("%s", error)
     return final
-
-
-def _waiting(seconds: float) -> Callable[[Tick], None]:
-    return lambda tick: time.sleep(seconds)
 
 
 @dataclass

@@ -139,10 +139,44 @@ def test_pauses_double_up_to_a_minute_within_the_time(monkeypatch: pytest.Monkey
     now = [0.0]
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
     retry, pauses = store.Retry(200.0), list[float]()
-    while (pause := retry.pause_s()) is not None:
+    while (pause := retry.again()) is not None:
         pauses.append(pause)
         now[0] += pause
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 17] and store.Retry().pause_s() is None
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 17] and store.Retry().again() is None
+
+
+def test_nothing_is_tried_beside_a_call_that_hangs(tmp_path: Path, faults: Faults) -> None:
+    """What hung goes on when its call returns: it must not take a later attempt's files away."""
+    go, hung, told = threading.Event(), list[str](), list[str]()
+    rename = os.rename
+
+    def hang(source: Any, target: Any) -> None:
+        if not hung:
+            hung.append(f"{source}")
+            go.wait()
+        rename(source, target)
+
+    retry = store.Retry(60, told.append)
+    for part in store.saving(tmp_path, snapshot(1), overwrite=True, retry=retry):
+        os.rename = hang if part.what.startswith("completing") else rename  # type: ignore[assignment]
+        part.start()
+        if part.pause:
+            time.sleep(0.1)
+            assert not part.returned(0) and not store.checkpoints(tmp_path)
+            go.set()
+        part.wait_for_all(None, 0.5 if part.what.startswith("completing") else 60)
+    os.rename = rename  # type: ignore[assignment]
+    assert hung and "has not got on for" in told[0] and value(tmp_path / "iter_0000001") == 1
+    go.clear()
+    hung.clear()
+    with pytest.raises(SaveError, match="has not got on for") as caught:  # it never returns
+        for part in store.saving(tmp_path, snapshot(2), overwrite=True, retry=store.Retry(0.3)):
+            os.rename = hang if part.what.startswith("completing") else rename  # type: ignore[assignment]
+            part.start()
+            part.wait_for_all(None, 0.5 if part.what.startswith("completing") else 60)
+    go.set()
+    os.rename = rename  # type: ignore[assignment]
+    assert status_of(caught.value) is ExitStatus.RANK_LOST
 
 
 class Checkpoints:

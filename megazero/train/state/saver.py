@@ -67,6 +67,7 @@ class Saver:
         self.wait(replacing=True)
         if self._part is not None:
             self._console.warning(f"iteration {progress.iteration} is saved instead of {self._iteration}")
+            self._retry.pause_s = 0.0
         self._began, self._iteration = time.perf_counter(), progress.iteration
         busy = None if self._copier is None else self._copier.busy
         self._parts = self._checkpointing.saving(progress, self._staging, self._retry, busy)
