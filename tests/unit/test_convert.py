@@ -167,10 +167,15 @@ def test_files_of_the_trained_weights_do_not_stay_in_a_folder_of_the_masters(fol
     """An export that broke off after the weights left them finished; names, shapes and dtypes are the same."""
     whole = importing._whole
 
-    def with_masters(published):
-        for record in whole(published):
-            masters = {"master": record.tensors["weights"].float() + 1}
-            yield replace(record, tensors={**record.tensors, **masters})
+    def with_masters(published, name):
+        record = whole(published, name)
+        masters = {"master": record.tensors["weights"].float()}
+
+        def make(kind):
+            made = record.make("weights")
+            return made if kind == "weights" else made.float() + 1
+
+        return replace(record, tensors={**record.tensors, **masters}, make=make)
 
     monkeypatch.setattr(importing, "_whole", with_masters)
     checkpoint = write_checkpoint(Published.open(folder), tmp_path / "ck")
