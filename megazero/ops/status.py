@@ -202,6 +202,9 @@ def _ended(run: Vitals, end: Line) -> Judgement:
     if job and job.state in _RUNS:
         late = (run.heard_s or 0.0) > ACT_S
         return Judgement(State.GAVE_UP if late else State.STOPPING, f"{why}; job {job.number} is {job.state}")
+    if job and then:
+        after = f"its new start said nothing, and job {job.number} is {job.state}"
+        return Judgement(State.KILLED, f"{after}; the one before: {why}")
     if job:
         return Judgement(
             State.GAVE_UP, f"{why}; job {job.number} is {job.state}, and nothing starts it again"

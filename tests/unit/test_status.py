@@ -144,6 +144,7 @@ TRUE_STATES: dict[str, tuple[State, str, dict[str, Any] | None, list[dict[str, A
     "ranks were killed, job over": (State.KILLED, "FAILED", {}, [], "FAILED 2", 100),
     "ranks were killed, SLURM has yet to act": (State.LOST, "RUNNING", {}, [], "RUNNING 2", 299),
     "ranks were killed, SLURM does not act": (State.SILENT, "RUNNING", {}, [], "RUNNING 2", 301),
+    "was killed before its new start began": (State.KILLED, "said nothing", OVER, [STOP, SCRIPT], "FAILED 3", 100),
     "lost a rank, its job is over": (State.GAVE_UP, "FAILED", {}, [LOST], "FAILED 2", 100),
     "lost a rank, no SLURM": (State.GAVE_UP, "rank 5", {}, [LOST], "", 3),
     "got no new checkpoint": (
