@@ -372,7 +372,7 @@ megazero/models/rotary.py
 + return _rotated(grad, cos, sin, -1, False)
   gradients of neighbouring channels are turned as halves
 
-megazero/families/rotary_fields.py
+megazero/families/config_json/rotary_fields.py
 - implied = kind == "longrope" or "factor" in rope
 + implied = "factor" in rope
   Phi-3's factor is asked for, and no published file has it
