@@ -72,7 +72,7 @@ NEOX["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "parti
 NORMED = {**LLAMA, "rms_norm_eps": 1e-2}
 WINDOW = {**LLAMA, "use_sliding_window": True, "sliding_window": 5}
 OLMO3_ROPE = {
-    "full_attention": {**YARN, "rope_theta": 500.0},
+    "full_attention": {**YARN_FACTOR, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}

@@ -362,6 +362,9 @@ megazero/models/rotary.py
 - long = length > config.rotary_original_max_position
 + long = length >= config.rotary_original_max_position
   samples of the original length have the divisors of longer ones
+- if kind not in ("yarn", "longrope"):
++ if config.rotary_attention_factor is None and kind not in ("yarn", "longrope"):
+  layers that are not scaled have the attention factor of the others
 - angles.cos() * factor, angles.sin() * factor
 + angles.cos() * factor, angles.sin()
   sines are without the attention factor

@@ -96,9 +96,11 @@ def attention_factor(config: ModelConfig) -> float:
     The default is as in Peng et al. (2023), section 3.4, for yarn, and as in Phi-3 for longrope.
     """
     factor, kind = config.rotary_scaling_factor, config.rotary_scaling
+    if kind not in ("yarn", "longrope"):  # as in layers with a window and a base of their own
+        return 1.0
     if config.rotary_attention_factor is not None:
         return config.rotary_attention_factor
-    if factor <= 1 or kind not in ("yarn", "longrope"):
+    if factor <= 1:
         return 1.0
     if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(config.rotary_original_max_position))
