@@ -157,10 +157,12 @@ def _their_logits(folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tens
     for name in ("layer_types", "no_rope_layers"):
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:layers])
-    dtype = {_dtype_key(transformers.__version__): torch.float32}
+    options: dict[str, Any] = {_dtype_key(transformers.__version__): torch.float32}
+    if getattr(config, "attn_logit_softcapping", None):
+        options["attn_implementation"] = "eager"  # the default of transformers 4.57 leaves the cap out
     with _quiet(transformers):
         read: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, **dtype
+            folder, config=config, output_loading_info=True, **options
         )
     model, told = read
     absent = [*told["missing_keys"], *told["mismatched_keys"]]

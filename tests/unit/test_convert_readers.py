@@ -36,9 +36,11 @@ CHANGES = {"llama-rope-llama3": {"rope_parameters": LLAMA3}}  # of Llama 3.1
 TOKENS = torch.arange(20)[None]
 READ = """
 import json, sys, torch, transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 for folder in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
+    options = {"attn_implementation": "eager"} if capped else {}  # 4.57's default leaves the cap out
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).float().eval()
     logits = model(torch.arange(20)[None], use_cache=False).logits
     print("read", json.dumps([transformers.__version__, type(model).__name__, logits.flatten().tolist()]))
 """
