@@ -52,6 +52,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -297,7 +298,7 @@ class Lease:
         fresh: look now, however short ago the last look was. Call it on the first rank; nodes may see old listings.
         """
         now = self._clock()
-        if not fresh and now - self._looked.get(folder, -SILENT_S) < FRESH_S:
+        if not fresh and now - self._looked.get(folder, -inf) < FRESH_S:
             return
         held = f"{Path(folder).resolve()}" in self.numbers  # a full log disk took no lease
         if held and (taker := self.taker(folder)) is not None:
