@@ -1,7 +1,7 @@
 """The lease on a folder: one run at a time writes there. This needs neither torch nor synchronised clocks.
 
-A run holds a lease on --save and one on --log-dir, each a file FOLDER/lease.N. It is one JSON object, padded with
-spaces to 1 KiB:
+A run holds a lease on --save, --save-copy and --log-dir, each a file FOLDER/lease.N. It is one JSON object, padded
+with spaces to 1 KiB:
 
     job         the batch system's name of the job, or torchrun's of the run; '' where there is none
     host, pid   of the first rank
@@ -56,6 +56,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from megazero.config import RunConfig
 from megazero.log.exit_status import END_FOLDER
 from megazero.log.line_file import NO_ROOM
 from megazero.mesh.launch import Launch
@@ -228,9 +229,10 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
 
     @classmethod
-    def of(cls, save: str | None, log_dir: str, launch: Launch) -> Self:
+    def of(cls, config: RunConfig, launch: Launch) -> Self:
         """Return the lease that a run needs, not yet taken."""
-        named = {"--save": save, "--log-dir": log_dir}
+        saves = config.checkpoint
+        named = {"--save-copy": saves.save_copy, "--save": saves.save, "--log-dir": config.logging.log_dir}
         places = {Path(folder).resolve(): flag for flag, folder in named.items() if folder}
         return cls(tuple(Place(folder, flag) for folder, flag in places.items()), Leaseholder.of(launch))
 
@@ -245,9 +247,12 @@ class Lease:
                 try:
                     self.numbers[str(place.folder)] = self._take(place, note)
                 except OSError as error:
-                    if place.flag == "--save" or error.errno not in NO_ROOM:
+                    # A run does not end for its copies, nor for a full log disk.
+                    if place.flag != "--save-copy" and (place.flag == "--save" or error.errno not in NO_ROOM):
                         raise
-                    note(f"{place.flag} {place.folder} has no room for a lease: nothing keeps other runs out")
+                    note(
+                        f"{place.flag} {place.folder} takes no lease: nothing keeps other runs out ({error})"
+                    )
         except BaseException:
             self.release()
             raise

@@ -21,7 +21,7 @@ def run(config: RunConfig, launch: Launch) -> int:
     A signal during the start, while torch is loaded, ends the process at once. So does Ctrl-C without that flag, or
     the second Ctrl-C with it. Neither prints a trace: every rank would print its own.
     """
-    lease = Lease.of(config.checkpoint.save, config.logging.log_dir, launch)
+    lease = Lease.of(config, launch)
     with StopSignals() if config.training.exit_signal_handler else nullcontext() as signals:
         try:
             from megazero.train.setup import main  # brings torch

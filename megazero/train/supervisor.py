@@ -33,7 +33,7 @@ class Supervisor:
 
     def __init__(self, config: RunConfig, launch: Launch, lease: Lease | None = None) -> None:
         self.config, self.launch, self.began = config, launch, time.monotonic()
-        self.lease = lease or Lease.of(config.checkpoint.save, config.logging.log_dir, launch)
+        self.lease = lease or Lease.of(config, launch)
         self.lease.lost, self.lease.look = self.lose, self.look
         self._seen: dict[str, tuple[object, float]] = {}  # name -> value, and since when
         self.joining: str | None = "the start"

@@ -449,10 +449,12 @@ def test_a_full_log_disk_takes_no_lease_and_ends_no_run(tmp_path, monkeypatch) -
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().create(path, text)
 
-    mine = Lease.of(f"{tmp_path}/run", f"{tmp_path}/logs", Launch())
+    places = Place(tmp_path / "run", "--save"), Place(tmp_path / "logs", "--log-dir")
+    mine = Lease(places, Leaseholder.of(Launch()))
     mine._files, notes = Full(), list[str]()
     mine.take(notes.append)
-    assert notes == [f"--log-dir {tmp_path}/logs has no room for a lease: nothing keeps other runs out"]
+    (note,) = notes
+    assert note.startswith(f"--log-dir {tmp_path}/logs takes no lease: nothing keeps other runs out (")
     for folder in ("run", "logs"):
         mine.check(f"{tmp_path}/{folder}", fresh=True)
     mine.release()
