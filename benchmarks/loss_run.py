@@ -104,7 +104,12 @@ def shard(
     """The decoder under an engine of its own mesh. init: by default that of ``seed``."""
     mesh = create_mesh(shards=variant.factors(RANKS, NODE), ranks_per_node=NODE)
     model = settings.decoder()
-    policy = zero.Policy(codecs=variant.codecs, exact_numel=EXACT if variant.quantised else 0, seed=seed)
+    policy = zero.Policy(
+        codecs=variant.codecs,
+        exact_numel=EXACT if variant.quantised else 0,
+        seed=seed,
+        loss_scaled=settings.dtype == "fp16",
+    )
     engine = zero.shard(
         model,
         mesh=mesh,
