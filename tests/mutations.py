@@ -44,9 +44,9 @@ megazero/convert/megatron/legacy.py
   virtual stages are taken rank by rank
 
 megazero/convert/megatron/weights.py
--             if self._centered(role):
--                 parameter += 1
-  norms that multiply by 1 + weight lose the 1
+- names_of(self.model.gated_mlp, self.arguments.gate_last)
++ names_of(self.model.gated_mlp, False)
+  the gate of BLOOM's fork is taken for what it gates
 
 megazero/convert/megatron/arguments.py
 - if not value or name in accept or _known(name, value):

@@ -33,6 +33,12 @@ DIFFERENCES: list[tuple[str, str, str, str]] = [
         "the flags of other forks say the opposite, and one default holds for all",
     ),
     (
+        "--sliding_window_size, --sliding-window",
+        "(epfLLM, MindSpeed) X tokens before the query and its own: what flash attention makes of the window",
+        "X tokens, the query's own included, as in Hugging Face's config.json",
+        "the model that is exported is the one that was trained; X + 1 repeats theirs",
+    ),
+    (
         "--z-loss-strength, --use-z-loss",
         "(LLM-jp, Swallow) validation losses include the z-loss, too; --use-z-loss is 1e-4",
         "the same in training; evaluations report the loss without it",

@@ -142,6 +142,10 @@ def test_one_line_for_one_missing_capability_of_a_deepspeed_file(tmp_path):
     assert "bf16 takes an object, got 'yes'" in errors(deepspeed(tmp_path, {"bf16": "yes"}))[0]
     (line,) = errors(deepspeed(tmp_path, {"gradient_accumulation_steps": 1.5}))
     assert "gradient_accumulation_steps takes a whole number, got 1.5" in line
+    for schedule in ({"difficulty": 8, "max_step": 5}, {"difficulty": [8, 16], "max_step": 5}, [8]):
+        block = {"enabled": True, "schedule_type": "fixed_discrete", "schedule_config": schedule}
+        (line,) = errors(deepspeed(tmp_path, {"curriculum_learning": block}))
+        assert "with its difficulty and max_step" in line
     for infinite in (float("inf"), "1e400"):
         assert "train_batch_size takes a" in errors(deepspeed(tmp_path, {"train_batch_size": infinite}))[0]
 

@@ -23,9 +23,10 @@ from megazero.config import ConfigError, parse
 from megazero.config.model.section import make_model
 from megazero.convert.command import main
 from megazero.convert.importing import write_checkpoint
+from megazero.convert.megatron.arguments import read_arguments
 from megazero.convert.megatron.weights import MegatronWeights
 from megazero.models import Decoder
-from megazero.models.hf_weights import to_hf_state_dict
+from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
 
 LAYERS, ROWS, WORDS = 4, 64, 51  # of the embedding with its padding, and of the vocabulary
 COMMON = {
@@ -108,6 +109,11 @@ def arguments(kind, **more):
     args |= {
         "save": "/somewhere",
         "initial_loss_scale": 2**32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+        "weight_decay_incr_style": "constant",
+        "start_weight_decay": 0.01,
+        "end_weight_decay": 0.01,
         "iterations_to_skip": [],
         "mtp_num_layers": None,
     }
@@ -297,13 +303,55 @@ def test_the_command_writes_weights_and_flags(tmp_path, capsys):
     assert main(["from-megatron", *words]) == 2, "what is there stays"
 
 
-def test_centred_norms_are_fp32(tmp_path):
+@pytest.mark.parametrize("said", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
+def test_centred_norms_stay_what_they_are(said, tmp_path):
     decoder = original("llama")
     tensors = {n: v.bfloat16() - int("norm" in n) for n, v in megatron(decoder).items()}
-    weights = MegatronWeights.open(torch_dist(tmp_path, tensors, arguments("llama", apply_layernorm_1p=True)))
-    name = "model.layers.1.input_layernorm.weight"
-    there = tensors["decoder.layers.1.input_layernorm.weight"]
-    assert torch.equal(weights.tensor(name), there.float() + 1) and weights.dtype == torch.bfloat16
+    weights = MegatronWeights.open(torch_dist(tmp_path, tensors, arguments("llama", **{said: True})))
+    centred = Decoder(weights.model)
+    load_hf_state_dict(centred, {name: weights.tensor(name) for name in weights.shapes})
+    tokens = torch.arange(16)[None]
+    for mine, theirs in zip(centred.parameters(), decoder.parameters(), strict=True):
+        theirs.data = mine.data + int(mine.ndim == 1)  # this shape has no vectors but norms
+    assert torch.allclose(centred.full_logits(tokens), decoder.full_logits(tokens), atol=1e-5)
+    assert weights.dtype_of(next(n for n in weights.shapes if "norm" in n)) == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_the_gate_is_where_the_argument_says(kind, tmp_path):
+    """BLOOM's fork multiplies the first half by the activated second one."""
+    args = arguments("llama", glu_activation=kind)
+    del args.swiglu  # which that fork has not
+    tensors = megatron(original("llama"))
+    weights = MegatronWeights.open(torch_dist(tmp_path, tensors, args))
+    made = Decoder(weights.model)
+    load_hf_state_dict(made, {name: weights.tensor(name) for name in weights.shapes})
+    up, gate = tensors["decoder.layers.1.mlp.linear_fc1.weight"].chunk(2)
+    parameters = dict(made.named_parameters())
+    assert torch.equal(parameters["layers.1.mlp.gate_proj.weight"], gate)
+    assert torch.equal(parameters["layers.1.mlp.up_proj.weight"], up)
+
+
+@pytest.mark.parametrize(
+    "said, options",
+    [
+        ({"window_size": (7, 0), "window_attn_skip_freq": 2}, {"sliding_window": 8}),
+        (
+            {"mscale": 1.0, "rotary_scaling_factor": 40.0},
+            {"yarn_mscale": None, "rotary_scaling_factor": None},
+        ),
+        (
+            {"position_embedding_type": "yarn", "mscale": 1.5, "rotary_scaling_factor": 4.0},
+            {"rotary_scaling": "yarn", "yarn_mscale": 1.5, "rotary_scaling_factor": 4.0},
+        ),
+        ({"start_weight_decay": 0.1, "end_weight_decay": 0.1}, {"start_weight_decay": None}),
+        ({"start_weight_decay": 0.1, "weight_decay_incr_style": "linear"}, {"start_weight_decay": 0.1}),
+        ({"use_checkpoint_opt_param_scheduler": True}, {"use_checkpoint_opt_param_scheduler": None}),
+    ],
+)
+def test_what_megatron_completes_is_read_in_its_meaning(said, options):
+    read = read_arguments(vars(arguments("llama", **said)), (), ()).options
+    assert {name: read.get(name) for name in options} == options
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path, monkeypatch):
@@ -340,6 +388,7 @@ def test_without_arguments_flags_say_the_model(tmp_path):
         ({"mtp_num_layers": 1}, "multi-token prediction is not built"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
+        ({"scale_depth": 1.4}, "--scale-depth 1.4 .*those of a family"),
         ({"position_embedding_type": "none"}, "position-embedding-type none"),
         ({"forks_own_scale": 0.5}, "forks_own_scale 0.5 .* not known here; --accept-field forks_own_scale"),
         ({"vocab_size": 80}, "--vocab-size 81 is above the embedding's 64 rows"),

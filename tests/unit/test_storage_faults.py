@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +291,14 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path, faults: Fault
         if missed:
             break
     assert operation > 5
+
+
+def test_a_checkpoint_that_counts_no_tokens_was_trained_on_what_is_not_left_out(tmp_path: Path) -> None:
+    config, before = make_config(TINY), snapshot(9)
+    before.state["left_out"] = [{"first": 3, "last": 5, "begin": 2, "end": 5}]
+    store.save(tmp_path, replace(before, configuration=config.to_dict()))
+    tokens = find_origin(make_config({**TINY, "load": str(tmp_path)}), FIRST).progress.tokens
+    assert tokens == (9 - 3) * config.model.seq_length
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

@@ -90,6 +90,7 @@ def test_one_fault_is_one_error():
             "must be at least 0; the default is 100",
         ),  # not "nearest: 0", which evaluates nothing
         ("--eval-iters 0 --log-interval 0", "--log-interval 0 must be at least 1; nearest: 1"),
+        ("--sliding-window 0", "--sliding-window 0 must be at least 1; or leave it out"),
         ("--attention-dropout 1", "must be below 1; the default is 0, gpt: 0.1"),
     ],
 )

@@ -238,20 +238,22 @@ def _curriculum(layer: Layer, where: str, block: Any) -> None:
         return
     schedule = block.get("schedule_config")
     kind, schedule = block.get("schedule_type"), schedule if isinstance(schedule, dict) else {}
+    lengths, until = (schedule.get(key, ()) for key in ("difficulty", "max_step"))
+    lists = isinstance(lengths, list) and isinstance(until, list)
     if block.get("curriculum_type", "seqlen") != "seqlen":
         layer.errors.append(
             f"{where}.curriculum_type {block['curriculum_type']!r} is not built; only seqlen is"
         )
         return
-    keys, lengths = [block.get(f"{end}_difficulty") for end in ("min", "max")], schedule.get("difficulty", ())
+    keys = [block.get(f"{end}_difficulty") for end in ("min", "max")]
     keys += [schedule.get("difficulty_step"), schedule.get("total_curriculum_step")]
     if kind in ("fixed_linear", "fixed_root") and None not in keys:
         layer.put(all_options()["rampup_seq_length"], [_whole(key) for key in keys], where)
         if kind == "fixed_root":
             root = f"{where}.schedule_config.root_degree"
             layer.put(all_options()["rampup_seq_length_root"], schedule.get("root_degree"), root)
-    elif kind == "fixed_discrete" and len(lengths) == len(until := [*schedule.get("max_step", ()), None]):
-        steps = [each for pair in zip(lengths, until, strict=True) for each in pair]
+    elif kind == "fixed_discrete" and lists and len(lengths) == len(until) + 1:
+        steps = [each for pair in zip(lengths, [*until, None], strict=True) for each in pair]
         layer.put(all_options()["seq_length_steps"], steps[:-1], where)
     else:
         layer.errors.append(

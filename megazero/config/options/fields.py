@@ -220,8 +220,9 @@ def fault(opt: Option, value: Any) -> str:
         default = default_text(opt).removeprefix("default: ")
         default = f"; the default is {default}" if default and not opt.required else ""
         if opt.low is not None and value < opt.low:
-            # A number below 0 often stands for "none" or "all", which its neighbour does not mean.
-            nearest = f"; nearest: {opt.low:g}" if value >= 0 else default
+            # Below 0, and at 0 where it may be left out, it often stands for "none" or "all", as no neighbour does.
+            unset = value <= 0 and opt.default is None and not opt.needed
+            nearest = "; or leave it out" if unset else f"; nearest: {opt.low:g}" if value >= 0 else default
             return f"{opt.flag} {show(value)} must be at least {opt.low:g}{nearest}"
         if opt.high is not None and value > opt.high:
             return f"{opt.flag} {show(value)} must be at most {opt.high:g}; nearest: {opt.high:g}"

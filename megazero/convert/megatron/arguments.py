@@ -32,11 +32,7 @@ DECIDING: Mapping[str, Collection[Any]] = {
             "experimental_attention_variant",
             "linear_attention_type",
             "attention_output_gate",
-            "window_size",
-            "softmax_scale",
             "qk_l2_norm",
-            "no_rope_freq",
-            "rotary_interleaved",
             "apply_residual_connection_post_layernorm",
             "heterogeneous_layers_config_path",
             "heterogeneous_layers_config_encoded_json",
@@ -53,6 +49,26 @@ DECIDING: Mapping[str, Collection[Any]] = {
             "use_mup",
             "retro_add_retriever",
             "enable_gpt_oss",
+            "xielu",
+            "xiprelu",
+            "xiprelup",
+            "parallel_attn",
+            "parallel_layernorm",
+            "post_norm",
+            "no_post_layer_norm",
+            "use_post_ln",
+            "add_rmsnorm_offset",
+            "dim_model_base",
+            "scale_depth",
+            "output_multiplier_scale",
+            "query_pre_attn_scalar",
+            "swiglu_limit",
+            "interleave_sliding_window",
+            "use_glm_rope",
+            "rope_scaling_type",
+            "square_alibi_mask",
+            "share_kvstates",
+            "multi_head_latent_attention",
         ),
         (),
     ),
@@ -61,7 +77,7 @@ DECIDING: Mapping[str, Collection[Any]] = {
 }
 # Of the machine and of the run that is over; the weights, and whoever starts the next one, say these.
 _OF_THE_RUN = re.compile(
-    r"load|save|ckpt_step|finetune|no_load_\w+|padded_vocab_size|params_dtype|rotary_scaling_factor|tensorboard_dir"
+    r"load|save|ckpt_step|finetune|no_load_\w+|use_checkpoint_\w+|padded_vocab_size|params_dtype|tensorboard_dir"
     r"|wandb_save_dir|data_cache_path|exit_on_missing_checkpoint|profile\w*|encoder_(num_layers|seq_length)"
     r"|num_layers_per_virtual_pipeline_stage"
 )
@@ -85,11 +101,12 @@ class Arguments:
     """What a run was asked for.
 
     options: by megazero's names, those that were said, the command line's over the checkpoint's.
-    centered: norms multiply by 1 + their weight. notes: what is not taken over, and why.
+    gate_last: the gate is the second half of what the MLP projects up to, as in BLOOM's fork. notes: what is not
+    taken over, and why.
     """
 
     options: Mapping[str, Any]
-    centered: bool
+    gate_last: bool
     notes: tuple[str, ...]
 
 
@@ -111,8 +128,7 @@ def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Coll
     if errors:
         raise ConfigError(errors)
     left = tuple(f"not taken over: {each}" for each in _left_out(args))
-    centered = bool(args.get("apply_layernorm_1p") or args.get("layernorm_zero_centered_gamma"))
-    return Arguments(options, centered, (*said.notes, *notes, *left))
+    return Arguments(options, bool(args.get("glu_activation")), (*said.notes, *notes, *left))
 
 
 def _said(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +142,11 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         and _known(name, value)
         and not _OF_THE_RUN.fullmatch(name)
     }
+    if args.get("layernorm_zero_centered_gamma"):  # the name in megatron-core's own configuration
+        said["apply_layernorm_1p"] = True
     unit = "_iters" if said.get("train_samples") else "_samples"
+    grows = args.get("weight_decay_incr_style") not in (None, "constant")
+    yarn = args.get("position_embedding_type") == "yarn"
     rotary = args.get("position_embedding_type") in (None, "rope") or args.get(
         "use_rotary_position_embeddings"
     )
@@ -143,6 +163,8 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         ),
         (not rotary, ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")),
         (not said.get("use_rope_scaling"), ("use_rope_scaling", "rope_scaling_factor")),
+        (not yarn, ("rotary_scaling_factor", "mscale", "mscale_all_dim")),
+        (not grows, ("start_weight_decay", "end_weight_decay")),
     )
     without = {name for holds, names in idle if holds for name in names}
     return {name: value for name, value in said.items() if name not in without}

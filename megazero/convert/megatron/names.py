@@ -40,7 +40,6 @@ NAMES = TensorNames(
         "embed_layernorm": False,
     },
 )
-GATED = {"mlp.gate_proj": ("mlp.linear_fc1", 0), "mlp.up_proj": ("mlp.linear_fc1", 1)}
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -80,9 +79,11 @@ def own_spelling(name: str) -> str | None:
     return name
 
 
-def names_of(swiglu: bool) -> TensorNames:
-    """Return the names of a model whose MLP has a gate, or none."""
-    return replace(NAMES, layer={**NAMES.layer, **GATED}) if swiglu else NAMES
+def names_of(gated: bool, gate_last: bool) -> TensorNames:
+    """Return the names of a model whose MLP has a gate, in the first half of a tensor or in the last, or none."""
+    halves = {"mlp.gate_proj": int(gate_last), "mlp.up_proj": int(not gate_last)}
+    fused = {role: ("mlp.linear_fc1", half) for role, half in halves.items()}
+    return replace(NAMES, layer={**NAMES.layer, **fused}) if gated else NAMES
 
 
 def split_dim(name: str) -> int | None:

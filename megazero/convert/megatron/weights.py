@@ -82,43 +82,36 @@ class MegatronWeights:
         return self.stored.dtypes[EMBEDDING]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return a stored tensor's dtype: Megatron's, but fp32 for norms that are 1 + what is stored there."""
-        parts = self._parts[name]
-        if any(self._centered(role) for role, _, _ in parts):
-            return torch.float32
-        return self.stored.dtypes[parts[0][2].name]
+        """Return a stored tensor's dtype, which is Megatron's."""
+        return self.stored.dtypes[self._parts[name][0][1].name]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Make a stored tensor. Parameters go through their places there and here: cut, fused, transposed or not."""
         out = torch.empty(self.shapes[name], dtype=self.dtype_of(name))
         read: dict[str, torch.Tensor] = {}  # a fused tensor there is often one here
-        for role, here, there in self._parts[name]:
+        for here, there in self._parts[name]:
             if there.name not in read:
-                read = {there.name: self.stored.tensor(there.name, self.model.swiglu)}
+                read = {there.name: self.stored.tensor(there.name, self.model.gated_mlp)}
             parameter = torch.empty(here.local_shape, dtype=out.dtype)
             for ours, theirs in stored_boxes(there, parameter, read[there.name]):
                 ours.copy_(theirs)
-            if self._centered(role):
-                parameter += 1
             for ours, mine in stored_boxes(here, parameter, out):
                 mine.copy_(ours)
         return out
 
     @cached_property
-    def _parts(self) -> dict[str, list[tuple[str, Placement, Placement]]]:
-        """Map each stored tensor to its parameters, each with its places here and in Megatron's tensors."""
-        whole, parts = TensorParallel(), dict[str, list[tuple[str, Placement, Placement]]]()
-        there = decoder_placements(self.model, whole, names_of(self.model.swiglu))
+    def _parts(self) -> dict[str, list[tuple[Placement, Placement]]]:
+        """Map each stored tensor to the places of its parameters, here and in Megatron's tensors."""
+        whole, parts = TensorParallel(), dict[str, list[tuple[Placement, Placement]]]()
+        names = names_of(self.model.gated_mlp, self.arguments.gate_last)
+        there = decoder_placements(self.model, whole, names)
         for role, here in decoder_placements(self.model, whole).items():
-            parts.setdefault(here.name, []).append((role, here, there[role]))
+            parts.setdefault(here.name, []).append((here, there[role]))
         return parts
-
-    def _centered(self, role: str) -> bool:
-        return self.arguments.centered and "norm." in role and role.endswith(".weight")
 
     def _check_tensors(self) -> None:
         """Raise CheckpointError with every tensor that is missing, of another shape, or none of the decoder's."""
-        wanted = {there.name: there.shape for parts in self._parts.values() for _, _, there in parts}
+        wanted = {there.name: there.shape for parts in self._parts.values() for _, there in parts}
         shapes = dict(self.stored.shapes)
         if HEAD in shapes and HEAD not in wanted:  # the copy of the embedding that the last stage held
             if not torch.equal(*(self.stored.tensor(name, False) for name in (HEAD, EMBEDDING))):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -211,14 +211,15 @@ def _opened(path: Path) -> Origin:
         left_out,
         str(path),
         state.get("rollbacks", sum(each.rollback for each in left_out)),
-        state.get("tokens", state["consumed_samples"] * _seq_length(manifest)),
+        state.get("tokens", _tokens(state["consumed_samples"], left_out, manifest)),
     )
     return Origin(progress, path, manifest, state)
 
 
-def _seq_length(manifest: store.Manifest) -> int:
-    """Return the tokens of a sample in the run that saved, for checkpoints that do not count tokens."""
-    return int(manifest.configuration.get("model", {}).get("seq_length") or 0)
+def _tokens(consumed: int, left_out: Sequence[LeftOut], manifest: store.Manifest) -> int:
+    """Return the tokens that a checkpoint which does not count them was trained on: all of each sample."""
+    trained = consumed - sum(each.end - each.begin for each in left_out)
+    return trained * int(manifest.configuration.get("model", {}).get("seq_length") or 0)
 
 
 def _start_fresh(options: CheckpointConfig, load: str, mesh: Mesh, damaged: Damaged) -> Origin:
