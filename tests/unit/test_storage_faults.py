@@ -26,7 +26,7 @@ from megazero.checkpoint.directory import Retention, in_the_way, leftovers, reta
 from megazero.checkpoint.errors import CheckpointError, SaveError
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import ConfigError, make_config
+from megazero.config import ConfigError, World, make_config
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.train.state.origin import find_origin, leave_behind
 from megazero.train.state.saver import Saver
@@ -279,12 +279,13 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path, faults: Fault
     """Or a run would go on from an older checkpoint, or from random weights, because of a moment."""
     for step in (1, 2):
         store.save(tmp_path, snapshot(step))
-    config = make_config({**TINY, "save": str(tmp_path), "load": str(tmp_path)})
+    said = {**TINY, "save": str(tmp_path), "load": str(tmp_path), "elastic": True}
     for operation in range(100):
         faults.arm(tmp_path, errno.ESTALE, operation)
         try:
+            config = make_config(said, World(1, 1))
             assert find_origin(config, FIRST).progress.iteration == 2
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             assert status_of(error) is ExitStatus.RANK_LOST, (operation, error)
         missed, faults.folder = faults.left, ""
         if missed:
