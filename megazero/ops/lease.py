@@ -32,9 +32,9 @@ A start takes a lease
   ever compared. If the file changes before that, the holder lives: FolderInUse.
 
 A holder looks at its lease with every beat, before each checkpoint or copy is begun and completed, before older ones
-are deleted, and before lines are written (at most once per FRESH_S). A holder that was stopped for minutes therefore ends instead of writing. What
-remains: a process that is stopped for SILENT_S just between its look and its write can add one line, or rename the
-folder of one whole checkpoint, unless the next run's first save has removed that.
+are deleted, and before lines are written (at most once per FRESH_S). A holder that was stopped for minutes therefore
+ends instead of writing. What remains: a process that is stopped for SILENT_S just between its look and its write can
+add one line, or rename the folder of one whole checkpoint, unless the next run's first save has removed that.
 
 What is said of NFS follows from its rules (exclusive creation is the server's, an opened file is asked for anew, a
 listing may be old). It was simulated (tests/unit/test_lease.py), not tried on a server.
@@ -243,7 +243,9 @@ class Lease:
         note: called with a sentence before a wait of up to SILENT_S. Raises FolderInUse if another run holds a
         folder, and OSError if a lease cannot be written.
         """
-        looks: dict[Place, tuple[_Look, float]] = {}  # at all folders now: one wait is enough for one dead run
+        looks: dict[
+            Place, tuple[_Look, float]
+        ] = {}  # at all folders now: one wait is enough for one dead run
         for place in self.places:
             with suppress(OSError):
                 looks[place] = _newest(self._files, place.folder), self._clock()

@@ -25,7 +25,6 @@ from megazero.log.exit_status import (
     end_folder,
     forget_status,
     record_status,
-    report_to_torchrun,
     status_of,
 )
 from megazero.log.time_bill import TimeBill
@@ -109,9 +108,7 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
     limit.daemon = True
     limit.start()
     if not _reported_elsewhere(error):
-        message = f"[rank {launch.rank}] {type(error).__name__}: {error}"
-        print(message, file=sys.stderr, flush=True)
-        report_to_torchrun(message)
+        supervisor.tell(type(error).__name__, f"{error}")
     if launch.rank == 0 or _is_own_account(error, supervisor):
         supervisor.report_end(status, f"{type(error).__name__}: {error}")
         if isinstance(error, Unhealthy) and launch.rank == 0:
