@@ -208,8 +208,8 @@ def _join(
     # First of all the ranks join: from then on they notice when one of them fails alone (a file that its node does
     # not see).
     # The first rank may have to wait for a folder's lease.
-    folders = filter(None, (config.checkpoint.save, config.logging.log_dir))
-    held = launch.rank != 0 and any(supervisor.lease.taker(folder) is not None for folder in folders)
+    lease = supervisor.lease
+    held = launch.rank != 0 and any(lease.taker(f"{place.folder}") is not None for place in lease.places)
     patience = 2 * (SILENT_S + BEAT_S) if held else 0.0
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
@@ -239,7 +239,7 @@ def _checkpointing(
         SavedTokenizer(tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
         SpikeMonitor(config.skipping),
-        partial(lease.check, config.checkpoint.save or "", fresh=True),
+        partial(lease.check, fresh=True),
     )
 
 
