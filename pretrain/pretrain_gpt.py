@@ -10,7 +10,7 @@ import time
 
 from megazero.config import ConfigError, World, parse
 from megazero.config.read.data_files import refuse_missing_data
-from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun
+from megazero.log.exit_status import ExitStatus, end_folder, record_status, report_to_torchrun, status_of
 from megazero.log.safe_stream import guard_output
 from megazero.mesh.launch import is_first, read_launch, take_local_rank, take_ranks
 from megazero.mesh.starter import start_ranks
@@ -32,8 +32,8 @@ def main() -> int:
         config = parse(flags, world)
         if launch.rank == 0:
             refuse_missing_data(config)
-    except ConfigError as error:
-        return _refuse(f"{error}\n--help lists every flag", launch.rank == 0)
+    except (ConfigError, OSError) as error:
+        return _refuse(error, launch.rank == 0, "\n--help lists every flag")
     if ranks is not None:
         program = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]  # Python's own options and the script
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
@@ -41,22 +41,26 @@ def main() -> int:
     return run(config, launch)
 
 
-def _refuse(said: object, first: bool) -> ExitStatus:
-    """Say a mistake that all ranks make, on one of them. Ranks come at different times, and the first may be late."""
+def _refuse(error: ValueError | OSError, first: bool, hint: str = "") -> ExitStatus:
+    """Say what keeps all ranks from starting, a mistake or the storage, on one of them. Returns its exit status.
+
+    Ranks come at different times, and the first may be late.
+    """
+    status, said = status_of(error), f"{error}{hint if isinstance(error, ConfigError) else ''}"
 
     def tell() -> None:
         print(said, file=sys.stderr, flush=True)
-        report_to_torchrun(f"{said}")
+        report_to_torchrun(said)
 
     # Launchers end all ranks with the first that leaves: let the one that speaks be it. A rank that is ended has
     # nothing to add (torchrun describes each that failed); else all say the same status.
     folder = end_folder(None)
     if folder is not None or first:
-        record_status(folder, ExitStatus.MISTAKE, tell)
+        record_status(folder, status, tell)
     else:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitStatus.FINISHED))
         time.sleep(1)
-    return ExitStatus.MISTAKE
+    return status
 
 
 if __name__ == "__main__":

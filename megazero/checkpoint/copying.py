@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,7 +27,8 @@ class Copier:
 
     A copy that fails is told and costs the run nothing: the next checkpoint is then copied. retention: of the copies.
     tell: takes a sentence, and whether it is a warning, on any thread. limit_s: after which a disk that does not move
-    hangs. Only the first rank of ``group`` copies.
+    hangs. Only the first rank of ``group`` copies. guard: called before ``root`` is changed; it ends the process if
+    another run has taken that.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class Copier:
         tell: Callable[[str, bool], None],
         limit_s: float,
         group: dist.ProcessGroup | None = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
-        self._root, self._interval, self._retention = root, interval, retention
+        self._root, self._interval, self._retention, self._guard = root, interval, retention, guard
         self._tell, self._limit_s, self._group = tell, limit_s, group
         self._first = group is None or dist.get_rank(group) == 0
         self._part = Part("nothing", lambda tick: None)
@@ -50,11 +51,11 @@ class Copier:
     @property
     def busy(self) -> Path | None:
         """The checkpoint that is being copied, which must not be deleted."""
-        return None if self._part.ended(inf) else self._source
+        return None if self._part.returned(0) else self._source
 
     def offer(self, source: Path, always: bool = False) -> None:
         """Begin to copy a checkpoint, if it is due or ``always``, and none is being copied."""
-        if self._part.ended(self._limit_s):
+        if self._part.returned(0):  # one that hangs is waited for: it would take the files of another away
             self._source = source
             self._part = Part(
                 f"copying '{source}'", lambda tick: self._copy(source, always, tick) if self._first else None
@@ -76,7 +77,8 @@ class Copier:
         try:
             manifest = read_manifest(source)
             if self._is_due(manifest, always):
-                made = copy_checkpoint(source, manifest, self._root, tick)
+                made = copy_checkpoint(source, manifest, self._root, tick, self._guard)
+                self._guard()
                 directory.retain(self._root, made, self._retention)
                 self._tell(f"copied {source.name} to {made} in {time.monotonic() - began:.1f} s", False)
         except (CheckpointError, OSError) as error:
@@ -93,11 +95,14 @@ class Copier:
         return always or rolled_back or copied.step // self._interval != manifest.step // self._interval
 
 
-def copy_checkpoint(source: Path, manifest: Manifest, root: Path, tick: Tick) -> Path:
+def copy_checkpoint(
+    source: Path, manifest: Manifest, root: Path, tick: Tick, guard: Callable[[], None] = lambda: None
+) -> Path:
     """Copy a checkpoint into ``root`` and check it there. Returns its path.
 
     Raises CheckpointError if a file is not what the manifest says, here or there, and OSError.
     """
+    guard()
     temporary = directory.prepare(root, manifest.step, overwrite=True)
     try:
         for name, entry in manifest.files.items():
@@ -107,6 +112,7 @@ def copy_checkpoint(source: Path, manifest: Manifest, root: Path, tick: Tick) ->
             if back != entry:
                 raise CheckpointError(f"'{temporary / name}', read back, has checksum {back.crc32:08x}")
         final = root / directory.checkpoint_name(manifest.step)
+        guard()
         directory.commit(temporary, final, manifest)
     except (CheckpointError, OSError):
         shutil.rmtree(temporary, ignore_errors=True)

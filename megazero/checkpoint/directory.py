@@ -155,12 +155,12 @@ def find_checkpoint(folder: str | os.PathLike[str], step: int | None = None) -> 
 def stated(path: Path) -> Mapping[str, Any]:
     """Return a checkpoint's description of its run, unchecked, so every rank of a large run may call it.
 
-    Raises CheckpointError if it cannot be read.
+    Raises CheckpointError if it is absent or damaged, and OSError if the storage does not answer.
     """
     file = path / STATE_FILE
     try:
         return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(f"'{file}' cannot be read ({error}); load an older checkpoint") from error
 
 

@@ -85,7 +85,7 @@ def _failure(error: BaseException) -> Failure:
 def error_number(error: BaseException | None) -> int | None:
     """Return the number of the first OSError among ``error`` and what caused it, or None."""
     while error is not None and not (isinstance(error, OSError) and error.errno):
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error.errno if isinstance(error, OSError) else None
 
 

@@ -275,14 +275,13 @@ def saving(
             retry.pause_s = pause_s
             retry.tell(f"{error}. It is tried again in {pause_s:.0f} s")
     retry.failures = 0
-    rule, final = retention or Retention(), task.final
-    yield (part := task.of_first(f"deleting in '{root}'", lambda: directory.retain(task.root, final, rule)))
+    yield (part := task.of_first(f"deleting in '{root}'", partial(task.retain, retention or Retention())))
     try:
-        agree(group, f"checkpoint '{final}' is saved, but older ones cannot be deleted", part.result)
+        agree(group, f"checkpoint '{task.final}' is saved, but older ones cannot be deleted", part.result)
     except CheckpointError as error:  # the save itself has succeeded; the next one tries again
         if task.rank == 0:
             logger.warning("%s", error)
-    return final
+    return task.final
 
 
 @dataclass
@@ -342,6 +341,10 @@ class _Task:
         manifest = _manifest(temporary, self.snapshot, files, self.world_size)
         self.guard()
         directory.commit(temporary, self.final, manifest)
+
+    def retain(self, rule: Retention) -> None:
+        self.guard()
+        directory.retain(self.root, self.final, rule)
 
 
 def _plan(writer: Writer, records: Sequence[SliceRecord], group: dist.ProcessGroup | None) -> None:

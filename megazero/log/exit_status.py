@@ -47,7 +47,7 @@ class ExitStatus(IntEnum):
     UNEXPECTED = 1  # an error that megazero did not expect; its trace is in the log
     MISTAKE = 2  # in the flags, the data or the checkpoint; the log names the cure
     NON_FINITE = 65  # the loss, or too many gradient norms in a row, were NaN or infinite
-    IN_USE = 73  # another run writes into the folder of --save or --log-dir
+    IN_USE = 73  # another run writes into a folder of this one
     STORAGE = 74  # a disk is full, or may not be written any more
     STOPPED = 75  # stopped by a signal, a limit or the kill switch; what was done is saved
     RANK_LOST = 76  # a rank, a node, a link or the storage was lost, or hung until the time-out
@@ -81,7 +81,7 @@ def process_status(status: ExitStatus) -> int:
     """Return the status of a rank's process: the run's status, but 0 for a planned stop under torchrun.
 
     torchrun knows only success and failure. It would treat 75 as a failure: print traces, start the ranks again if
-    --max-restarts allows it, and end with 1. LOG_DIR/exit_status has 75.
+    --max-restarts allows it, and end with 1. The file has 75 (``record_status``).
     """
     planned = status == ExitStatus.STOPPED and torchrun_error_file() is not None
     return ExitStatus.FINISHED if planned else status
@@ -152,7 +152,7 @@ def forget_status(log_dir: str, attempt: int) -> None:
 
 
 def read_status(log_dir: str) -> ExitStatus | None:
-    """Return the status in LOG_DIR/exit_status, or None if a run is under way or has left none."""
+    """Return the status in LOG_DIR/exit_status, or None if it has none: a run is under way, or END_FOLDER has it."""
     return _read(Path(log_dir) / STATUS_FILE)
 
 

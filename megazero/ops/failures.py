@@ -154,7 +154,7 @@ def readable_failures(
         address = peer.group(1) if peer else None
         who = f"the peer at {hosts.get(address, address)}" if address else "another rank"
         raise RankFailure(
-            f"rank {rank} on {host}, in {phase()}: a collective failed because of {who}: {meaning} "
+            f"in {phase()}: a collective failed because of {who}: {meaning}, as rank {rank} on {host} sees it "
             f"(time-out {timeout_s:g} s). The first error in that rank's log is the cause; if no rank reports "
             "one, look for a killed process (out of memory, preemption) or a broken link. If ranks are only "
             "slow, raise --distributed-timeout-minutes. Restart from the last checkpoint with --load. "

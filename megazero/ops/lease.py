@@ -31,10 +31,10 @@ A start takes a lease
 - otherwise when the file has not changed for SILENT_S seconds by its own monotonic clock. No time of another host is
   ever compared. If the file changes before that, the holder lives: FolderInUse.
 
-A holder looks at its lease with every beat, before each checkpoint is begun and completed, and before lines are
-written (at most once per FRESH_S). A holder that was stopped for minutes therefore ends instead of writing. What
-remains: a process that is stopped for SILENT_S just between its look and its write can add one line, or rename the
-folder of one whole checkpoint, unless the next run's first save has removed that.
+A holder looks at its lease with every beat, before each checkpoint or copy is begun and completed, before older ones
+are deleted, and before lines are written (at most once per FRESH_S). A holder that was stopped for minutes therefore
+ends instead of writing. What remains: a process that is stopped for SILENT_S just between its look and its write can
+add one line, or rename the folder of one whole checkpoint, unless the next run's first save has removed that.
 
 What is said of NFS follows from its rules (exclusive creation is the server's, an opened file is asked for anew, a
 listing may be old). It was simulated (tests/unit/test_lease.py), not tried on a server.
@@ -70,6 +70,7 @@ SETTLE_S = 3.0  # from a take-over from a holder that may live to the first writ
 RELEASE_S = 2.0  # that an end waits for a disk
 SIZE = 1024  # bytes of a lease
 _NAME = re.compile(r"lease\.(\d+)")
+_Look = tuple[int, str | None]  # number and content of the lease that counts
 
 
 @dataclass(frozen=True)
@@ -242,10 +243,16 @@ class Lease:
         note: called with a sentence before a wait of up to SILENT_S. Raises FolderInUse if another run holds a
         folder, and OSError if a lease cannot be written.
         """
+        looks: dict[
+            Place, tuple[_Look, float]
+        ] = {}  # at all folders now: one wait is enough for one dead run
+        for place in self.places:
+            with suppress(OSError):
+                looks[place] = _newest(self._files, place.folder), self._clock()
         try:
             for place in self.places:
                 try:
-                    self.numbers[str(place.folder)] = self._take(place, note)
+                    self.numbers[str(place.folder)] = self._take(place, note, looks.get(place))
                 except OSError as error:
                     # A run does not end for its copies, nor for a full log disk.
                     if place.flag != "--save-copy" and (place.flag == "--save" or error.errno not in NO_ROOM):
@@ -323,9 +330,8 @@ class Lease:
     def release(self) -> None:
         """End the leases: another run may take the folders at once. A disk that hangs holds this up for RELEASE_S."""
         self._ended.set()
-        if self._thread.is_alive():
-            if self._thread is not threading.current_thread():
-                self._thread.join(RELEASE_S)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(RELEASE_S)
         else:
             self._end()
 
@@ -349,10 +355,10 @@ class Lease:
             self.beat()
         self._end()
 
-    def _take(self, place: Place, note: Callable[[str], None]) -> int:
-        """Take the lease of one folder and return its number."""
-        watched: tuple[int, str | None] | None = None
-        since = 0.0
+    def _take(self, place: Place, note: Callable[[str], None], look: tuple[_Look, float] | None) -> int:
+        """Take the lease of one folder and return its number. look: what was there before, and when."""
+        watched, since = look if look is not None and look[0][1] else (None, 0.0)
+        told = False
         while True:
             number, text = seen = _newest(self._files, place.folder)
             holder = Leaseholder.read(text)
@@ -365,14 +371,15 @@ class Lease:
                         f"this run another {place.flag}, or end that one first"
                     )
                 if seen != watched:
-                    if watched is None:
+                    watched, since = seen, self._clock()
+                if self._clock() - since < SILENT_S:
+                    if not told:
                         who = holder.words if holder is not None else "a run that is starting"
                         note(
                             f"{place.flag} {place.folder} is held by {who}: waiting up to {SILENT_S:g} s to see "
                             "whether it lives"
                         )
-                    watched, since = seen, self._clock()
-                if self._clock() - since < SILENT_S:
+                    told = True
                     self._sleep(LOOK_S)
                     continue
             if self._files.create(_file(place.folder, number + 1), self.holder.write()):
@@ -387,7 +394,7 @@ class Lease:
             watched = None
 
 
-def _newest(files: Files, folder: Path) -> tuple[int, str | None]:
+def _newest(files: Files, folder: Path) -> _Look:
     """Return number and content of the lease that counts; 0 and None where there is none."""
     number = max(files.numbers(folder), default=0)
     return number, files.read(_file(folder, number)) if number else None

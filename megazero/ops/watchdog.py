@@ -232,7 +232,7 @@ class Watchdog:
         busy = [beat for beat in known if not beat.waiting]
         never = sorted(set(ranks) - after.keys())
         words = missing_ranks(silent, busy, never, known)
-        return [*silent, *busy], f"{self._why}; {words}. Stacks: {self.folder}"
+        return [*silent, *busy], self._line(f"{words}. Stacks: {self.folder}")
 
     def _heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         keys = {rank: f"heartbeat/{rank}" for rank in ranks}
@@ -243,9 +243,14 @@ class Watchdog:
             for rank, value in zip(there, values, strict=True)
         }
 
+    def _line(self, missing: str) -> str:
+        """Return what happened, then who is missing, and only then what else a failed collective says."""
+        what, _, more = self._why.partition(". ")
+        return f"{what}; {missing}" + (f". {more}" if more else "")
+
     def _without_store(self, symptom: str) -> str:
-        return (
-            f"{self._why}; missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the "
+        return self._line(
+            "missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the "
             f"link to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
             f"{in_words(self.watched.where())}"
         )

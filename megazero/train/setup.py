@@ -25,7 +25,6 @@ from megazero.log.exit_status import (
     end_folder,
     forget_status,
     record_status,
-    report_to_torchrun,
     status_of,
 )
 from megazero.log.time_bill import TimeBill
@@ -109,9 +108,7 @@ def _fail(supervisor: Supervisor, error: Exception, signals: StopSignals | None)
     limit.daemon = True
     limit.start()
     if not _reported_elsewhere(error):
-        message = f"[rank {launch.rank}] {type(error).__name__}: {error}"
-        print(message, file=sys.stderr, flush=True)
-        report_to_torchrun(message)
+        supervisor.tell(type(error).__name__, f"{error}")
     if launch.rank == 0 or _is_own_account(error, supervisor):
         supervisor.report_end(status, f"{type(error).__name__}: {error}")
         if isinstance(error, Unhealthy) and launch.rank == 0:
@@ -211,8 +208,8 @@ def _join(
     # First of all the ranks join: from then on they notice when one of them fails alone (a file that its node does
     # not see).
     # The first rank may have to wait for a folder's lease.
-    folders = filter(None, (config.checkpoint.save, config.logging.log_dir))
-    held = launch.rank != 0 and any(supervisor.lease.taker(folder) is not None for folder in folders)
+    lease = supervisor.lease
+    held = launch.rank != 0 and any(lease.taker(f"{place.folder}") is not None for place in lease.places)
     patience = 2 * (SILENT_S + BEAT_S) if held else 0.0
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
@@ -242,7 +239,7 @@ def _checkpointing(
         SavedTokenizer(tokenizer.fingerprint, files),
         LossScaling.of(config.precision),
         SpikeMonitor(config.skipping),
-        partial(lease.check, config.checkpoint.save or "", fresh=True),
+        partial(lease.check, fresh=True),
     )
 
 

@@ -14,8 +14,9 @@ from megazero.log.exit_status import ExitStatus, report_to_torchrun
 from megazero.log.history import record_end
 from megazero.log.units import duration
 from megazero.mesh.launch import Launch
+from megazero.ops.failures import RankFailure
 from megazero.ops.heartbeat import Where
-from megazero.ops.lease import Lease
+from megazero.ops.lease import FolderInUse, Lease
 from megazero.ops.watchdog import Limit, Watchdog, connect
 from megazero.train.trainer import Trainer
 
@@ -108,19 +109,23 @@ class Supervisor:
 
     def end(self, line: str | None) -> None:
         if line is not None:  # on one rank, not necessarily the first
-            message = f"[rank {self.launch.rank}] RankFailure: {line}"
-            print(message, file=sys.stderr, flush=True)
-            report_to_torchrun(message)
+            self.tell(RankFailure.__name__, line)
             self.report_end(ExitStatus.RANK_LOST, line)
         os._exit(ExitStatus.RANK_LOST)
 
     def lose(self, why: str) -> None:
         """End the process at once, from any thread: another run has taken a folder of this one."""
-        print(f"[rank {self.launch.rank}] FolderInUse: {why}", file=sys.stderr, flush=True)
+        self.tell(FolderInUse.__name__, why)
         self.report_end(ExitStatus.IN_USE, why)
         os._exit(ExitStatus.IN_USE)
 
     # -- the end ---------------------------------------------------------------------------------------
+
+    def tell(self, kind: str, text: str) -> None:
+        """Print an error in one line. This rank's number is the last word: it need not be the rank that failed."""
+        line = f"{kind}: {text} (reported by rank {self.launch.rank})"
+        print(line, file=sys.stderr, flush=True)
+        report_to_torchrun(line)
 
     def report_end(self, status: ExitStatus, why: str) -> None:
         """Record that the run ends with this status, and why, and print one line about it on the first rank.

@@ -33,12 +33,12 @@ LONG = {
     "micro_batch_size": 1,
     "distributed_timeout_minutes": 2,
 }
-MESSAGE = re.compile(r"^\[rank (\d)\] (\w+): (.*)$", re.MULTILINE)
+MESSAGE = re.compile(r"^(\w+): (.*) \(reported by rank \d+\)$", re.MULTILINE)
 
 
 def errors(text: str) -> list[tuple[str, str]]:
     """(kind, words) of every error line of a rank's log."""
-    return [(kind, words) for _, kind, words in MESSAGE.findall(text)]
+    return MESSAGE.findall(text)
 
 
 def iterations(log_dir: Path) -> int:

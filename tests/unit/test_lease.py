@@ -405,6 +405,30 @@ def test_of_two_folders_none_is_kept_when_one_is_in_use(tmp_path) -> None:
     assert free is not None and free.released and asking.numbers == {}
 
 
+def test_one_wait_is_enough_for_the_folders_of_one_dead_run(tmp_path) -> None:
+    dead, folders = holder(**ELSEWHERE), [tmp_path / name for name in ("save", "copy", "logs")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "lease.1").write_text(dead.write())
+    asking, clock = lease(tmp_path, holder())
+    asking.places, began, notes = tuple(Place(folder, "--save") for folder in folders), clock[0], list[str]()
+    asking.take(notes.append)
+    assert SILENT_S <= clock[0] - began <= SILENT_S + LOOK_S and len(asking.numbers) == 3 and len(notes) == 1
+    asking.release()
+
+
+def test_who_learns_from_its_own_beat_that_one_folder_is_lost_frees_the_others(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    mine = Lease((Place(tmp_path / "a", "--save"), Place(tmp_path / "b", "--log-dir")), holder())
+    mine.lost = lambda text: mine.release()
+    mine.take()
+    (tmp_path / "a" / "lease.2").write_text(holder(**ELSEWHERE).write())
+    (tmp_path / "a" / "lease.1").unlink()
+    mine._thread.join(10)
+    free, taken = read_lease(tmp_path / "b"), read_lease(tmp_path / "a")
+    assert free is not None and free.released and taken is not None and not taken.released
+
+
 def test_a_start_that_acts_on_an_old_look_takes_nothing(tmp_path) -> None:
     """NFS may list a folder as it was up to a minute ago."""
     now = holder(**ELSEWHERE)

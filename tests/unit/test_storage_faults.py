@@ -24,11 +24,12 @@ import torch
 from megazero.checkpoint import image, saving, store
 from megazero.checkpoint.copying import Copier
 from megazero.checkpoint.directory import Retention, in_the_way, leftovers, retain
-from megazero.checkpoint.errors import CheckpointError, SaveError
+from megazero.checkpoint.errors import CheckpointError, SaveError, error_number
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import ConfigError, make_config
+from megazero.config import ConfigError, World, make_config
 from megazero.log.exit_status import ExitStatus, status_of
+from megazero.ops.lease import FolderInUse
 from megazero.train.state.origin import find_origin, leave_behind
 from megazero.train.state.saver import Saver
 from tests.sizes import TINY
@@ -185,7 +186,7 @@ class Checkpoints:
 
     def __init__(self, root: Path, **options: Any) -> None:
         said = {**TINY, "save": str(root), "save_interval": 1, **options}
-        self.config, self.root = make_config(said), root
+        self.config, self.root, self.guard = make_config(said), root, lambda folder: None
 
     def saving(self, iteration: Any, staging: Any, retry: store.Retry, busy: Path | None) -> Any:
         shot = snapshot(iteration.iteration)
@@ -280,12 +281,13 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path: Path, faults: Fault
     """Or a run would go on from an older checkpoint, or from random weights, because of a moment."""
     for step in (1, 2):
         store.save(tmp_path, snapshot(step))
-    config = make_config({**TINY, "save": str(tmp_path), "load": str(tmp_path)})
+    said = {**TINY, "save": str(tmp_path), "load": str(tmp_path), "elastic": True}
     for operation in range(100):
         faults.arm(tmp_path, errno.ESTALE, operation)
         try:
+            config = make_config(said, World(1, 1))
             assert find_origin(config, FIRST).progress.iteration == 2
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             assert status_of(error) is ExitStatus.RANK_LOST, (operation, error)
         missed, faults.folder = faults.left, ""
         if missed:
@@ -299,6 +301,13 @@ def test_a_checkpoint_that_counts_no_tokens_was_trained_on_what_is_not_left_out(
     store.save(tmp_path, replace(before, configuration=config.to_dict()))
     tokens = find_origin(make_config({**TINY, "load": str(tmp_path)}), FIRST).progress.tokens
     assert tokens == (9 - 3) * config.model.seq_length
+
+
+def test_a_file_that_is_not_there_is_no_error_of_the_storage(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError) as caught:
+            store.read_manifest(folder)
+        assert error_number(caught.value) is None
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
@@ -398,6 +407,43 @@ def test_what_is_being_copied_is_not_deleted(tmp_path: Path, monkeypatch: pytest
     assert [path.name[-1] for path in store.checkpoints(save)] == ["4", "5"]
     retain(save, save / "iter_0000005", Retention(1))
     assert len(store.checkpoints(save)) == 1
+
+
+def test_beside_a_copy_that_hangs_none_is_begun_and_a_folder_that_was_taken_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, save, copy, hung, go = (
+        list[str](),
+        tmp_path / "save",
+        tmp_path / "copy",
+        list[Path](),
+        threading.Event(),
+    )
+
+    def hang(source: Path, *given: Any) -> Any:
+        hung.append(source)
+        go.wait()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megazero.checkpoint.copying.copy_file", hang)
+    copies = Copier(copy, 1, Retention(), lambda text, bad: said.append(text), 0.2)
+    first, second = store.save(save, snapshot(1)), store.save(save, snapshot(2))
+    copies.offer(first)
+    copies.finish(second)
+    assert len(hung) == 1 and copies.busy == first and "has not got on" in said[0]
+    go.set()
+    assert copies._part.returned(10) and copies.busy is None
+    monkeypatch.undo()
+    looks = iter([None, FolderInUse("taken over")])  # after the first look, before the copy is completed
+
+    def guard() -> None:
+        if (error := next(looks)) is not None:
+            raise error
+
+    copies = Copier(copy, 1, Retention(), lambda text, bad: said.append(text), 60.0, guard=guard)
+    with pytest.raises(FolderInUse):
+        copies.finish(second)
+    assert not store.checkpoints(copy)
 
 
 @pytest.mark.parametrize(

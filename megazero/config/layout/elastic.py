@@ -46,7 +46,7 @@ def fit(config: RunConfig, world: World) -> tuple[RunConfig, list[str]]:
         return config, errors
     try:
         sizes = _sizes_to_come(config)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return config, [*errors, f"--load {config.checkpoint.load}: {error}"]
     found = next(_legal(config, world, sizes), None)
     batch = f"the global batch of {config.batch.global_batch_size} on {world.world_size} ranks"

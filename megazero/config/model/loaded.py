@@ -117,14 +117,15 @@ def take_architecture(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     """Return the options by name with those of the architecture from what --load names, if that is there.
 
     Also return a note on what was not said and would have been another value, and an error line for each option that
-    was said and is another, or for a folder that cannot be read. A folder of Hugging Face implies --finetune.
+    was said and is another, or for a folder that is not as it should be. A folder of Hugging Face implies --finetune.
+    Raises OSError if the storage does not answer.
     """
     values, load = dict(said), said.get("load")
     notes, errors = list[str](), list[str]()
     try:
         chosen = checkpoint_to_load(said)
         loaded = _published(said) if is_published(load) else _checkpoint(chosen.path)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return values, [], [f"--load {load}: {error}"]
     if loaded is None:
         return values, [], []
@@ -184,7 +185,7 @@ def batch_to_keep(said: Mapping[str, Any]) -> int | None:
     try:
         path = continued(said)
         return read_manifest(path).configuration.get("batch", {}).get("global_batch_size") if path else None
-    except (ValueError, OSError):  # as take_architecture has said
+    except ValueError:  # as take_architecture has said
         return None
 
 

@@ -122,6 +122,16 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 
 
 def _finish(said: Layer, world: World | None) -> RunConfig:
+    try:
+        return _completed(said, world)
+    except (
+        OSError
+    ) as error:  # no mistake: whoever reports it finds the operating system's number in the cause
+        unread = f"--load {said.values.get('load')}: {error}"
+        raise ConfigError([*said.errors, unread]) from error
+
+
+def _completed(said: Layer, world: World | None) -> RunConfig:
     config, missing, faults = resolve(said, world)
     errors = [*said.errors, *faults]
     if errors or missing or world is None:

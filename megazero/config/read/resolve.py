@@ -29,7 +29,7 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
     """Return the completed configuration with its notes, what is missing, and error lines.
 
     Missing are options of which a run must have a value, and that were neither said nor derived. Values stand in for
-    them, by which alone nothing may be judged.
+    them, by which alone nothing may be judged. Raises OSError if a checkpoint's storage does not answer.
     """
     values = dict(said.values)
     accumulation = values.pop("gradient_accumulation_steps", None)
@@ -89,7 +89,7 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
     try:
         path = continued(values)
         stored = read_manifest(path).configuration if path else {}
-    except (ValueError, OSError):  # as take_architecture has said
+    except ValueError:  # as take_architecture has said
         return []
     before, now = (_schedule(flat) for flat in (ChainMap(*stored.values()), values))
     changed = [name for name in now if before[name] != now[name]]

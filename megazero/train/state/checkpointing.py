@@ -63,7 +63,7 @@ class SavedTokenizer:
 class Checkpointing:
     """Saves and loads one run: the engine's state, the tokenizer, the loss scale, and what is known of spikes.
 
-    guard: called on the first rank before it changes the folder; it does not return if another run has taken that.
+    guard: called on the first rank with a folder before that is changed; it does not return if another run has it.
     """
 
     config: RunConfig
@@ -72,7 +72,7 @@ class Checkpointing:
     tokenizer: SavedTokenizer = SavedTokenizer()
     scaling: LossScaling = field(default_factory=LossScaling)
     spikes: SpikeMonitor = field(default_factory=lambda: SpikeMonitor(SkippingConfig()))
-    guard: Callable[[], None] = lambda: None
+    guard: Callable[[str], None] = lambda folder: None
 
     @property
     def mesh(self) -> Mesh:
@@ -119,7 +119,7 @@ class Checkpointing:
             retention=retention,
             overwrite=True,
             staging=staging,
-            guard=self.guard,
+            guard=partial(self.guard, self.root),
             retry=retry,
         )
 

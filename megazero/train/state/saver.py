@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 from megazero.checkpoint import store
@@ -57,6 +58,7 @@ class Saver:
                 lambda text, bad: console.warning(text) if bad else console.note(text),
                 limit_s,
                 world_group(),
+                partial(checkpointing.guard, options.save_copy),
             )
 
     def save(self, progress: Progress) -> None:
@@ -112,8 +114,11 @@ class Saver:
             self.go_on()
 
     def copy(self, path: str, last: bool = False) -> None:
-        """Copy the checkpoint to --save-copy if it is due, behind the training; wait for the ``last``. Collective."""
-        if self._copier is not None and os.path.realpath(Path(path).parent) == self._root:
+        """Copy the checkpoint, '' for none, to --save-copy if it is due, behind the training. Collective.
+
+        last: of the run; it is waited for.
+        """
+        if self._copier is not None and path and os.path.realpath(Path(path).parent) == self._root:
             self._copier.finish(Path(path)) if last else self._copier.offer(Path(path))
 
     def export(self, iteration: int, folder: str) -> None:
