@@ -24,6 +24,7 @@ from megazero.config.model.section import make_model
 from megazero.convert.command import main
 from megazero.convert.importing import write_checkpoint
 from megazero.convert.megatron.weights import MegatronWeights
+from megazero.families.layer_kinds import layer_kinds
 from megazero.models import Decoder
 from megazero.models.hf_weights import to_hf_state_dict
 
@@ -304,6 +305,22 @@ def test_centred_norms_are_fp32(tmp_path):
     name = "model.layers.1.input_layernorm.weight"
     there = tensors["decoder.layers.1.input_layernorm.weight"]
     assert torch.equal(weights.tensor(name), there.float() + 1) and weights.dtype == torch.bfloat16
+    assert not weights.model.apply_layernorm_1p, "the decoder would add another 1"
+
+
+def test_choices_of_layers_come_along_and_idle_ones_of_yarn_do_not(tmp_path):
+    said = {
+        "window_size": (7, 0),
+        "window_attn_skip_freq": 2,
+        "no_rope_freq": [0, 0, 0, 1],
+        "softmax_scale": 0.5,
+    }
+    args = arguments("llama", **said, mscale=1.0, mscale_all_dim=1.0)
+    model = MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args)).model
+    assert [(kind.window, kind.rotary) for kind in layer_kinds(model)] == [
+        *((8, True), (None, True), (8, True), (None, False))
+    ]
+    assert model.softmax_scale == 0.5 and model.yarn_mscale_all_dim == 0.0
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path, monkeypatch):

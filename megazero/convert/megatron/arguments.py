@@ -32,11 +32,7 @@ DECIDING: Mapping[str, Collection[Any]] = {
             "experimental_attention_variant",
             "linear_attention_type",
             "attention_output_gate",
-            "window_size",
-            "softmax_scale",
             "qk_l2_norm",
-            "no_rope_freq",
-            "rotary_interleaved",
             "apply_residual_connection_post_layernorm",
             "heterogeneous_layers_config_path",
             "heterogeneous_layers_config_encoded_json",
@@ -111,7 +107,8 @@ def read_arguments(args: Mapping[str, Any], words: Collection[str], accept: Coll
     if errors:
         raise ConfigError(errors)
     left = tuple(f"not taken over: {each}" for each in _left_out(args))
-    centered = bool(args.get("apply_layernorm_1p") or args.get("layernorm_zero_centered_gamma"))
+    # Written as 1 + weight, so that the model's norms are plain ones, which Hugging Face's families have.
+    centered = bool(options.pop("apply_layernorm_1p", False) or args.get("layernorm_zero_centered_gamma"))
     return Arguments(options, centered, (*said.notes, *notes, *left))
 
 
@@ -119,7 +116,7 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that are options here or stand for some, in the meaning that Megatron has left them in."""
     plain = (bool, int, float, str, list, tuple)
     said = {
-        name: list(value) if isinstance(value, tuple) else value
+        name: str(value) if name == "window_size" else list(value) if isinstance(value, tuple) else value
         for name, value in args.items()
         if isinstance(value, plain)
         and value not in ("", [], ())
@@ -143,6 +140,7 @@ def _said(args: Mapping[str, Any]) -> dict[str, Any]:
         ),
         (not rotary, ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")),
         (not said.get("use_rope_scaling"), ("use_rope_scaling", "rope_scaling_factor")),
+        (said.get("position_embedding_type") != "yarn", ("mscale", "mscale_all_dim")),
     )
     without = {name for holds, names in idle if holds for name in names}
     return {name: value for name, value in said.items() if name not in without}
