@@ -48,7 +48,8 @@ def test_what_a_layer_keeps(family: str, dtype: str) -> None:
     saved, stream = saved_bytes(values)
     # The input of a layer is the output of the one before it: each keeps one of the two.
     kept = layer_activations(config, width, on_host=True).kept
-    assert 0.99 < kept / (saved + stream) < 1.1
+    least = 0.9 if config.model.attention_dropout else 0.99  # of the math kernel's scores, an estimate
+    assert least < kept / (saved + stream) < 1.1
 
 
 def test_attention_with_dropout_keeps_its_scores_on_processors() -> None:
