@@ -1,8 +1,8 @@
 """What a layer chooses by its number: the window of its attention and its rotary positions.
 
 Layers that choose the same are of one kind: they share masks and tables. Two options say which layers skip what most
-have: ``window_attn_skip_freq`` and ``no_rope_freq``, as Megatron's. One number N means every N-th layer. Several
-numbers are one for each layer: 1 for a layer that has a window, or that has no rotary positions.
+have: ``window_attn_skip_freq`` and ``no_rope_freq``, as Megatron's. One number N means every N-th layer, in brackets,
+too. Several numbers are one for each layer: 1 for a layer that has a window, or that has no rotary positions.
 """
 
 from __future__ import annotations
@@ -49,15 +49,12 @@ def layer_kinds(options: Any, layers: Sequence[int] | None = None) -> list[Layer
     return [layer_kind(options, i) for i in (range(options.num_layers) if layers is None else layers)]
 
 
-def listed(options: Any, layers: Sequence[int]) -> dict[str, list[bool]]:
-    """Return, by option, which of these layers it chooses."""
-    return {name: [_chosen(getattr(options, name), i, mark) for i in layers] for name, mark in MARKS.items()}
-
-
 def some_layers(options: Any, layers: Sequence[int]) -> dict[str, Any]:
     """Return the options by name of a model whose layers choose what these do."""
-    chosen = listed(options, layers)
-    frequencies = {name: frequency_of(chosen[name], mark) for name, mark in MARKS.items()}
+    frequencies = {
+        name: frequency_of([_chosen(getattr(options, name), i, mark) for i in layers], mark)
+        for name, mark in MARKS.items()
+    }
     return {"num_layers": len(layers), **frequencies}
 
 

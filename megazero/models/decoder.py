@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Embedding(nn.Module):
         length = tokens.shape[1]
         x = _scaled(self.tokens(tokens.t()), self.config.embedding_multiplier)
         if self.config.scale_embeddings:
-            x = x * torch.tensor(math.sqrt(self.config.hidden_size), dtype=x.dtype).item()
+            x = x * _rounded(math.sqrt(self.config.hidden_size), x.dtype)
         if self.positions is not None:
             if length > self.positions.shape[0]:
                 raise ValueError(
@@ -295,6 +296,11 @@ class Decoder(nn.Module):
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
+
+
+@lru_cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
 
 
 def initializer(decoder: Decoder, seed: int) -> Callable[[str], Tensor]:

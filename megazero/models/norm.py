@@ -33,9 +33,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         h, wide = x.shape[-1], scale.dtype
         normed, grad, weight_wide = x.to(wide) * scale, grad.to(wide), weight.to(wide)
-        product = grad * normed
-        mean = torch.mv(product.view(-1, h), weight_wide).div_(-h).view_as(scale)
-        grad_weight = product.view(-1, h).sum(0).to(weight.dtype)
+        product = (grad * normed).reshape(-1, h)  # of attention's gradient as its kernel lays it out: a copy
+        mean = torch.mv(product, weight_wide).div_(-h).view_as(scale)
+        grad_weight = product.sum(0).to(weight.dtype)
         grad_x = (grad * weight_wide).addcmul_(normed, mean).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
 

@@ -59,14 +59,22 @@ class Documents:
 
 
 class Positions:
-    """Position tables of one decoder, which its layers share. They are a cache, neither parameters nor state."""
+    """Position tables and masks of one decoder, for samples of one length at a time. Layers share them.
+
+    They are a cache, neither parameters nor state.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         self.config, self.tp = config, tp
+        self._length = 0
         self._cache: dict[Hashable, Any] = {}
 
     def _cached(self, kind: Hashable, x: Tensor, compute: Callable[[int], Any]) -> Any:
-        key = (kind, x.shape[0], x.device, x.dtype)
+        if (
+            self._length != x.shape[0]
+        ):  # masks grow with its square, and generation and ramps have many lengths
+            self._length, self._cache = x.shape[0], {}
+        key = (kind, x.device, x.dtype)
         if key not in self._cache:
             with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved
                 self._cache[key] = compute(x.shape[0])

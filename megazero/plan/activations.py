@@ -42,13 +42,13 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     # o_proj's input; up (and gate, f(gate)) and down's input.
     streams = max(4, 2 + len(LAYER_NORMS[model.transformer_block_type]))
     matrices = streams * stream + 3 * q + 2 * kv + (4 if model.gated_mlp else 2) * ffn
+    matrices += q + kv if model.qk_norm != "none" else 0
     masks = 2 * stream * (width if on_host else 1) if model.hidden_dropout else 0.0
     wide, pairs = max(width, 4), tokens * heads * model.seq_length
     dropped = (width if on_host else 1) + width if model.attention_dropout else 0  # the mask and the product
     scores, transient = 0.0, 0.0
-    if (
-        model.attn_logit_softcapping
-    ):  # tanh, softmax and, where it is narrower, that in the activations' dtype
+    if model.attn_logit_softcapping:
+        # tanh, softmax and, where it is narrower, that in the activations' dtype
         scores = pairs * (2 * wide + (width if width < wide else 0) + dropped)
         transient = 2 * pairs * wide  # gradients of scores
     elif on_host and model.attention_dropout:
@@ -84,7 +84,10 @@ def activations(
     always = 0.0
     if config.parallel.pipeline_model_parallel_size > 1:
         always += 4 * stream  # messages under way, both directions
-    always += width * mask_elements(config, [i for s in stages for i in s.layers])
+    if config.data.reset_attention_mask:  # masks are of one micro-batch, whose layers of a stage share them
+        one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
+    else:
+        always += width * mask_elements(config, [i for s in stages for i in s.layers])
     first, last = any(s.embedding for s in stages), any(s.head for s in stages)
     raw = {kind: width * _largest_gradient(model, tp, kind) for kind in (EMBEDDING, LAYER, HEAD)}
     waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0

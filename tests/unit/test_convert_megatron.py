@@ -25,6 +25,7 @@ from megazero.convert.command import main
 from megazero.convert.importing import write_checkpoint
 from megazero.convert.megatron.arguments import read_arguments
 from megazero.convert.megatron.weights import MegatronWeights
+from megazero.families.layer_kinds import layer_kinds
 from megazero.models import Decoder
 from megazero.models.hf_weights import load_hf_state_dict, to_hf_state_dict
 
@@ -352,6 +353,21 @@ def test_the_gate_is_where_the_argument_says(kind, tmp_path):
 def test_what_megatron_completes_is_read_in_its_meaning(said, options):
     read = read_arguments(vars(arguments("llama", **said)), (), ()).options
     assert {name: read.get(name) for name in options} == options
+
+
+def test_choices_of_layers_come_along_and_idle_ones_of_yarn_do_not(tmp_path):
+    said = {
+        "window_size": (7, 0),
+        "window_attn_skip_freq": 2,
+        "no_rope_freq": [0, 0, 0, 1],
+        "softmax_scale": 0.5,
+    }
+    args = arguments("llama", **said, mscale=1.0, mscale_all_dim=1.0)
+    model = MegatronWeights.open(torch_dist(tmp_path, megatron(original("llama")), args)).model
+    assert [(kind.window, kind.rotary) for kind in layer_kinds(model)] == [
+        *((8, True), (None, True), (8, True), (None, False))
+    ]
+    assert model.softmax_scale == 0.5 and model.yarn_mscale_all_dim == 0.0
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path, monkeypatch):

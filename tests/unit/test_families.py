@@ -270,6 +270,12 @@ def test_what_an_absent_field_means_and_which_may_not_be():
         ("llama", {"qk_norm": "all-heads", "transformer_block_type": "output-norm"}, "olmo2"),
         ("qwen2", {"add_qkv_bias": False}, "llama"),
         ("mistral", {}, "mistral"),
+        ("olmo3", {"sliding_window": 8, "rotary_base": 5e5, "rotary_window_base": 5e5}, "olmo3"),
+        (
+            "llama",
+            {"sliding_window": 8, "window_attn_skip_freq": (0, 0)},
+            "without --window-attn-skip-freq 1",
+        ),
         (
             "gpt",
             {"swiglu": True},

@@ -40,14 +40,16 @@ def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "gpt", "bloom", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "bloom", "gemma2", "gemma3", "qwen3", "olmo2"])
 def test_what_a_layer_keeps(family: str, dtype: str) -> None:
     values = {"model_family": family, "params_dtype": dtype, "recompute_granularity": "none"}
     config = make_config({**SIZES, **values}, World(1, 1))
     width = torch.finfo(DTYPES[dtype]).bits // 8
     saved, stream = saved_bytes(values)
     # The input of a layer is the output of the one before it: each keeps one of the two.
-    assert layer_activations(config, width, on_host=True).kept == pytest.approx(saved + stream, rel=0.1)
+    kept = layer_activations(config, width, on_host=True).kept
+    least = 0.9 if config.model.attention_dropout else 0.99  # of the math kernel's scores, an estimate
+    assert least < kept / (saved + stream) < 1.1
 
 
 def test_attention_with_dropout_keeps_its_scores_on_processors() -> None:
@@ -90,3 +92,14 @@ def test_at_the_embedding_only_other_micro_batches_hold_layers() -> None:
 
     assert at(EMBEDDING, 4, 1) == at(EMBEDDING, 1, 1), "the last micro-batch's have gone"
     assert at(EMBEDDING, 4, 3) - at(EMBEDDING, 4, 1) == at(LAYER, 4, 3) - at(LAYER, 4, 1) > 0
+
+
+def test_each_micro_batch_under_way_holds_the_masks_of_its_documents() -> None:
+    def more(**values: object) -> float:
+        """Return what the second and third micro-batch add, in masks of one sample."""
+        config = make_config({**SIZES, "position_embedding_type": "rope", **values}, World(1, 1))
+        one, three = (sum(activations(config, 4, config.stages(), peak)[LAYER].values()) for peak in (1, 3))
+        return (three - one) / (4 * config.model.seq_length**2)
+
+    assert more(reset_attention_mask=True) - more() == 2 * SIZES["micro_batch_size"]
+    assert more(sliding_window=8) == more(), "a mask of positions alone is shared by all"

@@ -10,7 +10,7 @@ from megazero.config.model.section import ModelConfig, make_model
 from megazero.config.options.fields import Option, section_options, show
 from megazero.families import FAMILIES, Family
 from megazero.families.config_json.missing import missing
-from megazero.families.layer_kinds import listed
+from megazero.families.layer_kinds import some_layers
 
 # They are not part of the function that a model computes.
 _NOT_COMPARED = (
@@ -101,8 +101,11 @@ def _inexpressible(options: ModelConfig, family: Family) -> Iterator[str]:
 def _value(options: ModelConfig, option: Option) -> Any:
     """Return the value of an option.
 
-    Biases of q, k and v may be said twice, the default of a scale, and a choice of layers in two ways.
+    Biases of q, k and v may be said twice, the default of a scale and the base of a window, too, and a choice of
+    layers in two ways.
     """
     meant: dict[str, Any] = {"add_qkv_bias": options.qkv_bias, "softmax_scale": options.attention_scale}
-    meant |= listed(options, range(options.num_layers))
+    if options.rotary_window_base == options.rotary_base and options.rotary_scaling == "none":
+        meant["rotary_window_base"] = None
+    meant |= some_layers(options, range(options.num_layers))
     return meant.get(option.name, getattr(options, option.name))
