@@ -270,7 +270,7 @@ def broken(world: Simulation) -> Iterator[str]:
         waited = each.decided - each.begins - each.stopped_for
         if each.decided and waited > (SILENT_S / 0.99 + BEAT_S + LISTING_S + 5) * max(1, dead):
             yield f"{each.name} waited {waited:.0f} s, {dead} others died"
-        again = any(p.decided > each.decided and p.job and p.job == each.job for p in world.processes)
+        again = any(p.decided and p.begins > each.begins and p.job == each.job != "" for p in world.processes)
         if each.outcome == "lost" and each.longest_stop < SILENT_S - BEAT_S - LISTING_S / 10 and not again:
             yield f"{each.name} lost its lease, though it lived"
         if each.killed is None and not each.outcome:
