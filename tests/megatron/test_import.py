@@ -100,9 +100,8 @@ def our_logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
     return decoder.eval().full_logits(tokens)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "llama")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     run_ranks(case.world, train_and_save, case, tmp_path / "m", timeout=120)
