@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from megazero.mesh.launch import Launch
 from megazero.ops.failures import RankFailure
 from megazero.ops.heartbeat import Where
 from megazero.ops.lease import FolderInUse, Lease
-from megazero.ops.watchdog import Limit, Watchdog, connect
+from megazero.ops.watchdog import Limit, Store, Watchdog, connect
 from megazero.train.trainer import Trainer
 
 LONGEST, LONGEST_PHASE = 500, 100  # characters of a reason, and of a phase in the lease
@@ -51,9 +53,18 @@ class Supervisor:
     def start_watchdog(self) -> None:
         """Start the watchdog. Call this when all ranks have joined."""
         timeout = timedelta(minutes=self.config.training.distributed_init_timeout_minutes)
-        log_dir = Path(self.config.logging.log_dir)
-        self._watchdog = Watchdog(connect(self.launch, timeout), self.launch, self, log_dir)
+        log_dir, store = Path(self.config.logging.log_dir), connect(self.launch, timeout)
+        self._share_owner(store)
+        self._watchdog = Watchdog(store, self.launch, self, log_dir)
         self._watchdog.start()
+
+    def _share_owner(self, store: Store) -> None:
+        """Tell all ranks which lease is theirs. One that ends before the first collective then knows its folder."""
+        if self.launch.rank == 0:
+            store.set("lease", json.dumps([self.lease.holder.owner, self.lease.numbers]))
+            return
+        with suppress(RuntimeError):  # rank 0 is stopped, or its store is
+            self.lease.adopt(*json.loads(store.multi_get(["lease"])[0]))
 
     def stop_watchdog(self) -> None:
         if self._watchdog is not None:
