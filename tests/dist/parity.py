@@ -53,8 +53,8 @@ def samples(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, t
     assert count and length and vocabulary
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(0, vocabulary, (count, length + 1), generator=generator)
-    # A dtype that is said: the default one is not the ranks' in ``in_fp64``, and draws other numbers.
-    mask = (torch.rand(count, length, generator=generator, dtype=torch.float32) > 0.2).double()
+    # Whole numbers: others depend on the default dtype, which is not the ranks' in ``in_fp64``.
+    mask = (torch.randint(0, 5, (count, length), generator=generator) > 0).double()
     return ids[:, :-1], ids[:, 1:], mask
 
 
