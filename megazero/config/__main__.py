@@ -15,6 +15,7 @@ from megazero.mesh.launch import read_launch, take_local_rank, take_ranks
 
 
 def main() -> int:
+    """Print the configuration that these flags give, as a run would have it, and return the exit status."""
     try:
         local_rank, flags = take_local_rank(sys.argv[1:])
         ranks, flags = take_ranks(flags)

@@ -183,7 +183,7 @@ def _convert(layer: Layer, row: Row, value: Any, said: Mapping[str, Any]) -> Non
         if said["fp16.enabled"] is not True:  # else they are read with it
             layer.notes.append(f"{where} {show(value)} is left out: fp16.enabled is not true")
     elif key == "gradient_clipping":
-        pass  # _clip
+        pass  # _clip reads it, also where the file lacks it
     elif key == "fp16.auto_cast":
         layer.notes.append(f"{where} {row.text}")
     elif key.endswith("zeropp_loco_param"):
