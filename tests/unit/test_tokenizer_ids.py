@@ -192,7 +192,7 @@ def outcome(name: str, source: Path, work: Path) -> list[str]:
         words += [f"{name} | {what} | {line.what.strip()} | {line.figure}" for line in lines]
         assert all(line.good is not False for line in lines), words
     again = run_of(out)  # what is exported is read here as what it was
-    # A unigram model may spell a special token or a byte otherwise than tokenizer.json does, which the check has named.
+    # A unigram model may spell a special token or a byte otherwise than tokenizer.json; the check has named it.
     plain = [
         text
         for text in sample
