@@ -279,11 +279,8 @@ def broken(world: Simulation) -> Iterator[str]:
             by = next(
                 p for p in world.processes if f"process {world.processes.index(p) + 1})" in each.outcome
             )
-            if (
-                by.killed is not None
-                and by.killed < each.decided - 3 - each.stopped_for
-                and by.outcome != "lost"
-            ):
+            # It saw that lease change after it had begun, so its holder lived then.
+            if by.killed is not None and by.killed < each.begins and by.outcome != "lost":
                 yield f"{each.name} was refused for {by.name}, which was dead"
 
 
