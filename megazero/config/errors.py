@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from megazero.config.secrets import redact
 
+# What a wrong path gives. Other OSErrors of a file that the user names are the storage's, and keep their number.
+WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
 
 class ConfigError(ValueError):
     """This reports every error found, at once.

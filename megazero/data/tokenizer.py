@@ -260,7 +260,7 @@ def _read(path: Path, kind: str, wanted: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read tokenizer {path}: {error.strerror}; {kind} takes {wanted}") from None
+        raise ValueError(f"cannot read tokenizer {path}: {error.strerror}; {kind} takes {wanted}") from error
 
 
 def _token_ids(path: Path, raw: bytes) -> dict[str, int]:

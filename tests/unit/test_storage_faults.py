@@ -27,7 +27,7 @@ from megazero.checkpoint.directory import Retention, in_the_way, leftovers, reta
 from megazero.checkpoint.errors import CheckpointError, SaveError, error_number
 from megazero.checkpoint.placement import Placement
 from megazero.checkpoint.records import SliceRecord
-from megazero.config import ConfigError, World, make_config
+from megazero.config import ConfigError, World, make_config, parse
 from megazero.log.exit_status import ExitStatus, status_of
 from megazero.ops.lease import FolderInUse
 from megazero.train.state.origin import find_origin, leave_behind
@@ -124,6 +124,26 @@ def test_what_lasts_ends_with_a_status_that_says_who_can_help(
         parts = store.saving(tmp_path / "save", snapshot(3), overwrite=True, retry=store.Retry(60))
         store.completed(parts, None)
     assert status_of(refused.value) is ExitStatus.MISTAKE
+
+
+@pytest.mark.parametrize("flag", ["--config", "--deepspeed-config", "--data-args-path"])
+def test_a_file_of_the_command_line_on_a_disk_that_fails_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    path = f"{tmp_path / 'file'}"
+
+    def stale(name: Any, *rest: Any, **named: Any) -> Any:
+        if name == path:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
+        return opened(name, *rest, **named)
+
+    opened = open
+    with pytest.raises(ConfigError, match="No such file"):
+        parse([flag, path], World(1, 1))
+    monkeypatch.setattr("builtins.open", stale)
+    with pytest.raises((OSError, ConfigError), match="Stale file handle") as caught:
+        parse([flag, path], World(1, 1))
+    assert status_of(caught.value) is ExitStatus.RANK_LOST
 
 
 def test_a_folder_that_is_deleted_under_a_save(tmp_path: Path, faults: Faults) -> None:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megazero.config.errors import ConfigError
+from megazero.config.errors import WRONG_PATH, ConfigError
 from megazero.config.options.data_inputs import (
     DATA_WORDS,
     SPLITS,
@@ -73,7 +73,7 @@ def read_data_files(values: dict[str, Any], notes: list[str]) -> list[str]:
                 words = {key: value for key, value in read(file.read()).items() if value}
             for key, value in words.items():
                 DATA_WORDS[key](value)  # here, so that its error names the file
-        except OSError as error:
+        except WRONG_PATH as error:
             errors.append(f"{flag} {path} cannot be read: {error.strerror or error}")
             continue
         except ValueError as error:  # of JSON, of an open quote and of bytes that are no text, too

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+from megazero.config.errors import WRONG_PATH
 from megazero.config.read.sources import Layer, Unknown, all_switches
 from megazero.config.run import section_types
 
@@ -48,7 +49,7 @@ def _load(layer: Layer, path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return yaml.load(file, Loader)
-    except OSError as error:
+    except WRONG_PATH as error:
         layer.errors.append(f"--config {path} cannot be read: {error.strerror or error}")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         layer.errors.append(f"--config {path} is not YAML: {re.sub(chr(10), ' ', str(error))}")

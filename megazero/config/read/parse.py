@@ -124,10 +124,9 @@ def make_config(values: Mapping[str, Any], world: World | None = None) -> RunCon
 def _finish(said: Layer, world: World | None) -> RunConfig:
     try:
         return _completed(said, world)
-    except (
-        OSError
-    ) as error:  # no mistake: whoever reports it finds the operating system's number in the cause
-        unread = f"--load {said.values.get('load')}: {error}"
+    except OSError as error:
+        # No mistake: whoever reports it finds the operating system's number in the cause.
+        unread = f"{error.filename or said.values.get('load')} cannot be read: {error.strerror or error}"
         raise ConfigError([*said.errors, unread]) from error
 
 
