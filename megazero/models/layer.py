@@ -25,9 +25,10 @@ from torch.backends import cuda
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.families.layer_kinds import LayerKind, layer_kind, layer_kinds
+from megazero.families.layer_kinds import layer_kinds
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
-from megazero.models.positions import Documents, Positions
+from megazero.models.positions import Documents, LayerTables, Positions
+from megazero.models.rotary import Rotate
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
 Key = tuple[int, ...]
@@ -119,9 +120,8 @@ def math_note(
     positions, kinds = Positions(config, tp), layer_kinds(config)
     windows = any(kind.window and kind.window < config.seq_length for kind in kinds)
     # One for each kind of mask; a window that is shorter than samples is shorter than these.
-    masks = [
-        positions.mask(q, replace(kinds[0], window=w), packed) for w in ((None, 1) if windows else (None,))
-    ]
+    of_masks = [replace(kinds[0], rotary=False, window=w) for w in ((None, 1) if windows else (None,))]
+    masks = [tables.mask.dense for tables in positions.tables(of_masks, len(q), q, packed).values()]
     q = q.permute(1, 2, 0, 3)
     if all(fused(q, q, q, mask, config.attention_dropout) for mask in masks):
         return None
@@ -145,14 +145,11 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         tp: TensorParallel,
-        positions: Positions,
-        kind: LayerKind,
         recompute: str,
         **factory: Any,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.positions, self.kind = config, tp, positions, kind
-        self.recompute = recompute
+        self.config, self.tp, self.recompute = config, tp, recompute
         h, bias = config.hidden_size, config.qkv_bias
         self.q_proj = ColumnParallelLinear(h, config.query_projection_size, tp, bias=bias, **factory)
         keys = max(config.num_query_groups, tp.size) * config.kv_channels  # of all ranks, copies counted
@@ -171,7 +168,7 @@ class Attention(nn.Module):
             for m in (self.q_proj, self.k_proj)
         )
 
-    def forward(self, x: Tensor, key: Key | None, documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, tables: LayerTables, key: Key | None) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
         linears = [(m.weight, m.bias) for m in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = column_parallel(x, linears, self.tp)
@@ -183,14 +180,14 @@ class Attention(nn.Module):
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         key = sharded_key(key, self.tp, sharded=True)
         if self.recompute == "selective" and torch.is_grad_enabled():
-            return self.o_proj(recomputed(self._core, q, k, v, key, documents))
-        return self.o_proj(self._core(q, k, v, key, documents))
+            return self.o_proj(recomputed(self._core, q, k, v, tables, key))
+        return self.o_proj(self._core(q, k, v, tables, key))
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, tables: LayerTables, key: Key | None) -> Tensor:
         """``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d]. Returns [s, b, heads * d]."""
-        if self.kind.rotary:
-            q, k = (self.positions.rotate(x, self.kind, documents) for x in (q, k))
-        mask = self.positions.mask(q, self.kind, documents)
+        if tables.rotary is not None:
+            q, k = (Rotate.apply(x, *tables.rotary, self.config.rotary_interleaved) for x in (q, k))
+        mask = tables.mask.dense
         cap = self.config.attn_logit_softcapping
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         probability = self.config.attention_dropout if key is not None else 0.0
@@ -279,7 +276,6 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         tp: TensorParallel,
-        positions: Positions,
         index: int,
         recompute: str,
         **factory: Any,
@@ -292,26 +288,25 @@ class DecoderLayer(nn.Module):
             return make_norm(config, **factory) if held else None
 
         self.input_norm = norm("input_norm")
-        self.attention = Attention(config, tp, positions, layer_kind(config, index), recompute, **factory)
+        self.attention = Attention(config, tp, recompute, **factory)
         self.attention_output_norm = norm("attention_output_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = FeedForward(config, tp, **factory)
         self.mlp_output_norm = norm("mlp_output_norm")
 
-    def forward(
-        self, x: Tensor, dropout_key: int | None = None, documents: Documents | None = None
-    ) -> Tensor:
-        """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape."""
+    def forward(self, x: Tensor, tables: LayerTables, dropout_key: int | None = None) -> Tensor:
+        """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape.
+
+        ``tables`` are those of the layer's kind (``Positions.tables``).
+        """
         key = (dropout_key, self.index) if dropout_key is not None and self.training else None
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._layer, x, key, documents)
-        return self._layer(x, key, documents)
+            return recomputed(self._layer, x, tables, key)
+        return self._layer(x, tables, key)
 
-    def _layer(self, x: Tensor, key: Key | None, documents: Documents | None) -> Tensor:
+    def _layer(self, x: Tensor, tables: LayerTables, key: Key | None) -> Tensor:
         normed = _normed(self.input_norm, x)
-        attended = _normed(
-            self.attention_output_norm, self.attention(normed, _at(key, _ATTENTION), documents)
-        )
+        attended = _normed(self.attention_output_norm, self.attention(normed, tables, _at(key, _ATTENTION)))
         attended = self._added(x, attended, key, _ATTENTION_OUTPUT)
         if not self.config.parallel_block:
             normed = _normed(self.mlp_norm, attended)

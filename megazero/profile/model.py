@@ -8,7 +8,6 @@ layers of width 256 on 4 ranks: 10,000 page faults of 2 us each, 5 to 10% of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
 from typing import Any
 
 import torch
@@ -141,7 +140,7 @@ def _calls(decoder: Decoder, samples: int, length: int, key: int | None) -> dict
     x = embedding(tokens, key).detach().requires_grad_()
 
     def layers(x: Tensor) -> Tensor:
-        return reduce(lambda y, layer: layer(y, key), decoder.layers.values(), x)
+        return decoder.run_layers(decoder.stages[0].layers, x, key)
 
     return {
         EMBEDDING: lambda: embedding(tokens, key),

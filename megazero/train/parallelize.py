@@ -189,7 +189,6 @@ class MicroBatch(NamedTuple):
 
     @property
     def documents(self) -> Documents | None:
-        """For the layers of one stage, which share what is made of it."""
         if self.position_ids is None and self.document_starts is None:
             return None
         return Documents(self.position_ids, self.document_starts)

@@ -32,7 +32,7 @@ def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x, 1 if config.model.hidden_dropout else None)
+        y = decoder.run_layers([0], x, 1 if config.model.hidden_dropout else None)
     assert y.requires_grad  # and with y what was saved lives until here
     for other in (x, *layer.parameters()):
         held.pop(other.untyped_storage().data_ptr(), None)
