@@ -135,6 +135,7 @@ class Decoder(nn.Module):
         tp: TensorParallel | None = None,
         *,
         recompute: str = "none",
+        attention_backend: str = "auto",
         z_loss: float = 0.0,
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
@@ -144,6 +145,7 @@ class Decoder(nn.Module):
 
         recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
+        attention_backend: what computes attention (--attention-backend).
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
@@ -156,7 +158,7 @@ class Decoder(nn.Module):
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))
         factory = {"device": device, "dtype": dtype}
-        self.positions = Positions(config, tp)
+        self.positions = Positions(config, tp, attention_backend)
         first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
         self.embedding = Embedding(config, tp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.

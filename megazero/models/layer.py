@@ -3,35 +3,25 @@
 The mask of a dropout is a function of a key, not of a generator's history. The key names the micro-batch, the layer
 and the site (and the tensor-parallel rank where the activation is sharded). So a recompute draws the same mask, ranks
 that hold the same activation draw the same mask, and no other random stream moves.
-
-torch has fused attention kernels, and "math", which keeps a matrix [s, s] per head and sample. The fused ones differ
-in dtypes (flash attention takes 16 bits), in masks (flash attention takes none) and in grouped key/value heads
-(whether the memory-efficient kernel, which takes fp32, allows them depends on the release of torch). So torch is
-asked which of them runs.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.backends import cuda
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.families.layer_kinds import layer_kinds
+from megazero.models.attention import Key, attend, keyed_randomness
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
-from megazero.models.positions import Documents, LayerTables, Positions
+from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
 
-Key = tuple[int, ...]
 # Sites of dropout within a layer, part of the key.
 _ATTENTION, _ATTENTION_OUTPUT, _MLP_OUTPUT = range(3)
 
@@ -46,24 +36,6 @@ def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> n
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Return cap x tanh(x / cap), which lies between -cap and cap (Bello et al. 2017; Gemma Team 2024)."""
     return (x / cap).tanh() * cap
-
-
-@contextmanager
-def keyed_randomness(device: torch.device, key: Key) -> Iterator[None]:
-    """Seed the device's default generator from ``key`` inside the block, and put its state back after."""
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        generator = torch.cuda.default_generators[index]
-    else:
-        generator = torch.default_generator
-    state = generator.get_state()
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
 
 
 def keyed_dropout(x: Tensor, probability: float, key: Key | None) -> Tensor:
@@ -87,52 +59,6 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     Randomness is keyed, so no generator state is saved.
     """
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether a fused CUDA kernel takes q [b, heads, s, d], k and v [b, kv heads, s, d] as they are.
-
-    Without an additive mask, attention is causal. The answer is False for tensors that are not on CUDA. cuDNN's
-    kernel is not asked: where the other two refuse, torch prefers math to it.
-    """
-    inputs = cuda.SDPAParams(q, k, v, mask, dropout, mask is None, q.shape[1] != k.shape[1])
-    return cuda.can_use_flash_attention(inputs) or cuda.can_use_efficient_attention(inputs)
-
-
-def math_note(
-    config: ModelConfig, tp: TensorParallel, device: torch.device, dtype: torch.dtype, documents: bool = False
-) -> str | None:
-    """Return what to say at the start of a run whose attention gets no fused kernel on a GPU, or None if it gets one.
-
-    ``documents`` says that attention stays within documents.
-    """
-    if device.type == "cpu":
-        return None
-    heads = tp.share(config.num_attention_heads, "num_attention_heads")
-    if config.attn_logit_softcapping:
-        return (
-            "attention keeps matrices of length x length per head: no fused kernel of torch caps scores "
-            f"(--attn-logit-softcapping {config.attn_logit_softcapping:g}); --recompute-granularity selective keeps "
-            "those of one layer at a time"
-        )
-    q = torch.zeros(64, 1, heads, config.kv_channels, device=device, dtype=dtype, requires_grad=True)
-    packed = Documents(starts=torch.zeros(1, 64, dtype=torch.int64, device=device)) if documents else None
-    positions, kinds = Positions(config, tp), layer_kinds(config)
-    windows = any(kind.window and kind.window < config.seq_length for kind in kinds)
-    # One for each kind of mask; a window that is shorter than samples is shorter than these.
-    of_masks = [replace(kinds[0], rotary=False, window=w) for w in ((None, 1) if windows else (None,))]
-    masks = [tables.mask.dense for tables in positions.tables(of_masks, len(q), q, packed).values()]
-    q = q.permute(1, 2, 0, 3)
-    if all(fused(q, q, q, mask, config.attention_dropout) for mask in masks):
-        return None
-    biased = " with ALiBi" if config.position_embedding_type == "alibi" else ""
-    biased += " within windows" if windows else ""
-    biased += " within documents" if documents else ""
-    return (
-        "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused one takes "
-        f"{heads} heads of {config.kv_channels} in {str(dtype).removeprefix('torch.')}{biased} on this GPU; bf16 and "
-        "a head size that is a multiple of 8 get one"
-    )
 
 
 class Attention(nn.Module):
@@ -187,51 +113,8 @@ class Attention(nn.Module):
         """``q`` is [s, b, heads, d], ``k`` and ``v`` are [s, b, kv heads, d]. Returns [s, b, heads * d]."""
         if tables.rotary is not None:
             q, k = (Rotate.apply(x, *tables.rotary, self.config.rotary_interleaved) for x in (q, k))
-        mask = tables.mask.dense
-        cap = self.config.attn_logit_softcapping
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        probability = self.config.attention_dropout if key is not None else 0.0
-        repeat = q.shape[1] // k.shape[1]
-        grouped = repeat > 1 and q.is_cuda and not cap and fused(q, k, v, mask, probability)
-        if repeat > 1 and not grouped:
-            # On a GPU so that a fused kernel runs: without copies fp32 and ALiBi mostly fall to the math kernel.
-            # On the CPU copies are as fast as enable_gqa in fp32 (261 and 256 ms) and faster in bf16
-            # (252 and 334 ms: 4 x 512 tokens, 16 heads over 4, width 64, one thread).
-            k, v = (t.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for t in (k, v))
-
-        def attend() -> Tensor:
-            if cap:
-                assert mask is not None
-                return _capped_attention(q, k, v, mask, self.config.attention_scale, cap, probability)
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=probability,
-                is_causal=mask is None,
-                scale=self.config.softmax_scale,
-                enable_gqa=grouped,
-            )
-
-        if key is None or probability == 0:
-            out = attend()
-        else:
-            with keyed_randomness(q.device, key):
-                out = attend()
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-def _capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, dropout: float
-) -> Tensor:
-    """Return attention whose scores are scaled and capped before the additive ``mask``. All are [b, heads, s, d].
-
-    Scores are capped and normalised in at least fp32.
-    """
-    scores = (q * scale @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-    weights = (soft_cap(scores, cap) + mask).softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+        out = attend(q, k, v, tables.attention, self.config.attention_dropout, key)
+        return out.flatten(2)
 
 
 class FeedForward(nn.Module):

@@ -1,4 +1,4 @@
-"""Tables of rotary positions, ALiBi biases (Press et al. 2022) and masks, made before the layers that use them.
+"""Tables of rotary positions and of attention, with ALiBi (Press et al. 2022), made before the layers that use them.
 
 Layers receive them as arguments, so a layer is a function of its inputs: a recompute sees the same tensors, and
 torch.compile traces no cache.
@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.config.model.attention import ALIBI, wants_of
 from megazero.config.model.section import ModelConfig
 from megazero.families.layer_kinds import LayerKind
+from megazero.models.attention import AttentionTables, Masking, choose, make_tables
 from megazero.models.rotary import rotary_tables
 from megazero.tp import TensorParallel
 
@@ -28,45 +30,17 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def outside(length: int, window: int | None, starts: Tensor | None, device: torch.device) -> Tensor:
-    """Return bool [b or 1, 1, length, length], True for keys that a query must not see.
-
-    They are later ones, those before the window of ``window`` tokens that ends with the query, and those before where
-    the query's document begins (``starts``, int64 [b, length]).
-    """
-    at = torch.arange(length, device=device)
-    first = at.new_zeros(1, length) if starts is None else starts
-    if window is not None:
-        first = torch.maximum(first, at - (window - 1))
-    return ((at > at[:, None]) | (at < first.unsqueeze(-1))).unsqueeze(1)
-
-
 @dataclass(frozen=True)
 class Documents:
     """The documents packed in one micro-batch's samples.
 
     position_ids: int64 [b, s], the position of each token within its document. None means within the sample.
     starts: int64 [b, s], where in the sample each token's document begins, and attention with it. None means
-    that attention crosses documents.
+    that attention crosses documents. It belongs on the host, where tables are made of it.
     """
 
     position_ids: Tensor | None = None
     starts: Tensor | None = None
-
-
-class AttentionMask(NamedTuple):
-    """Which keys a query sees, beside that it sees no later ones, and what is added to its scores.
-
-    window: tokens that it looks back through, its own included, if they are fewer than the sample's.
-    starts: int64 [b, s], where in the sample each query's document begins, if attention stays within documents.
-    bias: ALiBi's, [1, heads of this rank, s, s], with -inf for later keys.
-    dense: all of it as one additive mask [b or 1, 1 or heads, s, s]. None if torch's causal mask suffices.
-    """
-
-    window: int | None = None
-    starts: Tensor | None = None
-    bias: Tensor | None = None
-    dense: Tensor | None = None
 
 
 class LayerTables(NamedTuple):
@@ -76,16 +50,16 @@ class LayerTables(NamedTuple):
     """
 
     rotary: tuple[Tensor, Tensor] | None
-    mask: AttentionMask
+    attention: AttentionTables
 
 
 class Positions:
     """Makes the tables of one decoder. Those that all micro-batches share are kept, for samples of one length, device
-    and dtype at a time: masks grow with the length's square, and generation and ramps have many lengths.
+    and dtype at a time: generation and ramps have many lengths. backend: --attention-backend.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        self.config, self.tp = config, tp
+    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: str = "auto") -> None:
+        self.config, self.tp, self.backend = config, tp, backend
         self._like: Hashable = None
         self._kept: dict[Hashable, Any] = {}
 
@@ -102,7 +76,7 @@ class Positions:
             return {
                 kind: LayerTables(
                     self._rotary(kind, length, like, documents, packed) if kind.rotary else None,
-                    self._mask(kind, length, like, documents, packed),
+                    self._attention(kind, length, like, documents, packed),
                 )
                 for kind in dict.fromkeys(kinds)
             }
@@ -131,50 +105,50 @@ class Positions:
         ids = documents.position_ids.t()
         return _once(packed, name, lambda: (cos[:, 0, 0][ids].unsqueeze(2), sin[:, 0, 0][ids].unsqueeze(2)))
 
-    def _mask(
+    def _attention(
         self,
         kind: LayerKind,
         length: int,
         like: Tensor,
         documents: Documents | None,
         packed: dict[Hashable, Any],
-    ) -> AttentionMask:
-        """With scaled_alibi, slope * key is rounded to bf16 and scaled as scores are. Scores that are capped before
-        the mask need a dense one. Layers with the same window share it; with documents, those of one micro-batch.
-        """
-        alibi = self.config.position_embedding_type == "alibi"
-        bias = _once(self._kept, "alibi", lambda: self._alibi(length, like)) if alibi else None
+    ) -> AttentionTables:
+        """Layers with the same window share theirs; with documents, those of one micro-batch."""
+        config = self.config
         window = kind.window if kind.window is not None and kind.window < length else None
         starts = None if documents is None else documents.starts
-        if starts is None and window is None and (bias is not None or not self.config.attn_logit_softcapping):
-            return AttentionMask(bias=bias, dense=bias)
+        wants = wants_of(config, starts is not None, window is not None)
+        backend = _once(
+            self._kept,
+            ("backend", wants),
+            lambda: choose(self.backend, wants, like.dtype, length, like.device),
+        )
 
-        def dense() -> Tensor:
-            around = like.new_zeros(()) if bias is None else bias
-            hidden = outside(length, window, starts, like.device)
-            return torch.where(hidden, -torch.inf, around).to(like.dtype)
+        def made() -> AttentionTables:
+            slopes, steps = (
+                _once(self._kept, "alibi", lambda: self._alibi(length, like))
+                if ALIBI in wants
+                else (None, None)
+            )
+            masking = Masking(
+                config.attention_scale, config.attn_logit_softcapping, window, starts, slopes, steps
+            )
+            return make_tables(masking, backend, length, like)
 
-        made = self._kept if starts is None else packed
-        return AttentionMask(window, starts, bias, _once(made, ("mask", window), dense))
+        return _once(self._kept if starts is None else packed, ("attention", window), made)
 
-    def _alibi(self, length: int, like: Tensor) -> Tensor:
-        """Return slope * (key - query), [1, heads of this rank, length, length], with -inf for later keys."""
+    def _alibi(self, length: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the slopes of this rank's heads, or scaled ALiBi's steps, as in Masking."""
         heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
         slopes = alibi_slopes(self.config.num_attention_heads)[
             self.tp.rank * heads : (self.tp.rank + 1) * heads
-        ]
-        at = torch.arange(length, device=like.device)
+        ].to(like.device)
         wide = torch.promote_types(like.dtype, torch.float32)
-        if self.config.scaled_alibi:
-            # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
-            rounded = (slopes.to(at.device, torch.bfloat16)[:, None] * at).to(wide)
-            rounded *= self.config.attention_scale
-            biases = rounded[:, None, :] - rounded[:, :, None]
-        else:
-            distance = (at[None, :] - at[:, None]).to(wide)
-            biases = slopes.to(distance)[:, None, None] * distance
-        later = at[None, :] > at[:, None]
-        return biases.masked_fill_(later, -torch.inf)[None].to(like.dtype)
+        if not self.config.scaled_alibi:
+            return slopes.to(wide), None
+        # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
+        steps = (slopes.bfloat16()[:, None] * torch.arange(length, device=like.device)).to(wide)
+        return None, steps * self.config.attention_scale
 
 
 def _once(made: dict[Hashable, Any], name: Hashable, compute: Callable[[], Any]) -> Any:

@@ -69,6 +69,7 @@ def build_decoder(
         config.model,
         tp,
         recompute=training.recompute_granularity,
+        attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
         stages=own,
         device="meta",

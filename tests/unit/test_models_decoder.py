@@ -9,10 +9,11 @@ import math
 import pytest
 import torch
 
+from megazero.config.model.attention import TORCH
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
-from megazero.models import Decoder, ModelConfig, initializer, make_model
+from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
@@ -99,23 +100,24 @@ def test_positions_and_attention_go_by_documents_each_by_itself(family, changes)
     assert not torch.allclose(attended[0, 7:], plain[0, 7:])
 
 
-def test_layers_share_one_mask_and_a_recompute_under_dropout_gives_the_same_bits(monkeypatch):
+def test_layers_share_attention_tables_and_a_recompute_under_dropout_gives_the_same_bits(monkeypatch):
     starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
-    attention, masks, kept = torch.nn.functional.scaled_dot_product_attention, [], None
+    attend, seen_tables, kept = layer.attend, [], None
 
-    def watched(*tensors, attn_mask, **options):
-        masks.append(attn_mask)
-        return attention(*tensors, attn_mask=attn_mask, **options)
+    def watched(q, k, v, tables, *dropout):
+        seen_tables.append(tables.made)
+        return attend(q, k, v, tables, *dropout)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(layer, "attend", watched)
     for recompute in ("none", "selective", "full"):
-        masks.clear()
+        seen_tables.clear()
         decoder = Decoder(make("llama", **DROPOUT), recompute=recompute)
         decoder.initialize(7)
         documents = Documents(torch.arange(16) - starts, starts)
         loss = decoder(*batch(), dropout_key=11, documents=documents)
         loss.sum().backward()
-        assert len(masks) == (2 if recompute == "none" else 4) and all(m is masks[0] for m in masks)
+        assert len(seen_tables) == (2 if recompute == "none" else 4)
+        assert all(made is seen_tables[0] for made in seen_tables)
         seen = (loss.detach(), {name: p.grad for name, p in decoder.named_parameters()})
         kept = kept or seen
         assert_same(seen, kept)
@@ -134,13 +136,15 @@ def test_layers_of_a_kind_share_a_mask_and_tables():
     positions = decoder.positions
     for length in (8, 16):  # of one length at a time: masks of every length of a ramp would fill the memory
         decoder(*batch(length))
-        assert sorted(name[0] for name in positions._kept) == ["mask", "rope", "rope"]
-    hidden = positions.tables(kinds, 16, torch.zeros(()))[kinds[0]].mask.dense[0, 0].isinf()
+        names = [name[0] for name in positions._kept if name[0] != "backend"]
+        assert sorted(names) == ["attention", "attention", "rope", "rope"]
+    like = torch.zeros(())
+    hidden = positions.tables(kinds, 16, like)[kinds[0]].attention.masking.dense(16, like)[0, 0].isinf()
     at = torch.arange(16)
     back = at[:, None] - at
     assert torch.equal(hidden, (back < 0) | (back >= 3))
-    covered = positions.tables(kinds, 3, torch.zeros(()))[kinds[0]].mask
-    assert covered.window is None and covered.dense is None  # a window that covers all hides nothing
+    covered = positions.tables(kinds, 3, like)[kinds[0]].attention
+    assert covered.masking.plain and covered.backend == TORCH  # a window that covers all hides nothing
 
 
 @pytest.mark.parametrize(

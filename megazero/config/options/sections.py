@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
+from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import option
 from megazero.pp.schedules import SCHEDULES
@@ -246,6 +247,12 @@ class TrainingConfig:
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    attention_backend: str = option(
+        "auto",
+        "what computes attention: a kernel of torch's (flash with documents is its attention of variable lengths), "
+        "matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
+        choices=ATTENTION_BACKENDS,
+    )
     z_loss_strength: float = option(
         0.0,
         "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
