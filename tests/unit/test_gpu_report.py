@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu_report import (
     allocations,
+    attention,
     gpu_tests,
     kernels,
     loops,
@@ -87,6 +88,19 @@ def test_the_race_is_seen_without_waits(rehearsal: Setting) -> None:
     assert found["the engine without waits"]["found"] == "wrong"
     assert [row["what"] for row in failed(record)] == ["stock order with a wait", "stock order"]
     assert "throughput, the engine over itself without waits" in found
+
+
+def test_attention_backends_agree(rehearsal: Setting) -> None:
+    record = Record()
+    attention.run(rehearsal, record)
+    assert not failed(record)
+    assert {(row["case"], row["backend"]) for row in record.rows} == {
+        (case, backend)
+        for case, words in attention.WORDS.items()
+        for backend in ("flash", "math")
+        if backend == "math" or "capped scores" not in words
+    }
+    assert all(row["difference"] < 1e-5 and row["of plain"] > 0 for row in record.rows)
 
 
 def test_overhead_and_memory(rehearsal: Setting) -> None:
