@@ -638,18 +638,17 @@ def attention_note(
 
     choice: --attention-backend. documents: attention stays within documents. Raises ValueError as ``choose``.
     """
-    every = wants_of(model, documents)
-    plain = wants_of(model, documents, window=False)  # some layers may have no window
-    chosen = {choose(choice, wants, dtype, model.seq_length, device): wants for wants in (plain, every)}
-    if "math" in chosen and choice == "auto" and device.type != "cpu":
+    wants = wants_of(model, documents)
+    backend = choose(choice, wants, dtype, model.seq_length, device)
+    if backend == "math" and choice == "auto" and device.type != "cpu":
         lacking = "; ".join(f"{name}: {why}" for name, why in missing_backends().items())
         return (
             f"attention runs in matrix products in bands of queries (--attention-backend math): no kernel here "
-            f"computes {' and '.join(sorted(chosen['math']))} in {_word(dtype)}{f' ({lacking})' if lacking else ''}"
+            f"computes {' and '.join(sorted(wants))} in {_word(dtype)}{f' ({lacking})' if lacking else ''}"
         )
-    if every - {DROPOUT}:
-        return f"attention with {' and '.join(sorted(every))}: --attention-backend {' and '.join(chosen)}"
-    if TORCH in chosen and device.type != "cpu":
+    if wants - {DROPOUT}:
+        return f"attention with {' and '.join(sorted(wants))}: --attention-backend {backend}"
+    if backend == TORCH and device.type != "cpu":
         heads = tp.share(model.num_attention_heads, "num_attention_heads")
         q = torch.zeros(1, heads, 64, model.kv_channels, device=device, dtype=dtype, requires_grad=True)
         if not fused(q, q, q, None, model.attention_dropout):

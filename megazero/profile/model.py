@@ -102,7 +102,10 @@ def _tried(
     def attempt() -> None:
         dtype = DTYPES[config.precision.params_dtype]
         whole = StageSpec(0, 0, range(min(STACK, config.model.num_layers)), True, True)
-        decoder = Decoder(config.model, tp, stages=[whole], device=device, dtype=dtype)
+        backend = config.training.attention_backend
+        decoder = Decoder(
+            config.model, tp, attention_backend=backend, stages=[whole], device=device, dtype=dtype
+        )
         decoder.initialize(config.training.seed)
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout) > 0
         calls = _calls(decoder, samples, config.model.seq_length, 1 if dropout else None)

@@ -68,7 +68,7 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
             "llama",
             torch.bfloat16,
             {"sliding_window": 31},
-            "with windows: --attention-backend torch and flash",
+            "with windows: --attention-backend flash",
         ),
         ("llama", torch.float64, {"sliding_window": 31}, "no kernel here computes windows in float64"),
         ("bloom", torch.bfloat16, {}, "attention with ALiBi: --attention-backend flex"),
