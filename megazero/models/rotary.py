@@ -129,9 +129,9 @@ def channel_cosines(cos: Tensor, channels: int, interleaved: bool) -> Tensor:
 class Rotate(torch.autograd.Function):
     """Rotate pairs of the first r channels of x [s, b, heads, d], where r is twice the width of ``sin``.
 
-    Pairs are (i, i + r/2), or neighbours (2i, 2i + 1) if ``interleaved``. ``cos`` has each channel's own cosine, 1 for
-    those that pass (``channel_cosines``). The backward is the rotation back, times the tables' factor. It saves the
-    tables only.
+    Pairs are (i, i + r/2), or neighbours (2i, 2i + 1) if ``interleaved``. ``cos`` has each channel's own cosine, 1
+    for those that pass (``channel_cosines``). The backward is the rotation back, times the tables' factor. It saves
+    the tables only.
 
     Forward and backward of [512, 4, 16, 64] in fp32 on one CPU thread take 10.5 ms, against 15.6 ms for
     x * cos + rotate_half(x) * sin with autograd.

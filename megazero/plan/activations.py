@@ -30,8 +30,8 @@ class LayerActivations:
 def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> LayerActivations:
     """Return what a layer keeps for its backward on one rank, whose elements have ``width`` bytes.
 
-    on_host: on CPUs dropout keeps its mask in the activations' dtype, and attention with dropout has no fused kernel,
-    so its scores, their mask and their product stay, in at least fp32.
+    on_host: on CPUs attention with dropout has no fused kernel, so its scores, their mask and their product stay, in
+    at least fp32.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
@@ -43,7 +43,7 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     streams = max(4, 2 + len(LAYER_NORMS[model.transformer_block_type]))
     matrices = streams * stream + 3 * q + 2 * kv + (4 if model.gated_mlp else 2) * ffn
     matrices += q + kv if model.qk_norm != "none" else 0
-    masks = 2 * stream * (width if on_host else 1) if model.hidden_dropout else 0.0
+    masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     wide, pairs = max(width, 4), tokens * heads * model.seq_length
     dropped = (width if on_host else 1) + width if model.attention_dropout else 0  # the mask and the product
     scores, transient = 0.0, 0.0
