@@ -204,6 +204,14 @@ def _vocabulary(config: RunConfig) -> Iterator[str]:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 
 
+def _compiled(config: RunConfig) -> Iterator[str]:
+    if config.training.compile and config.model.attention_dropout:
+        yield (
+            f"--compile does not take --attention-dropout {config.model.attention_dropout:g}, whose masks torch's "
+            "attention draws from a generator; nearest: --attention-dropout 0"
+        )
+
+
 def _loss_scale(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     least, first = precision.min_loss_scale, precision.initial_loss_scale
@@ -322,6 +330,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((), _data),
     (("tokenizer_type", "vocab_size", "tokenizer_model"), _vocabulary),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
+    (("attention_dropout",), _compiled),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_copy_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,7 +247,7 @@ class DecoderLayer(nn.Module):
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)); with
     norms on both sides (Ding et al. 2021), x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))).
 
-    ``recompute`` is as in Decoder.
+    ``recompute`` is as in Decoder. ``compiled`` is ``_layer`` after torch.compile (compilation.py), or None.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class DecoderLayer(nn.Module):
             held = name in LAYER_NORMS[config.transformer_block_type]
             return make_norm(config, **factory) if held else None
 
+        self.compiled: Callable[..., Tensor] | None = None
         self.input_norm = norm("input_norm")
         self.attention = Attention(config, tp, recompute, **factory)
         self.attention_output_norm = norm("attention_output_norm")
@@ -275,9 +277,10 @@ class DecoderLayer(nn.Module):
 
         ``tables`` are those of the layer's kind (``Positions.tables``).
         """
+        layer = self._layer if self.compiled is None else partial(self.compiled, self)
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._layer, x, tables, dropout)
-        return self._layer(x, tables, dropout)
+            return recomputed(layer, x, tables, dropout)
+        return layer(x, tables, dropout)
 
     def _layer(self, x: Tensor, tables: LayerTables, dropout: LayerDropout) -> Tensor:
         of_attention, of_mlp = (None, None) if dropout.outputs is None else dropout.outputs.unbind()

@@ -12,6 +12,7 @@ from megazero.pp.schedules import SCHEDULES
 BITS = (8, 4, 2)
 ROUNDINGS = ("nearest", "stochastic", "feedback")
 RECOMPUTE = ("none", "selective", "full")
+COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,16 @@ class TrainingConfig:
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    compile: bool = option(False, "compile decoder layers with torch.compile")
+    compile_backend: str = option(
+        INDUCTOR,
+        "what makes code of the graphs; aot_eager runs their operations as they are",
+        choices=COMPILE_BACKENDS,
+    )
+    compile_cache: str | None = option(
+        None,
+        "folder that keeps what inductor compiled, for later runs (default: torch's, TORCHINDUCTOR_CACHE_DIR)",
+    )
     z_loss_strength: float = option(
         0.0,
         "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "
