@@ -452,8 +452,8 @@ megazero/models/rotary.py
 - (x[..., ::2], x[..., 1::2]) if interleaved else
 + (x[..., 1::2], x[..., ::2]) if interleaved else
   neighbouring channels turn the wrong way
-- return _rotated(grad, cos, sin, -1, ctx.interleaved)
-+ return _rotated(grad, cos, sin, -1, False)
+- return _rotated(grad, cos, -sin, ctx.interleaved)
++ return _rotated(grad, cos, -sin, False)
   gradients of neighbouring channels are turned as halves
 
 megazero/families/config_json/rotary_fields.py

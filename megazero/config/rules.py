@@ -205,6 +205,14 @@ def _vocabulary(config: RunConfig) -> Iterator[str]:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 
 
+def _compiled(config: RunConfig) -> Iterator[str]:
+    if config.training.compile and config.model.attention_dropout:
+        yield (
+            f"--compile does not take --attention-dropout {config.model.attention_dropout:g}, whose masks torch's "
+            "attention draws from a generator; nearest: --attention-dropout 0"
+        )
+
+
 def _loss_scale(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     least, first = precision.min_loss_scale, precision.initial_loss_scale
@@ -339,6 +347,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
         ("attention_backend", "params_dtype", "device", "seq_length", "sliding_window", "attention_dropout"),
         _attention,
     ),
+    (("attention_dropout",), _compiled),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_copy_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),

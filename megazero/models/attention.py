@@ -40,9 +40,9 @@ from torch.nn.attention import flex_attention as flex
 
 from megazero.config.model.attention import BAND, DROPOUT, TORCH, Wants, able, pick, wants_of
 from megazero.config.model.section import ModelConfig
+from megazero.models.dropout import Key
 from megazero.tp import TensorParallel
 
-Key = tuple[int, ...]
 FLEX_BLOCK = 128
 CAUSAL, BIASED, MIXED = range(
     3

@@ -23,8 +23,9 @@ from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
 from megazero.families.layer_kinds import layer_kind
+from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key, soft_cap
+from megazero.models.layer import DecoderLayer, make_norm, soft_cap
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
@@ -81,7 +82,7 @@ class Embedding(nn.Module):
         if dropout_key is None or not self.training:
             return x
         key = sharded_key((dropout_key, _EMBEDDING, 0), self.tp, sharded=self.tp.sharded_sequence)
-        return keyed_dropout(x, self.config.hidden_dropout, key)
+        return keyed_dropout(x, self.config.hidden_dropout, key_words([key], x.device)[0])
 
 
 class Head(nn.Module):
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config, tp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config, tp, i, recompute, **factory) for s in self.stages for i in s.layers}
+            {str(i): DecoderLayer(config, tp, recompute, **factory) for s in self.stages for i in s.layers}
         )
         self.tied = not config.untie_embeddings_and_output_weights
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
@@ -220,13 +221,17 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Run the layers of these numbers on activations ``x`` [s, b, h], or their slice under sequence parallel.
-        The result has the same shape. Tables of positions and masks are made before, once for all of them.
+        The result has the same shape. Tables of positions and masks are made before, once for all of them,
+        and so are the keys of their dropout.
         """
         kinds = {index: layer_kind(self.config, index) for index in indices}
         length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1)
         tables = self.positions.tables(kinds.values(), length, x, documents)
+        dropout = {}
+        if self.training and dropout_key is not None:
+            dropout = dropout_of_layers(self.config, self.tp, dropout_key, kinds, x.device)
         for index, kind in kinds.items():
-            x = self.layers[str(index)](x, tables[kind], dropout_key)
+            x = self.layers[str(index)](x, tables[kind], dropout.get(index, NO_DROPOUT))
         return x
 
     @torch.no_grad()

@@ -1,13 +1,9 @@
-"""One transformer layer: attention and feed-forward, each behind a norm and added to the residual.
-
-The mask of a dropout is a function of a key, not of a generator's history. The key names the micro-batch, the layer
-and the site (and the tensor-parallel rank where the activation is sharded). So a recompute draws the same mask, ranks
-that hold the same activation draw the same mask, and no other random stream moves.
-"""
+"""One transformer layer: attention and feed-forward, each behind a norm and added to the residual."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
-from megazero.models.attention import Key, attend, keyed_randomness
+from megazero.models.attention import attend
+from megazero.models.dropout import NO_DROPOUT, Key, LayerDropout, keyed_dropout
 from megazero.models.norm import LayerNorm, RMSNorm, split_rms_norm
 from megazero.models.positions import LayerTables
 from megazero.models.rotary import Rotate
 from megazero.tp import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
-
-# Sites of dropout within a layer, part of the key.
-_ATTENTION, _ATTENTION_OUTPUT, _MLP_OUTPUT = range(3)
 
 
 def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> nn.Module:
@@ -36,21 +30,6 @@ def make_norm(config: ModelConfig, size: int | None = None, **factory: Any) -> n
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Return cap x tanh(x / cap), which lies between -cap and cap (Bello et al. 2017; Gemma Team 2024)."""
     return (x / cap).tanh() * cap
-
-
-def keyed_dropout(x: Tensor, probability: float, key: Key | None) -> Tensor:
-    """Return ``x`` (any shape and dtype) after dropout with the mask of ``key``. Without a key, or with probability
-    0, return ``x`` itself.
-    """
-    if key is None or probability == 0:
-        return x
-    with keyed_randomness(x.device, key):
-        return F.dropout(x, probability)
-
-
-def sharded_key(key: Key | None, tp: TensorParallel, *, sharded: bool) -> Key | None:
-    """Return ``key``, extended by the tp rank where the activation is this rank's own part."""
-    return None if key is None else (*key, tp.rank if sharded else 0)
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -104,7 +83,6 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.config.kv_channels)) for y in (q, k, v))
         if not self.norms_all_heads:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
-        key = sharded_key(key, self.tp, sharded=True)
         if self.recompute == "selective" and torch.is_grad_enabled():
             return self.o_proj(recomputed(self._core, q, k, v, tables, key))
         return self.o_proj(self._core(q, k, v, tables, key))
@@ -152,24 +130,24 @@ class DecoderLayer(nn.Module):
     for both or with two. With norms of outputs it is x + norm(attention(x)), then x + norm(feed_forward(x)); with
     norms on both sides (Ding et al. 2021), x + norm(attention(norm(x))), then x + norm(feed_forward(norm(x))).
 
-    ``index`` is the layer's number in the whole model (part of its dropout keys). ``recompute`` is as in Decoder.
+    ``recompute`` is as in Decoder. ``compiled`` is ``_layer`` after torch.compile (compilation.py), or None.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         tp: TensorParallel,
-        index: int,
         recompute: str,
         **factory: Any,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.index, self.recompute = config, tp, index, recompute
+        self.config, self.tp, self.recompute = config, tp, recompute
 
         def norm(name: str) -> nn.Module | None:
             held = name in LAYER_NORMS[config.transformer_block_type]
             return make_norm(config, **factory) if held else None
 
+        self.compiled: Callable[..., Tensor] | None = None
         self.input_norm = norm("input_norm")
         self.attention = Attention(config, tp, recompute, **factory)
         self.attention_output_norm = norm("attention_output_norm")
@@ -177,37 +155,33 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(config, tp, **factory)
         self.mlp_output_norm = norm("mlp_output_norm")
 
-    def forward(self, x: Tensor, tables: LayerTables, dropout_key: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, tables: LayerTables, dropout: LayerDropout = NO_DROPOUT) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. The result has the same shape.
 
         ``tables`` are those of the layer's kind (``Positions.tables``).
         """
-        key = (dropout_key, self.index) if dropout_key is not None and self.training else None
+        layer = self._layer if self.compiled is None else partial(self.compiled, self)
         if self.recompute == "full" and torch.is_grad_enabled():
-            return recomputed(self._layer, x, tables, key)
-        return self._layer(x, tables, key)
+            return recomputed(layer, x, tables, dropout)
+        return layer(x, tables, dropout)
 
-    def _layer(self, x: Tensor, tables: LayerTables, key: Key | None) -> Tensor:
+    def _layer(self, x: Tensor, tables: LayerTables, dropout: LayerDropout) -> Tensor:
+        of_attention, of_mlp = (None, None) if dropout.outputs is None else dropout.outputs.unbind()
         normed = _normed(self.input_norm, x)
-        attended = _normed(self.attention_output_norm, self.attention(normed, tables, _at(key, _ATTENTION)))
-        attended = self._added(x, attended, key, _ATTENTION_OUTPUT)
+        attended = _normed(self.attention_output_norm, self.attention(normed, tables, dropout.attention))
+        attended = self._added(x, attended, of_attention)
         if not self.config.parallel_block:
             normed = _normed(self.mlp_norm, attended)
         elif self.mlp_norm is not None:
             normed = self.mlp_norm(x)
         fed = _normed(self.mlp_output_norm, self.mlp(normed))
-        return self._added(attended, fed, key, _MLP_OUTPUT)
+        return self._added(attended, fed, of_mlp)
 
-    def _added(self, x: Tensor, output: Tensor, key: Key | None, site: int) -> Tensor:
+    def _added(self, x: Tensor, output: Tensor, words: Tensor | None) -> Tensor:
         """Return the residual ``x`` and the layer's ``output`` after dropout, times its multiplier."""
-        key = sharded_key(_at(key, site), self.tp, sharded=self.tp.sharded_sequence)
-        dropped = keyed_dropout(output, self.config.hidden_dropout, key)
+        dropped = keyed_dropout(output, self.config.hidden_dropout, words)
         return torch.add(x, dropped, alpha=self.config.residual_multiplier)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _at(key: Key | None, site: int) -> Key | None:
-    return None if key is None else (*key, site)

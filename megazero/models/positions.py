@@ -18,7 +18,7 @@ from megazero.config.model.attention import ALIBI, wants_of
 from megazero.config.model.section import ModelConfig
 from megazero.families.layer_kinds import LayerKind
 from megazero.models.attention import AttentionTables, Masking, choose, make_tables
-from megazero.models.rotary import rotary_tables
+from megazero.models.rotary import channel_cosines, rotary_tables
 from megazero.tp import TensorParallel
 
 
@@ -46,7 +46,8 @@ class Documents:
 class LayerTables(NamedTuple):
     """What the layers of one kind are given for one micro-batch, on the device and in the dtype of activations.
 
-    rotary: cosines and sines, each [s, b or 1, 1, rotary_channels / 2]. None without rotary positions.
+    rotary: cosines [s, b or 1, 1, kv_channels] and sines [s, b or 1, 1, rotary_channels / 2], as Rotate takes them.
+    None without rotary positions.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -96,8 +97,9 @@ class Positions:
 
         def of_samples() -> tuple[Tensor, Tensor]:
             own = replace(self.config, rotary_base=kind.rotary_base, rotary_scaling=kind.rotary_scaling)
-            cos, sin = (table[:, None, None].to(like) for table in rotary_tables(own, length))
-            return cos, sin
+            cos, sin = rotary_tables(own, length)
+            cos = channel_cosines(cos, own.kv_channels, own.rotary_interleaved)
+            return cos[:, None, None].to(like), sin[:, None, None].to(like)
 
         cos, sin = _once(self._kept, name, of_samples)
         if documents is None or documents.position_ids is None:

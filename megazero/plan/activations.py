@@ -31,9 +31,9 @@ class LayerActivations:
 def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> LayerActivations:
     """Return what a layer keeps for its backward on one rank, whose elements have ``width`` bytes.
 
-    on_host: on CPUs dropout keeps its mask in the activations' dtype, and torch has no fused kernel for attention
-    with dropout, so its scores, their mask and their product stay, in at least fp32. Matrix products in bands of
-    queries keep no more than fused kernels do; in the backward they hold the matrices of one band.
+    on_host: on CPUs torch has no fused kernel for attention with dropout, so its scores, their mask and their product
+    stay, in at least fp32. Matrix products in bands of queries keep no more than fused kernels do; in the backward
+    they hold the matrices of one band.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
@@ -45,7 +45,7 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     streams = max(4, 2 + len(LAYER_NORMS[model.transformer_block_type]))
     matrices = streams * stream + 3 * q + 2 * kv + (4 if model.gated_mlp else 2) * ffn
     matrices += q + kv if model.qk_norm != "none" else 0
-    masks = 2 * stream * (width if on_host else 1) if model.hidden_dropout else 0.0
+    masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
     wide, pairs = max(width, 4), heads * model.seq_length
     backend = _backend(config, width, on_host)
     scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0

@@ -14,6 +14,7 @@ from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
 from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
+from megazero.models.dropout import key_words, keyed_dropout
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
@@ -182,9 +183,8 @@ def test_recompute_keeps_fewer_activations():
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_dropout_rate_and_scale(probability):
-    from megazero.models.layer import keyed_dropout
-
-    dropped = keyed_dropout(torch.ones(200_000), probability, (1, 2))
+    words = key_words([(1, 2)], torch.device("cpu"))[0]
+    dropped = keyed_dropout(torch.ones(200_000), probability, words)
     assert dropped.unique().tolist() == pytest.approx([0.0, 1 / (1 - probability)])
     assert (dropped == 0).float().mean().item() == pytest.approx(probability, abs=0.005)
 

@@ -13,6 +13,7 @@ from megazero.pp.schedules import SCHEDULES
 BITS = (8, 4, 2)
 ROUNDINGS = ("nearest", "stochastic", "feedback")
 RECOMPUTE = ("none", "selective", "full")
+COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,16 @@ class TrainingConfig:
         "what computes attention: a kernel of torch's (flash with documents is its attention of variable lengths), "
         "matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
         choices=ATTENTION_BACKENDS,
+    )
+    compile: bool = option(False, "compile decoder layers with torch.compile")
+    compile_backend: str = option(
+        INDUCTOR,
+        "what makes code of the graphs; aot_eager runs their operations as they are",
+        choices=COMPILE_BACKENDS,
+    )
+    compile_cache: str | None = option(
+        None,
+        "folder that keeps what inductor compiled, for later runs (default: torch's, TORCHINDUCTOR_CACHE_DIR)",
     )
     z_loss_strength: float = option(
         0.0,
