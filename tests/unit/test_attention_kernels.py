@@ -67,8 +67,8 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
         (
             "llama",
             torch.bfloat16,
-            {"sliding_window": 31},
-            "with windows: --attention-backend flash",
+            {"hidden_size": 64, "sliding_window": 31},
+            "attention with windows: --attention-backend flash",
         ),
         ("llama", torch.float64, {"sliding_window": 31}, "above 256 and windows in float64"),
         ("bloom", torch.bfloat16, {"hidden_size": 64}, "attention with ALiBi: --attention-backend flex"),
