@@ -38,7 +38,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 
-from megazero.config.model.attention import BAND, DROPOUT, TORCH, Wants, able, pick, wants_of
+from megazero.config.model.attention import BAND, PLAIN, TORCH, Wants, able, pick, wants_of
 from megazero.config.model.section import ModelConfig
 from megazero.models.dropout import Key
 from megazero.tp import TensorParallel
@@ -620,7 +620,7 @@ def choose(choice: str, wants: Wants, dtype: torch.dtype, length: int, device: t
     gpu, bits = device.type != "cpu", 8 * dtype.itemsize
     missing = missing_backends() if gpu else {}
     name = pick(choice, wants, bits, length, "cuda" if gpu else "cpu", missing)
-    if name in missing and not (name == "flash" and wants <= {DROPOUT}):
+    if name in missing and not (name == "flash" and wants <= PLAIN):
         others = [each.name for each in able(wants, bits, length, "cuda") if each.name not in missing]
         raise ValueError(f"--attention-backend {name}: {missing[name]}; nearest: {', '.join(others)}")
     return name
@@ -646,7 +646,7 @@ def attention_note(
             f"attention runs in matrix products in bands of queries (--attention-backend math): no kernel here "
             f"computes {' and '.join(sorted(wants))} in {_word(dtype)}{f' ({lacking})' if lacking else ''}"
         )
-    if wants - {DROPOUT}:
+    if wants - PLAIN:
         return f"attention with {' and '.join(sorted(wants))}: --attention-backend {backend}"
     if backend == TORCH and device.type != "cpu":
         heads = tp.share(model.num_attention_heads, "num_attention_heads")

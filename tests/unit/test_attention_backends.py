@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero.config import ConfigError, World, make_config
-from megazero.config.model.attention import BACKENDS, BAND, DROPOUT, TORCH, pick, refusal
+from megazero.config.model.attention import BACKENDS, BAND, DROPOUT, ODD_HEADS, TORCH, pick, refusal
 from megazero.models import attention
 from megazero.models.attention import FLEX_BLOCK, AttentionTables, Masking, attend, make_tables
 from tests.unit.test_plan import MODEL
@@ -303,6 +303,8 @@ def test_blocks_of_flex_attention_are_those_that_the_mask_needs(window, document
         ((), 16, "cuda", (), TORCH),
         ((DROPOUT,), 64, "cpu", (), TORCH),
         (("documents",), 16, "cuda", (), "flash"),
+        ((ODD_HEADS,), 16, "cuda", (), TORCH),
+        (("documents", ODD_HEADS), 16, "cuda", (), "flex"),
         (("documents", "windows"), 32, "cpu", (), "flash"),
         (("documents",), 16, "cuda", ("flash",), "flash-attn"),
         (("ALiBi",), 16, "cuda", ("flash-attn",), "flex"),

@@ -67,16 +67,21 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
         (
             "llama",
             torch.bfloat16,
-            {"sliding_window": 31},
-            "with windows: --attention-backend flash",
+            {"hidden_size": 64, "sliding_window": 31},
+            "attention with windows: --attention-backend flash",
         ),
-        ("llama", torch.float64, {"sliding_window": 31}, "no kernel here computes windows in float64"),
-        ("bloom", torch.bfloat16, {}, "attention with ALiBi: --attention-backend flex"),
-        ("gemma2", torch.bfloat16, {}, "attention with capped scores: --attention-backend flex"),
+        ("llama", torch.float64, {"sliding_window": 31}, "above 256 and windows in float64"),
+        ("bloom", torch.bfloat16, {"hidden_size": 64}, "attention with ALiBi: --attention-backend flex"),
         (
             "gemma2",
             torch.bfloat16,
-            {"attention_dropout": 0.1},
+            {"hidden_size": 64},
+            "attention with capped scores: --attention-backend flex",
+        ),
+        (
+            "gemma2",
+            torch.bfloat16,
+            {"hidden_size": 64, "attention_dropout": 0.1},
             "no kernel here computes capped scores and dropout in bfloat16 (flash-attn: the package",
         ),
     ],
@@ -94,7 +99,10 @@ def test_a_run_says_which_backend_computes_more_than_plain_attention(
 
 def test_a_run_says_what_computes_documents(monkeypatch):
     monkeypatch.setattr(attention, "missing_backends", dict)
-    of = (make("llama"), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
+    odd = (make("llama"), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
+    said = "attention with documents and heads whose width is no multiple of 8 or above 256: --attention-backend flex"
+    assert attention_note(*odd, documents=True) == said
+    of = (make("llama", hidden_size=64), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
     assert attention_note(*of, documents=True) == "attention with documents: --attention-backend flash"
     named = attention_note(*of, "flash-attn", documents=True)
     assert named == "attention with documents: --attention-backend flash-attn"

@@ -14,6 +14,7 @@ DENSE_TOKENS = 2048  # the longest sample for which a mask [b, heads or 1, s, s]
 BAND = 256  # queries of a piece that has a matrix of scores or a bias (models/attention.py)
 DOCUMENTS, WINDOWS, ALIBI, SCALED_ALIBI = "documents", "windows", "ALiBi", "scaled ALiBi"
 CAPS, DROPOUT = "capped scores", "dropout"
+ODD_HEADS = "heads whose width is no multiple of 8 or above 256"
 # Where each want comes from, for errors.
 ASKED_BY = {
     DOCUMENTS: "--reset-attention-mask",
@@ -22,8 +23,10 @@ ASKED_BY = {
     SCALED_ALIBI: "--scaled-alibi",
     CAPS: "--attn-logit-softcapping",
     DROPOUT: "--attention-dropout",
+    ODD_HEADS: "--kv-channels",
 }
 _MASKS = frozenset({DOCUMENTS, WINDOWS, ALIBI, SCALED_ALIBI})
+PLAIN = frozenset({DROPOUT, ODD_HEADS})  # what torch's causal attention takes
 Wants = frozenset[str]
 
 
@@ -54,18 +57,18 @@ class Backend:
 _ALL = (16, 32, 64)
 # Of each device in the order in which ``auto`` prefers them. Plain attention, also with dropout, is torch's choice.
 BACKENDS = (
-    Backend("flash", "cpu", (_MASKS,), _ALL),
-    Backend("math", "cpu", (_MASKS | {CAPS, DROPOUT},), _ALL),
-    Backend("flash", "cuda", (frozenset({DOCUMENTS, WINDOWS}), frozenset({DROPOUT}))),
+    Backend("flash", "cpu", (_MASKS | {ODD_HEADS},), _ALL),
+    Backend("math", "cpu", (_MASKS | PLAIN | {CAPS},), _ALL),
+    Backend("flash", "cuda", (frozenset({DOCUMENTS, WINDOWS}), PLAIN)),
     Backend(
         "flash-attn",
         "cuda",
         tuple(frozenset({DOCUMENTS, WINDOWS, ALIBI, each}) for each in (CAPS, DROPOUT)),
     ),
-    Backend("flex", "cuda", (_MASKS | {CAPS},), (16, 32)),
-    Backend("efficient", "cuda", (_MASKS | {DROPOUT},), (16, 32), dense=True),
+    Backend("flex", "cuda", (_MASKS | {CAPS, ODD_HEADS},), (16, 32)),
+    Backend("efficient", "cuda", (_MASKS | PLAIN,), (16, 32), dense=True),
     Backend("cudnn", "cuda", (frozenset({DROPOUT}),)),
-    Backend("math", "cuda", (_MASKS | {CAPS, DROPOUT},), _ALL),
+    Backend("math", "cuda", (_MASKS | PLAIN | {CAPS},), _ALL),
 )
 TORCH = "torch"  # scaled_dot_product_attention with the kernel that torch prefers
 CHOICES = ("auto", *dict.fromkeys(each.name for each in BACKENDS))
@@ -86,6 +89,7 @@ def wants_of(model: ModelConfig, documents: bool, window: bool | None = None) ->
         SCALED_ALIBI: alibi and model.scaled_alibi,
         CAPS: bool(model.attn_logit_softcapping),
         DROPOUT: bool(model.attention_dropout),
+        ODD_HEADS: model.kv_channels % 8 != 0 or model.kv_channels > 256,
     }
     return frozenset(want for want, asked in held.items() if asked)
 
@@ -126,7 +130,7 @@ def pick(
         raise ValueError(error)
     if choice != "auto":
         return choice
-    if wants <= {DROPOUT}:
+    if wants <= PLAIN:
         return TORCH
     return next(each.name for each in able(wants, bits, length, device) if each.name not in missing)
 
