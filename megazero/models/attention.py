@@ -315,6 +315,7 @@ def _pieces(
         own_q = piece.take(q, piece.queries, groups)
         own_k, own_v = (piece.take(x, piece.keys, groups) for x in (k, v))
         if matrix:
+            assert piece.bias is not None  # every one has it
             with keyed_randomness(q.device, (*key, *piece.name) if key else None):
                 part, row_sums = _matrix_forward(own_q, own_k, own_v, piece.bias, scale, cap, dropout)
         else:
@@ -356,6 +357,7 @@ def _pieces_backward(
         own_k, own_v = (piece.take(x, piece.keys, groups) for x in (k, v))
         row_sums = sums[piece.sample, :, piece.queries].unflatten(0, (groups, -1))
         if matrix:
+            assert piece.bias is not None  # every one has it
             with keyed_randomness(q.device, (*key, *piece.name) if key else None):
                 parts = _matrix_backward(
                     own, own_q, own_k, own_v, own_out, row_sums, piece.bias, scale, cap, dropout
@@ -567,7 +569,8 @@ def _by_flex(
 @lru_cache
 def _flex(compiled: bool) -> Callable[..., Any]:
     """Return flex attention. Uncompiled, it holds all scores."""
-    return torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
+    function: Callable[..., Any] = flex.flex_attention
+    return torch.compile(function, dynamic=False) if compiled else function
 
 
 # --- which of them runs ---------------------------------------------------------------------------------------------
