@@ -1,10 +1,13 @@
-"""Attention that stays within documents (--reset-attention-mask) against plain causal attention: time of a step.
+"""Attention that stays within documents (--reset-attention-mask) or windows against plain causal attention: time and
+memory of a step.
 
-    python benchmarks/document_mask.py [--lengths 512 2048] [--rounds 7] [--recompute none]
+    python benchmarks/document_mask.py [--lengths 4096 8192] [--documents 512 1024 4096] [--rounds 7]
 
 Forward and backward of one micro-batch of a small Llama-like decoder, on CUDA in bf16 where there is a GPU, else on
-one CPU thread in fp32. Documents end every ``--document`` tokens or so. The contestants take turns; ratios are of the
-rounds, median (least to most). ``mask``: bytes of the one mask that all layers of a micro-batch share.
+one CPU thread in fp32. Documents are of about so many tokens, half to one and a half times as many; --windows adds
+layers with windows, --backends others than auto. The contestants take turns; ratios to plain causal attention are of
+the rounds, median (least to most). Memory is the peak above what lay there before the step, of one more step each: on
+CUDA what is allocated, on a CPU what torch's profiler sees allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from benchmarks.gpu_report.setting import wait
-from megazero.data.gpt import document_fields
 from megazero.models import Decoder, make_model
 from megazero.models.positions import Documents
 
@@ -36,31 +38,57 @@ SIZES = {
 
 
 def documents_of(length: int, batch: int, document: int, device: torch.device) -> Documents:
-    """Both flags' fields of made-up documents of about ``document`` tokens."""
-    ends = torch.rand(batch, length, generator=torch.Generator().manual_seed(0)) < 1 / document
-    fields = document_fields(ends.numpy(), reset_position_ids=True, reset_attention_mask=True)
-    ids, starts = (torch.from_numpy(fields[n]).to(device) for n in ("position_ids", "document_starts"))
-    return Documents(ids, starts)
+    """Both flags' fields of made-up documents of ``document`` tokens on average."""
+    generator, starts = torch.Generator().manual_seed(0), torch.zeros(batch, length, dtype=torch.int64)
+    for row in starts:
+        end = 0
+        while end < length:
+            first = end
+            end += int(torch.randint(document // 2, document * 3 // 2 + 1, (), generator=generator))
+            row[first:end] = first
+    return Documents((torch.arange(length) - starts).to(device), starts)
+
+
+def step(decoder: Decoder, tokens: torch.Tensor, documents: Documents | None) -> None:
+    """A forward and a backward. Tables of documents are made anew, as for every micro-batch."""
+    decoder(tokens, tokens, documents=documents).sum().backward()
 
 
 def step_seconds(decoder: Decoder, tokens: torch.Tensor, documents: Documents | None) -> float:
-    """Of a forward and a backward; the mask is made anew, as for every micro-batch. On a CPU seconds of this process,
-    so that others on the machine do not count."""
+    """On a CPU seconds of this process, so that others on the machine do not count."""
     clock = time.perf_counter if tokens.is_cuda else time.process_time
-    fresh = documents and Documents(documents.position_ids, documents.starts)
     wait(tokens.device)
     began = clock()
-    decoder(tokens, tokens, documents=fresh).sum().backward()
+    step(decoder, tokens, documents)
     wait(tokens.device)
     return clock() - began
+
+
+def peak_bytes(decoder: Decoder, tokens: torch.Tensor, documents: Documents | None) -> int:
+    """The most bytes that a step holds above those before it."""
+    if tokens.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(decoder, tokens, documents)
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step(decoder, tokens, documents)
+    held = most = 0
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
 
 
 def main() -> None:
     options = harness.parser(
         __doc__,
-        lengths=[512, 2048],
-        tokens=(2048, "of a micro-batch"),
-        document=256,
+        lengths=[4096, 8192],
+        documents=[512, 1024, 4096],
+        windows=([0], "of the layers; 0: none"),
+        backends=(["auto"], "--attention-backend"),
+        tokens=(8192, "of a micro-batch"),
         rounds=7,
         recompute="none",
     ).parse_args()
@@ -69,19 +97,33 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for length in options.lengths:
         batch = max(1, options.tokens // length)
-        decoder = Decoder(make_model(**SIZES, seq_length=length), recompute=options.recompute, dtype=dtype)
-        decoder.initialize(0)
-        decoder.to(device)
-        tokens = torch.randint(0, 8192, (batch, length), device=device)
-        forms = {"plain": None, "within": documents_of(length, batch, options.document, device)}
-        turns = {name: partial(step_seconds, decoder, tokens, documents) for name, documents in forms.items()}
+        tokens = torch.randint(0, SIZES["vocab_size"], (batch, length), device=device)
+
+        def decoder(window: int, backend: str, length: int = length) -> Decoder:
+            model = make_model(**SIZES, seq_length=length, sliding_window=window or None)
+            made = Decoder(model, recompute=options.recompute, attention_backend=backend, dtype=dtype)
+            made.initialize(0)
+            return made.to(device)
+
+        turns = {"plain causal": partial(step_seconds, decoder(0, "auto"), tokens, None)}
+        for backend in options.backends:
+            for window in options.windows:
+                model = decoder(window, backend)
+                within = f"windows of {window}, " if window else ""
+                for document in (0, *options.documents) if window else options.documents:
+                    packed = documents_of(length, batch, document, device) if document else None
+                    name = f"{backend}: {within}{f'documents of {document}' if document else 'no documents'}"
+                    turns[name] = partial(step_seconds, model, tokens, packed)
         found = harness.take_turns(turns, options.rounds)
-        plain, within = (1e3 * statistics.median(seconds) for seconds in found.values())
-        ratio = harness.spread(harness.ratios(found["within"], found["plain"]), 2)
-        print(
-            f"{batch} x {length} tokens, {device.type}, {options.recompute}: plain causal {plain:.0f} ms, within "
-            f"documents {within:.0f} ms, ratio {ratio}; mask {batch * length**2 * dtype.itemsize / 2**20:.0f} MiB"
-        )
+        peaks = {name: peak_bytes(*turn.args) for name, turn in turns.items()}
+        print(f"{batch} x {length} tokens, {device.type}, recompute {options.recompute}")
+        plain = next(iter(turns))
+        for name, seconds in found.items():
+            ratio = harness.spread(harness.ratios(seconds, found[plain]), 2)
+            print(
+                f"  {name}: {1e3 * statistics.median(seconds):.0f} ms, {ratio} of plain; "
+                f"{peaks[name] / 2**20:.0f} MiB, {peaks[name] / peaks[plain]:.2f} of plain"
+            )
 
 
 if __name__ == "__main__":

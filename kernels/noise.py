@@ -64,10 +64,37 @@ class Noise:
     @property
     def keys(self) -> tuple[int, int]:
         """Return two int32: one is added to the counter, the other is mixed in after the first multiplication."""
-        key = 0
-        for part in (self.seed, self.step, self.stream):
-            key = _finalize(key ^ _finalize(part & 0xFFFFFFFFFFFFFFFF))
-        return signed(key), signed(key >> 32)
+        return stream_keys(self.seed, self.step, self.stream)
+
+
+def stream_keys(*name: int) -> tuple[int, int]:
+    """Return the keys of the stream of this name, as ``Noise.keys``."""
+    key = 0
+    for part in name:
+        key = _finalize(key ^ _finalize(part & 0xFFFFFFFFFFFFFFFF))
+    return signed(key), signed(key >> 32)
+
+
+def hash_words(
+    word: torch.Tensor, key: int | torch.Tensor, scratch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Hash int32 ``word`` in place, and return it. They are counters, the stream's first key added.
+
+    ``key`` is the stream's second. ``scratch`` is another int32 tensor of at least that many elements to use.
+    """
+    _fold(word, 16, scratch)
+    word.mul_(0x7FEB352D).bitwise_xor_(key)
+    _fold(word, 15, scratch)
+    word.mul_(signed(0x846CA68B))
+    _fold(word, 16, scratch)
+    return word
+
+
+def _fold(word: torch.Tensor, bits: int, scratch: torch.Tensor | None) -> None:
+    """Compute word ^= word >> bits as if unsigned, because torch shifts int32 with its sign."""
+    out = None if scratch is None else scratch[: word.numel()]
+    shifted = torch.bitwise_right_shift(word, bits, out=out)
+    word.bitwise_xor_(shifted.bitwise_and_((1 << (32 - bits)) - 1))
 
 
 def launch_arguments(noise: Noise | None) -> tuple[int, int, int]:
@@ -101,18 +128,8 @@ class Draws:
             signed((self.noise.start + at) // 2 + self.keys[0]),
             out=self.word[: n // 2],
         )
-        self._fold(word, 16)
-        word.mul_(0x7FEB352D).bitwise_xor_(self.keys[1])
-        self._fold(word, 15)
-        word.mul_(signed(0x846CA68B))
-        self._fold(word, 16)
-        word.bitwise_or_(0x00010001)
+        hash_words(word, self.keys[1], self.shifted).bitwise_or_(0x00010001)
         return self.values[:n].copy_(word.view(torch.int16))
-
-    def _fold(self, word: torch.Tensor, bits: int) -> None:
-        """Compute word ^= word >> bits as if unsigned, because torch shifts int32 with its sign."""
-        shifted = torch.bitwise_right_shift(word, bits, out=self.shifted[: word.numel()])
-        word.bitwise_xor_(shifted.bitwise_and_((1 << (32 - bits)) - 1))
 
 
 @jit

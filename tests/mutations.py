@@ -452,8 +452,8 @@ megazero/models/rotary.py
 - (x[..., ::2], x[..., 1::2]) if interleaved else
 + (x[..., 1::2], x[..., ::2]) if interleaved else
   neighbouring channels turn the wrong way
-- return _rotated(grad, cos, sin, -1, ctx.interleaved)
-+ return _rotated(grad, cos, sin, -1, False)
+- return _rotated(grad, cos, -sin, ctx.interleaved)
++ return _rotated(grad, cos, -sin, False)
   gradients of neighbouring channels are turned as halves
 
 megazero/families/config_json/rotary_fields.py
@@ -461,15 +461,25 @@ megazero/families/config_json/rotary_fields.py
 + implied = "factor" in rope
   Phi-3's factor is asked for, and no published file has it
 
-megazero/models/positions.py
-- at - (window - 1)
-+ at - window
+megazero/models/attention.py
+- distance <= -self.window
++ distance < -self.window
   a window has a token more
-
-megazero/models/layer.py
-- (soft_cap(scores, cap) + mask)
-+ soft_cap(scores + mask, cap)
-  hidden keys have the lowest score instead of none
+- max(first, query - back + 1)
++ max(first, query - back + 2)
+  the first query of a band misses the oldest key of its window
+- key < query or stop - query > back
++ key < query
+  the first band of a document has no window
+- 1 - bounded.square_()
++ 1 - bounded
+  capped scores have another gradient
+- clear = -(-first[:, last] // FLEX_BLOCK)
++ clear = first[:, last] // FLEX_BLOCK
+  flex attention sees hidden keys of blocks in which a document or window begins
+- causal=True
++ causal=False
+  flash-attn sees later keys
 
 megazero/convert/check.py
 - kinds.index(kind) + 1

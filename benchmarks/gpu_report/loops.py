@@ -18,6 +18,7 @@ from megazero import zero
 from megazero.config import World, make_config
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.models import Decoder, ModelConfig
+from megazero.models.compilation import compile_layers
 from megazero.train import parallelize
 
 Step = Callable[[], Any]
@@ -69,9 +70,12 @@ def ours(
     dtype: torch.dtype = torch.bfloat16,
     mesh: Mesh | None = None,
     policy: zero.Policy | None = None,
+    compiled: bool = False,
 ) -> tuple[Step, zero.Engine]:
-    """A step of megazero on one rank, or on ``mesh``."""
+    """A step of megazero on one rank, or on ``mesh``. compiled: as with --compile."""
     model = Decoder(size.config, recompute=recompute, device="meta", dtype=dtype)
+    if compiled:
+        compile_layers(model, compile_backend(device))
     shapes = dict(model.named_parameters())
     mesh = mesh or create_mesh(device=device)
     engine = zero.shard(
@@ -91,6 +95,11 @@ def ours(
         engine.step()
 
     return step, engine
+
+
+def compile_backend(device: torch.device) -> str:
+    """What inductor writes for a CPU takes minutes to compile."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
 
 
 def pipelined(size: Size, device: torch.device, mesh: Mesh, policy: zero.Policy) -> tuple[Step, zero.Engine]:

@@ -1,8 +1,9 @@
 """Training of decoders of 1B and 3B parameters on one card: tokens per second, share of the peak, peak memory.
 
-megazero's engine, the same decoder in a plain torch loop, that loop with its modules compiled, and transformers'
-LlamaForCausalLM of the same sizes in that loop; all bf16 with an fp32 master, fused AdamW, clipping, one micro-batch
-a step. FLOPs are megazero/config/model/parameters.py's for all: recompute is not counted.
+megazero's engine, with --compile and without; the same decoder in a plain torch loop, with its modules compiled and
+without; under FSDP2 as torchtitan has it (blocks compiled, then sharded); and transformers' LlamaForCausalLM of the
+same sizes in the plain loop. All compute in bf16 with an fp32 master, fused AdamW, clipping, one micro-batch a step.
+FLOPs are megazero/config/model/parameters.py's for all: recompute is not counted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_report import loops
 from benchmarks.gpu_report.loops import Size, Step
@@ -44,7 +48,8 @@ def run(setting: Setting, record: Record, size: Size) -> None:
         with record.attempt(size=size.name, layers=size.layers, contestant=name, recompute=recompute) as row:
             if setting.left < setting.pick(10, 0):
                 raise Skip("the piece's time was over")
-            row |= measure(lambda build=build: build(setting.device), size, setting, ours=name == "megazero")
+            ours = name.startswith("megazero")
+            row |= measure(lambda build=build: build(setting.device), size, setting, ours)
         free(setting.device)
         torch.compiler.reset()
 
@@ -57,8 +62,7 @@ def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device],
         if compiled:
             assert model.embedding is not None and model.head is not None
             for module in (model.embedding, *model.layers.values(), model.head):
-                # What inductor writes for a CPU takes minutes to compile.
-                module.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+                module.compile(backend=loops.compile_backend(device))
         return loops.plain(size, device, model, lambda tokens: model(tokens, tokens).sum())
 
     for recompute in RECOMPUTE:
@@ -66,7 +70,30 @@ def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device],
         yield "plain torch", recompute, lambda device, r=recompute: plain(device, r)
         if recompute != "selective":
             yield "transformers", recompute, lambda device, r=recompute: _transformers(size, device, r)
-    yield "plain torch, compiled", "none", lambda device: plain(device, "none", compiled=True)
+    for recompute in ("none", "full"):
+        yield (
+            "megazero, compiled",
+            recompute,
+            lambda device, r=recompute: loops.ours(size, device, r, compiled=True)[0],
+        )
+        yield "plain torch, compiled", recompute, lambda device, r=recompute: plain(device, r, compiled=True)
+    for recompute in ("none", "full"):  # last: it leaves a process group
+        yield "FSDP2, compiled", recompute, lambda device, r=recompute: _fsdp2(size, device, r)
+
+
+def _fsdp2(size: Size, device: torch.device, recompute: str) -> Step:
+    """Each block compiled whole, then sharded, on this one rank; fp32 parameters, cast to bf16 for the gather."""
+    model = loops.decoder(size, device, recompute, dtype=torch.float32)
+    for name, layer in list(model.layers.items()):
+        model.layers[name] = torch.compile(layer, backend=loops.compile_backend(device), fullgraph=True)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1,))
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    return loops.plain(size, device, model, lambda tokens: model(tokens, tokens).sum())
 
 
 def _transformers(size: Size, device: torch.device, recompute: str) -> Step:

@@ -14,6 +14,7 @@ from megazero.config.layout import pipeline_rules, wire_rules
 from megazero.config.layout.shards import AUTO
 from megazero.config.model import rules as model_rules
 from megazero.config.model.architecture import architecture_of
+from megazero.config.model.attention import refusal, wants_of
 from megazero.config.model.published import is_published
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
@@ -204,6 +205,14 @@ def _vocabulary(config: RunConfig) -> Iterator[str]:
         yield "the vocabulary is unknown: give --tokenizer-type and --tokenizer-model, or --vocab-size"
 
 
+def _compiled(config: RunConfig) -> Iterator[str]:
+    if config.training.compile and config.model.attention_dropout:
+        yield (
+            f"--compile does not take --attention-dropout {config.model.attention_dropout:g}, whose masks torch's "
+            "attention draws from a generator; nearest: --attention-dropout 0"
+        )
+
+
 def _loss_scale(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     least, first = precision.min_loss_scale, precision.initial_loss_scale
@@ -279,7 +288,19 @@ def _planned(config: RunConfig) -> Iterator[str]:
 
 
 _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
+
+
 # (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
+def _attention(config: RunConfig) -> Iterator[str]:
+    """Report a backend that does not compute what the model and the data want, on any device or on the one that is
+    asked for."""
+    device = None if config.training.device == "auto" else config.training.device
+    bits = int(config.precision.params_dtype[2:])
+    wants = wants_of(config.model, config.data.reset_attention_mask)
+    if error := refusal(config.training.attention_backend, wants, bits, config.model.seq_length, device):
+        yield error
+
+
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
         ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -322,6 +343,11 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((), _data),
     (("tokenizer_type", "vocab_size", "tokenizer_model"), _vocabulary),
     (("profile_step_start", "profile_step_end", "profile_ranks"), _profiled_steps),
+    (
+        ("attention_backend", "params_dtype", "device", "seq_length", "sliding_window", "attention_dropout"),
+        _attention,
+    ),
+    (("attention_dropout",), _compiled),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (("save_retain_interval", "save_copy_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),

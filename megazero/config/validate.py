@@ -15,7 +15,7 @@ from megazero.config.model.published import is_published
 from megazero.config.model.rules import conditions
 from megazero.config.options.fields import fault, without_effect
 from megazero.config.options.optimizers import optimizer_conditions
-from megazero.config.options.sections import ZeroConfig
+from megazero.config.options.sections import INDUCTOR, ZeroConfig
 from megazero.config.rules import RULES, batch_multiples
 from megazero.config.run import RunConfig, World, all_options
 from megazero.families import FAMILIES
@@ -52,7 +52,7 @@ def ignored(config: RunConfig) -> list[str]:
 
 def _own(name: str) -> bool:
     """Tell whether an option is megazero's own, so that no script of Megatron's gives it."""
-    return name.startswith(("zero_", "spike_")) or name in OWN
+    return name.startswith(("zero_", "spike_", "compile_")) or name in OWN
 
 
 # What may follow from options that are not legal; where it was said itself, it is judged when these are right.
@@ -102,6 +102,9 @@ def _conditions_of_training(config: RunConfig) -> Iterator[Condition]:
     yield ["data_cache_path"], not config.data.mock_data, "--data-path instead of --mock-data"
     yield ["tokenizer_model", "vocab_file", "merge_file"], tokenized, "--tokenizer-type"
     yield ["eval_interval", "eval_at_start"], config.training.eval_iters > 0, "--eval-iters above 0"
+    yield ["compile_backend"], config.training.compile, "--compile"
+    inductor = config.training.compile and config.training.compile_backend == INDUCTOR
+    yield ["compile_cache"], inductor, "--compile with inductor"
     yield list(OF_PIPELINES), pipelines, "--pipeline-model-parallel-size above 1"
 
 

@@ -9,7 +9,7 @@ with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,8 +22,10 @@ from megazero.config.model.parameters import head_copies, of_own_heads
 from megazero.config.model.rules import check_model
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.sections import RECOMPUTE
+from megazero.families.layer_kinds import layer_kind
+from megazero.models.dropout import NO_DROPOUT, dropout_of_layers, key_words, keyed_dropout, sharded_key
 from megazero.models.initialization import init_tensor
-from megazero.models.layer import DecoderLayer, keyed_dropout, make_norm, sharded_key, soft_cap
+from megazero.models.layer import DecoderLayer, make_norm, soft_cap
 from megazero.models.placements import decoder_placements, replicated_names
 from megazero.models.positions import Documents, Positions
 from megazero.pp.partition import StageSpec, partition
@@ -80,7 +82,7 @@ class Embedding(nn.Module):
         if dropout_key is None or not self.training:
             return x
         key = sharded_key((dropout_key, _EMBEDDING, 0), self.tp, sharded=self.tp.sharded_sequence)
-        return keyed_dropout(x, self.config.hidden_dropout, key)
+        return keyed_dropout(x, self.config.hidden_dropout, key_words([key], x.device)[0])
 
 
 class Head(nn.Module):
@@ -134,6 +136,7 @@ class Decoder(nn.Module):
         tp: TensorParallel | None = None,
         *,
         recompute: str = "none",
+        attention_backend: str = "auto",
         z_loss: float = 0.0,
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
@@ -143,6 +146,7 @@ class Decoder(nn.Module):
 
         recompute: what the backward computes again instead of keeping it: "none", the "selective" core of attention,
             or "full" layers.
+        attention_backend: what computes attention (--attention-backend).
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
@@ -155,16 +159,12 @@ class Decoder(nn.Module):
             raise ValueError(f"recompute = {recompute!r} is none of {', '.join(RECOMPUTE)}")
         self.stages = tuple(stages or partition(config.num_layers, 1))
         factory = {"device": device, "dtype": dtype}
-        positions = Positions(config, tp)
+        self.positions = Positions(config, tp, attention_backend)
         first, last = any(s.embedding for s in self.stages), any(s.head for s in self.stages)
         self.embedding = Embedding(config, tp, **factory) if first else None
         # By number in the whole model, so that names do not depend on the layout.
         self.layers = nn.ModuleDict(
-            {
-                str(i): DecoderLayer(config, tp, positions, i, recompute, **factory)
-                for s in self.stages
-                for i in s.layers
-            }
+            {str(i): DecoderLayer(config, tp, recompute, **factory) for s in self.stages for i in s.layers}
         )
         self.tied = not config.untie_embeddings_and_output_weights
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
@@ -207,11 +207,31 @@ class Decoder(nn.Module):
         if stage.embedding:
             assert self.embedding is not None
             x = self.embedding(x, dropout_key, documents)
-        for index in stage.layers:
-            x = self.layers[str(index)](x, dropout_key, documents)
+        x = self.run_layers(stage.layers, x, dropout_key, documents)
         if stage.head:
             assert self.head is not None
             x = self.head(x, labels)
+        return x
+
+    def run_layers(
+        self,
+        indices: Iterable[int],
+        x: Tensor,
+        dropout_key: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Run the layers of these numbers on activations ``x`` [s, b, h], or their slice under sequence parallel.
+        The result has the same shape. Tables of positions and masks are made before, once for all of them,
+        and so are the keys of their dropout.
+        """
+        kinds = {index: layer_kind(self.config, index) for index in indices}
+        length = x.shape[0] * (self.tp.size if self.tp.sharded_sequence else 1)
+        tables = self.positions.tables(kinds.values(), length, x, documents)
+        dropout = {}
+        if self.training and dropout_key is not None:
+            dropout = dropout_of_layers(self.config, self.tp, dropout_key, kinds, x.device)
+        for index, kind in kinds.items():
+            x = self.layers[str(index)](x, tables[kind], dropout.get(index, NO_DROPOUT))
         return x
 
     @torch.no_grad()

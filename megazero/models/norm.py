@@ -142,5 +142,9 @@ def split_rms_norm(
     """
     if tp.size == 1:
         return tuple(norm(x) for norm, x in zip(norms, inputs, strict=True))
-    weights = (norm.factor for norm in norms)
-    return _SplitRMSNorm.apply(tp, norms[0].eps, len(inputs), *inputs, *weights)
+    return _split_rms_norm(tp, norms[0].eps, len(inputs), *inputs, *(norm.factor for norm in norms))
+
+
+@torch._disable_dynamo
+def _split_rms_norm(tp: TensorParallel, eps: float, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return _SplitRMSNorm.apply(tp, eps, count, *tensors)

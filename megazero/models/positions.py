@@ -1,18 +1,24 @@
-"""Tables of rotary positions and ALiBi biases (Press et al. 2022), computed on first use."""
+"""Tables of rotary positions and of attention, with ALiBi (Press et al. 2022), made before the layers that use them.
+
+Layers receive them as arguments, so a layer is a function of its inputs: a recompute sees the same tensors, and
+torch.compile traces no cache.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megazero.config.model.attention import ALIBI, wants_of
 from megazero.config.model.section import ModelConfig
 from megazero.families.layer_kinds import LayerKind
-from megazero.models.rotary import Rotate, rotary_tables
+from megazero.models.attention import AttentionTables, Masking, choose, make_tables
+from megazero.models.rotary import channel_cosines, rotary_tables
 from megazero.tp import TensorParallel
 
 
@@ -24,123 +30,130 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def outside(length: int, window: int | None, starts: Tensor | None, device: torch.device) -> Tensor:
-    """Return bool [b or 1, 1, length, length], True for keys that a query must not see.
-
-    They are later ones, those before the window of ``window`` tokens that ends with the query, and those before where
-    the query's document begins (``starts``, int64 [b, length]).
-    """
-    at = torch.arange(length, device=device)
-    first = at.new_zeros(1, length) if starts is None else starts
-    if window is not None:
-        first = torch.maximum(first, at - (window - 1))
-    return ((at > at[:, None]) | (at < first.unsqueeze(-1))).unsqueeze(1)
-
-
+@dataclass(frozen=True)
 class Documents:
-    """The documents packed in one micro-batch's samples. Layers share what they compute from them.
+    """The documents packed in one micro-batch's samples.
 
     position_ids: int64 [b, s], the position of each token within its document. None means within the sample.
     starts: int64 [b, s], where in the sample each token's document begins, and attention with it. None means
-    that attention crosses documents.
+    that attention crosses documents. It belongs on the host, where tables are made of it.
     """
 
-    def __init__(self, position_ids: Tensor | None = None, starts: Tensor | None = None) -> None:
-        self.position_ids, self.starts = position_ids, starts
-        self._made: dict[Hashable, Any] = {}
+    position_ids: Tensor | None = None
+    starts: Tensor | None = None
 
-    def shared(self, kind: Hashable, x: Tensor, compute: Callable[[], Any]) -> Any:
-        """Return ``compute``'s result, computed for the first layer that asks, for the device and dtype of ``x``."""
-        key = (kind, x.device, x.dtype)
-        if key not in self._made:
-            with torch.no_grad():
-                self._made[key] = compute()
-        return self._made[key]
+
+class LayerTables(NamedTuple):
+    """What the layers of one kind are given for one micro-batch, on the device and in the dtype of activations.
+
+    rotary: cosines [s, b or 1, 1, kv_channels] and sines [s, b or 1, 1, rotary_channels / 2], as Rotate takes them.
+    None without rotary positions.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None
+    attention: AttentionTables
 
 
 class Positions:
-    """Position tables and masks of one decoder, for samples of one length at a time. Layers share them.
-
-    They are a cache, neither parameters nor state.
+    """Makes the tables of one decoder. Those that all micro-batches share are kept, for samples of one length, device
+    and dtype at a time: generation and ramps have many lengths. backend: --attention-backend.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        self.config, self.tp = config, tp
-        self._length = 0
-        self._cache: dict[Hashable, Any] = {}
+    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: str = "auto") -> None:
+        self.config, self.tp, self.backend = config, tp, backend
+        self._like: Hashable = None
+        self._kept: dict[Hashable, Any] = {}
 
-    def _cached(self, kind: Hashable, x: Tensor, compute: Callable[[int], Any]) -> Any:
-        if (
-            self._length != x.shape[0]
-        ):  # masks grow with its square, and generation and ramps have many lengths
-            self._length, self._cache = x.shape[0], {}
-        key = (kind, x.device, x.dtype)
-        if key not in self._cache:
-            with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved
-                self._cache[key] = compute(x.shape[0])
-        return self._cache[key]
+    def tables(
+        self, kinds: Iterable[LayerKind], length: int, like: Tensor, documents: Documents | None = None
+    ) -> dict[LayerKind, LayerTables]:
+        """Return the tables of each kind of layer, for samples of ``length`` tokens, on the device and in the dtype
+        of ``like``. Kinds share what is equal.
+        """
+        if self._like != (length, like.device, like.dtype):
+            self._like, self._kept = (length, like.device, like.dtype), {}
+        packed: dict[Hashable, Any] = {}
+        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved
+            return {
+                kind: LayerTables(
+                    self._rotary(kind, length, like, documents, packed) if kind.rotary else None,
+                    self._attention(kind, length, like, documents, packed),
+                )
+                for kind in dict.fromkeys(kinds)
+            }
 
-    def rotate(self, x: Tensor, kind: LayerKind, documents: Documents | None = None) -> Tensor:
-        """Apply rotary positions to x [s, b, heads, d]. They are 0 .. s-1 unless ``documents`` says others. The
-        tables are computed in fp64. A scaling that depends on the length depends on s, not on documents. Layers with
-        the same base and scaling share them.
+    def _rotary(
+        self,
+        kind: LayerKind,
+        length: int,
+        like: Tensor,
+        documents: Documents | None,
+        packed: dict[Hashable, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Positions are 0 .. s-1 unless ``documents`` says others. Tables are computed in fp64. A scaling that
+        depends on the length depends on s, not on documents. Layers with the same base and scaling share them.
         """
         name = ("rope", kind.rotary_base, kind.rotary_scaling)
 
-        def tables(length: int) -> list[Tensor]:
+        def of_samples() -> tuple[Tensor, Tensor]:
             own = replace(self.config, rotary_base=kind.rotary_base, rotary_scaling=kind.rotary_scaling)
-            return [table[:, None, None].to(x) for table in rotary_tables(own, length)]
+            cos, sin = rotary_tables(own, length)
+            cos = channel_cosines(cos, own.kv_channels, own.rotary_interleaved)
+            return cos[:, None, None].to(like), sin[:, None, None].to(like)
 
-        own = self._cached(name, x, tables)
-        if documents is not None and documents.position_ids is not None:
-            every, ids = own, documents.position_ids.t()
-            own = documents.shared(name, x, lambda: [table[:, 0, 0][ids].unsqueeze(2) for table in every])
-        return Rotate.apply(x, *own, self.config.rotary_interleaved)
+        cos, sin = _once(self._kept, name, of_samples)
+        if documents is None or documents.position_ids is None:
+            return cos, sin
+        ids = documents.position_ids.t()
+        return _once(packed, name, lambda: (cos[:, 0, 0][ids].unsqueeze(2), sin[:, 0, 0][ids].unsqueeze(2)))
 
-    def mask(self, x: Tensor, kind: LayerKind, documents: Documents | None = None) -> Tensor | None:
-        """Return the additive attention mask for x [s, b, heads, d], or None if the causal mask of torch suffices.
-
-        The mask of ALiBi is [1, heads of this rank, s, s]: slope * (key - query), and -inf above the diagonal. With
-        scaled_alibi, slope * key is rounded to bf16 and scaled as scores are. With a window that is shorter than s,
-        or scores that are capped before the mask, it is [1, 1 or heads, s, s]; where attention stays within
-        documents, [b, 1 or heads, s, s]. It is -inf outside of window and documents. Layers with the same window
-        share it; with documents, those of one micro-batch.
-        """
-        length = x.shape[0]
-        bias = self._alibi(x) if self.config.position_embedding_type == "alibi" else None
+    def _attention(
+        self,
+        kind: LayerKind,
+        length: int,
+        like: Tensor,
+        documents: Documents | None,
+        packed: dict[Hashable, Any],
+    ) -> AttentionTables:
+        """Layers with the same window share theirs; with documents, those of one micro-batch."""
+        config = self.config
         window = kind.window if kind.window is not None and kind.window < length else None
         starts = None if documents is None else documents.starts
-        if starts is None and window is None and (bias is not None or not self.config.attn_logit_softcapping):
-            return bias
+        wants = wants_of(config, starts is not None, window is not None)
+        backend = _once(
+            self._kept,
+            ("backend", wants),
+            lambda: choose(self.backend, wants, like.dtype, length, like.device),
+        )
 
-        def within(length: int = length) -> Tensor:
-            around = x.new_zeros(()) if bias is None else bias
-            hidden = outside(length, window, starts, x.device)
-            return torch.where(hidden, -torch.inf, around).to(x.dtype)
+        def made() -> AttentionTables:
+            slopes, steps = (
+                _once(self._kept, "alibi", lambda: self._alibi(length, like))
+                if ALIBI in wants
+                else (None, None)
+            )
+            masking = Masking(
+                config.attention_scale, config.attn_logit_softcapping, window, starts, slopes, steps
+            )
+            return make_tables(masking, backend, length, like)
 
-        if starts is None or documents is None:
-            return self._cached(("mask", window), x, within)
-        return documents.shared(("mask", window), x, within)
+        return _once(self._kept if starts is None else packed, ("attention", window), made)
 
-    def _alibi(self, x: Tensor) -> Tensor:
-        def bias(length: int) -> Tensor:
-            """Return the additive bias of scores, [1, heads of this rank, length, length], with -inf for later
-            keys."""
-            heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
-            slopes = alibi_slopes(self.config.num_attention_heads)[
-                self.tp.rank * heads : (self.tp.rank + 1) * heads
-            ]
-            at = torch.arange(length, device=x.device)
-            wide = torch.promote_types(x.dtype, torch.float32)
-            if self.config.scaled_alibi:
-                # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
-                rounded = (slopes.to(at.device, torch.bfloat16)[:, None] * at).to(wide)
-                rounded *= self.config.attention_scale
-                biases = rounded[:, None, :] - rounded[:, :, None]
-            else:
-                distance = (at[None, :] - at[:, None]).to(wide)
-                biases = slopes.to(distance)[:, None, None] * distance
-            later = at[None, :] > at[:, None]
-            return biases.masked_fill_(later, -torch.inf)[None].to(x.dtype)
+    def _alibi(self, length: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the slopes of this rank's heads, or scaled ALiBi's steps, as in Masking."""
+        heads = self.tp.share(self.config.num_attention_heads, "num_attention_heads")
+        slopes = alibi_slopes(self.config.num_attention_heads)[
+            self.tp.rank * heads : (self.tp.rank + 1) * heads
+        ].to(like.device)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        if not self.config.scaled_alibi:
+            return slopes.to(wide), None
+        # Falcon's slopes and products are bf16; the difference to the query's own changes no softmax.
+        steps = (slopes.bfloat16()[:, None] * torch.arange(length, device=like.device)).to(wide)
+        return None, steps * self.config.attention_scale
 
-        return self._cached("alibi", x, bias)
+
+def _once(made: dict[Hashable, Any], name: Hashable, compute: Callable[[], Any]) -> Any:
+    if name not in made:
+        made[name] = compute()
+    return made[name]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.config.model.section import ModelConfig
@@ -118,11 +119,19 @@ def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     return angles.cos() * factor, angles.sin() * factor
 
 
-class Rotate(torch.autograd.Function):
-    """Rotate pairs of the first r channels, where r is twice the tables' width. The others pass.
+def channel_cosines(cos: Tensor, channels: int, interleaved: bool) -> Tensor:
+    """Return the cosine of each of a head's ``channels``, [..., channels], from those of its pairs. It is 1 for
+    channels that do not turn."""
+    both = cos.repeat_interleave(2, -1) if interleaved else torch.cat((cos, cos), -1)
+    return F.pad(both, (0, channels - both.shape[-1]), value=1.0)
 
-    Pairs are (i, i + r/2), or neighbours (2i, 2i + 1) if ``interleaved``. The backward is the rotation back, times
-    the tables' factor. It saves the tables only.
+
+class Rotate(torch.autograd.Function):
+    """Rotate pairs of the first r channels of x [s, b, heads, d], where r is twice the width of ``sin``.
+
+    Pairs are (i, i + r/2), or neighbours (2i, 2i + 1) if ``interleaved``. ``cos`` has each channel's own cosine, 1
+    for those that pass (``channel_cosines``). The backward is the rotation back, times the tables' factor. It saves
+    the tables only.
 
     Forward and backward of [512, 4, 16, 64] in fp32 on one CPU thread take 10.5 ms, against 15.6 ms for
     x * cos + rotate_half(x) * sin with autograd.
@@ -132,22 +141,23 @@ class Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotated(x, cos, sin, 1, interleaved)
+        return _rotated(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, -1, ctx.interleaved), None, None, None
+        return _rotated(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int, interleaved: bool) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rotary = 2 * cos.shape[-1]
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if torch.compiler.is_compiling():  # where a product has the strides of x, whatever ``out`` has
+        out = x.contiguous() * cos
+    else:  # gradients come as attention lays them out: a copy to [s, b, heads, d] would cost 1.4 of 1.2 ms
+        out = torch.mul(x, cos, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    rotary = 2 * sin.shape[-1]
     (x1, x2), (out1, out2) = (_pairs(each[..., :rotary], interleaved) for each in (x, out))
-    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-direction)
-    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=direction)
-    if rotary < x.shape[-1]:
-        out[..., rotary:] = x[..., rotary:]
+    out1.addcmul_(x2, -sin)  # not value=-1, of which torch.compile makes a fused multiply-add: other bits
+    out2.addcmul_(x1, sin)
     return out
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
+from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import layer_kinds
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, module_parameters
@@ -30,8 +31,9 @@ class LayerActivations:
 def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> LayerActivations:
     """Return what a layer keeps for its backward on one rank, whose elements have ``width`` bytes.
 
-    on_host: on CPUs dropout keeps its mask in the activations' dtype, and attention with dropout has no fused kernel,
-    so its scores, their mask and their product stay, in at least fp32.
+    on_host: on CPUs torch has no fused kernel for attention with dropout, so its scores, their mask and their product
+    stay, in at least fp32. Matrix products in bands of queries keep no more than fused kernels do; in the backward
+    they hold the matrices of one band.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
@@ -43,16 +45,13 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     streams = max(4, 2 + len(LAYER_NORMS[model.transformer_block_type]))
     matrices = streams * stream + 3 * q + 2 * kv + (4 if model.gated_mlp else 2) * ffn
     matrices += q + kv if model.qk_norm != "none" else 0
-    masks = 2 * stream * (width if on_host else 1) if model.hidden_dropout else 0.0
-    wide, pairs = max(width, 4), tokens * heads * model.seq_length
-    dropped = (width if on_host else 1) + width if model.attention_dropout else 0  # the mask and the product
-    scores, transient = 0.0, 0.0
-    if model.attn_logit_softcapping:
-        # tanh, softmax and, where it is narrower, that in the activations' dtype
-        scores = pairs * (2 * wide + (width if width < wide else 0) + dropped)
-        transient = 2 * pairs * wide  # gradients of scores
-    elif on_host and model.attention_dropout:
-        scores = 3 * pairs * wide
+    masks = 2 * stream if model.hidden_dropout else 0.0  # a byte an element
+    wide, pairs = max(width, 4), heads * model.seq_length
+    backend = _backend(config, width, on_host)
+    scores = 3 * tokens * pairs * wide if on_host and backend == TORCH and model.attention_dropout else 0.0
+    # Scores, their softmax, and the gradients of both; tanh of capped ones.
+    held = 5 if model.attn_logit_softcapping else 4
+    transient = held * min(BAND, model.seq_length) * pairs * wide if backend == "math" else 0.0
     whole = tokens * (width * matrices + masks + 4 * heads) + scores
     gradients = tokens * width * (2 * ffn + 2 * model.hidden_size) + transient
     if config.training.recompute_granularity == "full":
@@ -84,10 +83,13 @@ def activations(
     always = 0.0
     if config.parallel.pipeline_model_parallel_size > 1:
         always += 4 * stream  # messages under way, both directions
-    if config.data.reset_attention_mask:  # masks are of one micro-batch, whose layers of a stage share them
-        one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
-    else:
-        always += width * mask_elements(config, [i for s in stages for i in s.layers])
+    if needs_mask(model, _backend(config, width, on_host), config.data.reset_attention_mask):
+        if (
+            config.data.reset_attention_mask
+        ):  # masks are of one micro-batch, whose layers of a stage share them
+            one += width * sum(mask_elements(config, s.layers) for s in stages) / len(stages)
+        else:
+            always += width * mask_elements(config, [i for s in stages for i in s.layers])
     first, last = any(s.embedding for s in stages), any(s.head for s in stages)
     raw = {kind: width * _largest_gradient(model, tp, kind) for kind in (EMBEDDING, LAYER, HEAD)}
     waiting = raw[HEAD] if first and last and not model.untie_embeddings_and_output_weights else 0.0
@@ -110,15 +112,20 @@ def activations(
 
 
 def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
-    """Return the elements of the masks that a rank with these layers holds (models/positions.py)."""
+    """Return the elements of the masks that a rank with these layers holds, if its backend needs them."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     alibi, packed = model.position_embedding_type == "alibi", config.data.reset_attention_mask
     kinds = {kind.window for kind in layer_kinds(model, layers)}
     windows = {window if window and window < model.seq_length else None for window in kinds}
-    if not (alibi or packed or model.attn_logit_softcapping):  # torch's kernels need no mask to be causal
+    if not (alibi or packed):  # torch's kernels need no mask to be causal
         windows.discard(None)
     each = (model.num_attention_heads / tp if alibi else 1) * (config.batch.micro_batch_size if packed else 1)
     return len(windows) * each * model.seq_length**2
+
+
+def _backend(config: RunConfig, width: int, on_host: bool) -> str:
+    choice, documents = config.training.attention_backend, config.data.reset_attention_mask
+    return planned(config.model, choice, documents, 8 * width, on_host)
 
 
 def _largest_gradient(model: ModelConfig, tp: int, kind: str) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config import RunConfig
+from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTRA, AxisSpec
@@ -113,13 +114,15 @@ class Compute:
             model.hidden_size,
             model.ffn_hidden_size,
         )
-        # Where a mask says what is hidden, or scores are capped, kernels compute the other half, too.
-        masked = model.position_embedding_type == "alibi" or self.config.data.reset_attention_mask
-        kinds, length = layer_kinds(model), model.seq_length
-        windowed = sum(kind.window is not None and kind.window < length for kind in kinds) / len(kinds)
-        whole = 1.0 if masked or model.attn_logit_softcapping else windowed
+        kinds, length, documents = layer_kinds(model), model.seq_length, self.config.data.reset_attention_mask
+        # Keys of a query. With a mask kernels compute the hidden half, too; documents' lengths are not known.
+        choice, on_host = self.config.training.attention_backend, self.cluster.on_host
+        backend = planned(model, choice, documents, 8 * self.width, on_host)
+        dense = needs_mask(model, backend, documents)
+        windows = [length / 2 if kind.window is None else kind.window + BAND for kind in kinds]
+        keys = length if dense else sum(min(length / 2, each) for each in windows) / len(kinds)
         matrices = 2 * tokens * model.layer_matrix_numel / tp
-        attention = 2 * (1 + whole) * tokens * model.seq_length * q / tp
+        attention = 4 * tokens * keys * q / tp
         streams = h / (tp if self.sharded else 1)
         moved = 10 * streams + (4 * (q + kv) + (5 if model.gated_mlp else 2) * ffn) / tp
         return Sizes(matrices, attention, moved * tokens * self.width, model.layer_matrix_numel / tp)

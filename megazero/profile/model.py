@@ -8,7 +8,6 @@ layers of width 256 on 4 ranks: 10,000 page faults of 2 us each, 5 to 10% of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
 from typing import Any
 
 import torch
@@ -103,7 +102,10 @@ def _tried(
     def attempt() -> None:
         dtype = DTYPES[config.precision.params_dtype]
         whole = StageSpec(0, 0, range(min(STACK, config.model.num_layers)), True, True)
-        decoder = Decoder(config.model, tp, stages=[whole], device=device, dtype=dtype)
+        backend = config.training.attention_backend
+        decoder = Decoder(
+            config.model, tp, attention_backend=backend, stages=[whole], device=device, dtype=dtype
+        )
         decoder.initialize(config.training.seed)
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout) > 0
         calls = _calls(decoder, samples, config.model.seq_length, 1 if dropout else None)
@@ -141,7 +143,7 @@ def _calls(decoder: Decoder, samples: int, length: int, key: int | None) -> dict
     x = embedding(tokens, key).detach().requires_grad_()
 
     def layers(x: Tensor) -> Tensor:
-        return reduce(lambda y, layer: layer(y, key), decoder.layers.values(), x)
+        return decoder.run_layers(decoder.stages[0].layers, x, key)
 
     return {
         EMBEDDING: lambda: embedding(tokens, key),

@@ -157,8 +157,11 @@ def reduce_output(x: Tensor, tp: TensorParallel) -> Tensor:
 
     ``x`` may be overwritten, so it must be a fresh result that no backward needs.
     """
-    if tp.size == 1:
-        return x
+    return x if tp.size == 1 else _reduced(x, tp)
+
+
+@torch._disable_dynamo  # it waits for a collective, counts its bytes and times it
+def _reduced(x: Tensor, tp: TensorParallel) -> Tensor:
     if not tp.sequence_parallel:
         return _ReduceForward.apply(x, tp)
     if x.shape[0] % tp.size:

@@ -94,7 +94,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGr
     """Compute F.linear on this rank alone. The gradients of weight and bias can be put off."""
     if deferred is None:
         return F.linear(x, weight, bias)
-    return _Linears.apply(x, TensorParallel(deferred=deferred), 1, weight, bias)[0]
+    return _linears(x, TensorParallel(deferred=deferred), 1, weight, bias)[0]
+
+
+@torch._disable_dynamo
+def _linears(x: Tensor, tp: TensorParallel, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    """Apply _Linears, which torch.compile leaves as it is: it starts collectives, or puts gradients off."""
+    return _Linears.apply(x, tp, count, *parameters)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -135,7 +141,7 @@ def column_parallel(
         # One by one, so that autograd sums the gradients of x in the same order with and without deferral.
         return tuple(_linear(x, weight, bias, tp.deferred) for weight, bias in linears)
     weights, biases = zip(*linears, strict=True)
-    return _Linears.apply(x, tp, len(weights), *weights, *biases)
+    return _linears(x, tp, len(weights), *weights, *biases)
 
 
 class RowParallelLinear(nn.Module):

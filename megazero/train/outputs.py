@@ -27,7 +27,7 @@ from megazero.log.metrics import MetricsWriter
 from megazero.mesh.launch import Launch
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, architecture_of
-from megazero.models.layer import math_note
+from megazero.models.attention import attention_note
 from megazero.train.parallelize import DTYPES
 from megazero.train.state.progress import LeftOut, Progress
 from megazero.zero import StepInfo
@@ -199,8 +199,9 @@ def report_start(
     }
     outputs.console.header(f"megazero on {world.world_size} ranks", facts)
     dtype, packed = DTYPES[config.precision.params_dtype], config.data.reset_attention_mask
-    math = math_note(decoder.config, decoder.tp, mesh.device, dtype, packed)
-    remarks = [f"note: {text}" for text in (math, export_note(config)) if text]
+    choice = config.training.attention_backend
+    attention = attention_note(decoder.config, decoder.tp, mesh.device, dtype, choice, packed)
+    remarks = [f"note: {text}" for text in (attention, export_note(config)) if text]
     described = config.describe(world, every=False)
     lines = [*start.notes, *progress.notes, *described, *remarks, *predicted]
     for line in lines:

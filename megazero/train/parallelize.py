@@ -2,8 +2,8 @@
 
 Fixed order, and why:
 1. pp and tp first: the decoder is built on the meta device with this rank's stages and its share of every parameter;
-2. recompute sits inside each layer's forward, so the engine's hooks stand outside of it and a unit stays
-   gathered from the recompute to the end of its backward;
+2. recompute sits inside each layer's forward, and torch.compile inside that, so the engine's hooks stand outside of
+   both and a unit stays gathered from the recompute to the end of its backward;
 3. zero then: it takes the (local) parameters unit by unit, initialised from the seed alone, so that the full
    weights are the same for every layout and every preset;
 4. the pipeline last: it runs the stages of the sharded decoder. One stage is a pipeline, too.
@@ -65,15 +65,23 @@ def build_decoder(
     dtype = DTYPES[config.precision.params_dtype]
     own = [stage for stage in config.stages() if stage.rank == mesh.pp.index]
     training = config.training
-    return Decoder(
+    decoder = Decoder(
         config.model,
         tp,
         recompute=training.recompute_granularity,
+        attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
         stages=own,
         device="meta",
         dtype=dtype,
     )
+    if training.compile:
+        from megazero.models.compilation import (
+            compile_layers,  # imports torch's compiler, which takes a second
+        )
+
+        compile_layers(decoder, training.compile_backend, training.compile_cache)
+    return decoder
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:
@@ -189,7 +197,6 @@ class MicroBatch(NamedTuple):
 
     @property
     def documents(self) -> Documents | None:
-        """For the layers of one stage, which share what is made of it."""
         if self.position_ids is None and self.document_starts is None:
             return None
         return Documents(self.position_ids, self.document_starts)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from megazero.train.state.progress import Progress, just_before, leave_out, next
 from megazero.train.state.rollback import go_back
 from megazero.train.state.saver import Saver
 from megazero.zero import Engine, StepInfo
+
+if TYPE_CHECKING:
+    from megazero.models.compilation import CompileTime
 
 STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
@@ -144,6 +147,11 @@ class Trainer:
         )  # sent with the norm of each step
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (self.engine.gathers, self.engine.reductions, self.engine.waits, self.decoder.tp.waits)
+        self.compile_time: CompileTime | None = None
+        if self.config.training.compile:
+            from megazero.models.compilation import CompileTime  # torch's compiler takes a second to import
+
+            self.compile_time = CompileTime()
         self.exit_reason: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -276,10 +284,16 @@ class Trainer:
         )
         seconds = time.perf_counter() - began
         self._log(loss, info, ranks, rates, seconds, step)
+        self._tell_compiled()
         self.step_seconds.append(seconds)
         if all(rank.save_part_ended for rank in ranks):
             self.saver.go_on()
         return info
+
+    def _tell_compiled(self) -> None:
+        """Print what was compiled since the last call: in the first step all, unless lengths of samples change."""
+        if self.compile_time and (line := self.compile_time.news()):
+            self.outputs.console.note(f"{line} (iteration {self.progress.iteration})")
 
     def _load(self, batches: Batches) -> StepBatches:
         """Read the micro-batches of the next step, and start their copies to the device."""
@@ -376,6 +390,7 @@ class Trainer:
             if loss is None:
                 break
             self.outputs.evaluation(self.progress, loss, name)
+            self._tell_compiled()
             key = f"eval_lm_loss/{name}" if name else "eval_lm_loss"
             self.progress = replace(self.progress, losses={**self.progress.losses, key: loss})
 

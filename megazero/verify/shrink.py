@@ -104,6 +104,8 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         values["decoupled_lr"] = rate * config.optimizer.decoupled_lr / config.optimizer.lr
     values |= {name: config.get(name) for name in OF_DOCUMENTS}
     values |= {"eval_iters": 0, "device": "cpu", "init_method_std": INIT_STD, "mock_data": True}
+    if config.training.attention_backend != "math":  # which runs anywhere; CPUs do not have all of the others
+        values["attention_backend"] = "auto"
     if config.model.qk_norm != "none":
         values["norm_epsilon"] = QK_NORM_EPSILON
     if config.precision.params_dtype == "fp16" and not config.precision.loss_scale:

@@ -14,7 +14,7 @@ from megazero.comm.timing import no_timing
 from megazero.mesh.mesh import Mesh
 from megazero.zero.admission import refuse_foreign_parallelism
 from megazero.zero.binding import recurrent_weights_kept
-from megazero.zero.build import Init, UnitSpec, build_units
+from megazero.zero.build import Init, UnitSpec, build_units, plain_name
 from megazero.zero.engine import Engine, StepInfo
 from megazero.zero.optimizer import OptimizerFactory, SliceOptimizer, Traits, default_adamw
 from megazero.zero.policy import Codecs, Policy
@@ -64,7 +64,8 @@ def shard(
     refuse_foreign_parallelism(module)
     policy = policy or Policy()
     choose = traits or _no_decay_for_vectors
-    chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in module.named_parameters()}
+    named = ((plain_name(n), p) for n, p in module.named_parameters())
+    chosen = {n: replace(choose(n, p), frozen=not p.requires_grad) for n, p in named}
     if tied and mesh.ends is None:
         raise ValueError(f"tied={dict(tied)} needs the axis of the pipeline's ends: create_mesh(ends=True)")
     with recurrent_weights_kept(module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 import torch
 from torch import nn
 
@@ -31,31 +29,6 @@ def refuse_unfit(module: nn.Module, dtype: torch.dtype | None, loss_scaled: bool
                 f"module {name or type(inner).__name__!r}: sparse=True gives sparse gradients, and what is reduced "
                 "and sharded is dense: use sparse=False"
             )
-
-
-def refuse_compiled(modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module]) -> None:
-    """Raise ValueError if torch.compile was given a module that is, or holds, one with the engine's hooks.
-
-    modules: all, by name.
-    """
-    wanted = {id(m) for m in hooked}
-    for name, module in modules.items():
-        compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        if compiled and any(id(m) in wanted for m in module.modules()):
-            label = f"module {name!r}" if name else "the module"
-            raise ValueError(f"{label} was given to torch.compile: {_COMPILE}")
-
-
-_COMPILE = (
-    "the engine gathers parameters in hooks, which torch.compile cannot trace yet; leave the sharded module and its "
-    "units as they are, and compile what they call (a function, or a module inside a unit)"
-)
-
-
-@torch.compiler.assume_constant_result
-def refuse_tracing(unit: str) -> None:
-    """Raise RuntimeError. torch.compile calls this as it traces a hook, so this is its error."""
-    raise RuntimeError(f"torch.compile traces unit {unit!r} of a sharded module: {_COMPILE}")
 
 
 def _refuse_dtype(

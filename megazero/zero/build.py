@@ -11,7 +11,7 @@ from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec
 from megazero.mesh.mesh import Mesh
-from megazero.zero.admission import refuse_compiled, refuse_unfit
+from megazero.zero.admission import refuse_unfit
 from megazero.zero.layout import make_layout
 from megazero.zero.optimizer import Traits
 from megazero.zero.policy import Codecs, Levels, Policy
@@ -52,14 +52,13 @@ def build_units(
     refuse_unfit(module, policy.dtype, policy.loss_scaled)
     groups = [tuple(s) if isinstance(s, Sequence) else (s,) for s in specs]
     modules = dict(module.named_modules(remove_duplicate=False))
-    refuse_compiled(modules, [module, *(m for group in groups for m in group)])
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"buffer {name!r} is on the meta device: give it a value before zero.shard")
         if buffer.device != mesh.device:
             buffer.data = buffer.data.to(mesh.device)
     _refuse_nested([m for group in groups for m in group], {id(m): n for n, m in modules.items()})
-    names = {id(p): n for n, p in module.named_parameters()}
+    names = {id(p): plain_name(n) for n, p in module.named_parameters()}
     _refuse_different_starts(module, mesh)
     owner: dict[int, Unit] = {}
     part_of = {id(m): i for i, modules_of in enumerate(parts) for m in modules_of}
@@ -69,7 +68,7 @@ def build_units(
             names[id(p)]: p for m in group for p in m.parameters() if id(p) in names and id(p) not in owner
         }
         if params:
-            label = next(n for n, m in modules.items() if m is group[0]) or "root"
+            label = plain_name(next(n for n, m in modules.items() if m is group[0])) or "root"
             made = _make_units(label, params, mesh, policy, traits, init, tied)
             for unit in made:
                 unit.part = part_of.get(id(group[0]), 0)
@@ -90,6 +89,11 @@ def build_units(
         if len(held | {part_of.get(id(m), part) for part in held}) > 1:
             raise ValueError(f"unit {used[0].name!r} holds parameters of several parts: a part has its own")
     return UnitPlan(units, needs, max(len(parts), 1))
+
+
+def plain_name(name: str) -> str:
+    """Return a name without what torch.compile's wrapper of a module adds: checkpoints have the same names."""
+    return name.replace("_orig_mod.", "")
 
 
 def _make_units(

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megazero.zero.access import guard_reads
-from megazero.zero.admission import refuse_tracing
 from megazero.zero.build import UnitPlan
 from megazero.zero.gather import Gatherer
 from megazero.zero.program import BACKWARD, FORWARD, INPUT, WEIGHT, Segment
@@ -172,8 +171,6 @@ class Hooks:
 
     def pre_forward(self, needs: list[Unit], args: tuple[Any, ...]) -> None:
         """Note that a module that needs these units is about to run."""
-        if torch.compiler.is_compiling():
-            refuse_tracing(needs[0].name if needs else "root")
         if torch._C._current_graph_task_id() != -1:  # a recompute
             for unit in needs:
                 self.gatherer.ensure(unit)
@@ -357,12 +354,20 @@ def register(module: nn.Module, plan: UnitPlan, hooks: Hooks) -> None:
 
 
 def _watch_forward(module: nn.Module, needs: list[Unit], hooks: Hooks) -> list[RemovableHandle]:
+    """Hook a module's forward. torch.compile runs the hooks as they are, and compiles what lies between them."""
+
+    @torch._disable_dynamo
+    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        hooks.pre_forward(needs, args)
+
+    @torch._disable_dynamo
+    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        return hooks.post_forward(needs, output)
+
     return [
-        module.register_forward_pre_hook(lambda m, args: hooks.pre_forward(needs, args)),
-        module.register_forward_hook(
-            lambda m, a, out: hooks.post_forward(needs, out),
-            always_call=True,  # a forward that raised has stopped using its parameters, too
-        ),
+        module.register_forward_pre_hook(before),
+        # Always: a forward that raised has stopped using its parameters, too.
+        module.register_forward_hook(after, always_call=True),
     ]
 
 

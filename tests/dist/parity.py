@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._dynamo.utils import counters
 
 from megazero.config import RunConfig, World
 from megazero.mesh.mesh import Mesh
@@ -132,7 +133,7 @@ def gradients_at(model: Model, weights: Tensors, step: int) -> Tensors:
 class Outcome:
     """What one rank says of a case. slices: by event; losses: own sums; prints: hash of each gathered parameter.
 
-    last: the rank has the last pipeline stage, and losses.
+    last: the rank has the last pipeline stage, and losses. graphs: how many torch.compile has made, after each step.
     """
 
     tp_rank: int
@@ -141,6 +142,7 @@ class Outcome:
     norms: list[float]
     slices: dict[str, Slices]
     prints: dict[str, str]
+    graphs: list[int]
 
 
 def run_cases(cases: Sequence[Case], steps: Mapping[int, int]) -> list[list[Outcome]]:
@@ -173,6 +175,8 @@ def _on_rank(cases: Sequence[Case], steps: int) -> list[Outcome]:
 
 
 def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
+    torch._dynamo.reset()
+    counters.clear()
     decoder = build_decoder(config, mesh)
     # small blocks, so that slices cut parameters
     engine = shard_decoder(decoder, config, mesh, policy=replace(make_policy(config, mesh), block=8))
@@ -180,7 +184,7 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
     store: dict[str, Any] = {}
     capture_gradients(engine, store)
     slices = {"initial": _masters(engine)}
-    losses, norms = [], []
+    losses, norms, graphs = [], [], []
     for step in range(steps):
         if step == steps - 1:
             slices["before last"] = _masters(engine)
@@ -193,12 +197,13 @@ def _run(case: Case, config: RunConfig, mesh: Mesh, steps: int) -> Outcome:
         losses.append(pipeline.step(step_batches).item())
         info = engine.step()
         norms.append(info.grad_norm)
+        graphs.append(counters["stats"]["unique_graphs"])
         if step in (0, steps - 1):
             slices["last" if step else "first"] = _export(store["slices"])
     slices["final"] = _masters(engine)
     with engine.gathered():
         prints = {n: _print(p) for n, p in decoder.named_parameters()}
-    return Outcome(mesh.tp.index, pipeline.loss_rank == pipeline.rank, losses, norms, slices, prints)
+    return Outcome(mesh.tp.index, pipeline.loss_rank == pipeline.rank, losses, norms, slices, prints, graphs)
 
 
 def _print(p: torch.Tensor) -> str:

@@ -104,6 +104,7 @@ class Case:
     schedule: str = "1f1b"
     virtual: int = 1
     layers: int = 2
+    compiled: str | None = None  # --compile-backend
 
     @property
     def world(self) -> int:
@@ -128,6 +129,7 @@ class Case:
             words += ["dp-pp-tp" if self.dp_outermost else "", f"layers{self.layers}"]
         words += ["sp" if self.sequence_parallel else "", f"micro{self.micro_batches}"]
         words += ["tied" if self.tied else "untied", self.vocabulary, self.recompute, self.dtype, self.family]
+        words += [self.compiled or ""]
         return "-".join(word for word in words if word)
 
     @property
@@ -149,6 +151,8 @@ class Case:
             "micro_batch_size": self.model.batch // (self.dp * self.micro_batches),
             "recompute_granularity": self.recompute,
         }
+        if self.compiled:
+            values |= {"compile": True, "compile_backend": self.compiled}
         if self.pp > 1:
             values |= {
                 "pipeline_model_parallel_size": self.pp,

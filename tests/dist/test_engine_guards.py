@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
 from megazero import zero
 from megazero.comm import lane
@@ -643,52 +644,55 @@ def test_a_unit_that_one_rank_skips_is_named(shards):
 
 
 def compiled(every):
-    said = []
-    compile_ = partial(torch.compile, backend="eager")
-    x = torch.ones(3, 8)
-    for shards in every:
+    """Weights, names and graphs of three steps, by layout and by what was compiled before or after ``zero.shard``."""
+    compile_ = partial(torch.compile, backend="aot_eager")
 
-        def attempt(before, after, shards=shards):
-            torch._dynamo.reset()
-            model = before(Stack())
-            mesh, policy = create_mesh(shards=shards), zero.Policy(block=4)
-            engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers, optimizer=SGD)
-            call = after(model)
-            engine.begin_step()
-            call(x).sum().backward()
-            engine.step()
+    def replace(model, wrap=compile_):
+        model.layers[1] = wrap(model.layers[1])
+        return model
 
-        def replace(model, wrap=compile_):
-            model.layers[1] = wrap(model.layers[1])
-            return model
+    def in_place(model):
+        for layer in model.layers[2:]:
+            layer.compile(backend="aot_eager")
+        return model
 
-        def in_place(model):
-            model.layers[2].compile(backend="eager")
-            return model
+    def same(model):
+        return model
 
-        def inside(model):
-            return replace(model, lambda layer: Outer(compile_(layer)))
+    forms = {
+        "nothing": (same, same),
+        "the module": (compile_, same),
+        "a unit": (replace, same),
+        "units in place": (in_place, same),
+        "what a unit calls": (lambda model: replace(model, lambda layer: Outer(compile_(layer))), same),
+        "the module, after": (same, compile_),
+        "a unit, after": (same, replace),
+        "units in place, after": (same, in_place),
+        "a function of the module": (same, lambda model: compile_(lambda x: model(x).sum())),
+    }
+    return [(shards, name, *_trained(shards, *form)) for shards in every for name, form in forms.items()]
 
-        same = lambda model: model  # noqa: E731
-        said.append(
-            said_by(
-                *(
-                    partial(attempt, before, after)
-                    for before, after in (
-                        (compile_, same),
-                        (replace, same),
-                        (in_place, same),
-                        (same, compile_),
-                        (same, replace),
-                        (same, in_place),
-                        (same, lambda model: compile_(lambda x: model(x).sum())),
-                        (inside, same),
-                        (same, lambda model: lambda x: compile_(torch.sin)(model(x))),
-                    )
-                )
-            )
-        )
-    return said
+
+def _trained(shards, before, after):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = before(Stack())
+    mesh, policy = create_mesh(shards=shards), zero.Policy(block=4)
+    engine = zero.shard(model, mesh=mesh, policy=policy, units=model.layers, optimizer=SGD)
+    call = after(model)
+    for step in range(3):
+        engine.begin_step(2)
+        for micro_batch in range(2):
+            call(torch.full((3, 8), 0.1 * (step + micro_batch + mesh.dp_rank))).sum().backward()
+        engine.step()
+    with engine.gathered():
+        found = [p.detach().clone() for p in model.parameters()]
+    return (
+        found,
+        [record.placement.name for record in save_records(engine)],
+        counters["stats"]["unique_graphs"],
+    )
 
 
 class Outer(nn.Module):
@@ -702,21 +706,13 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-def test_compiled_units_are_refused():
-    before, after = "was given to torch.compile: ", "torch.compile traces unit "
-    expected = [
-        ("the module " + before,),
-        ("module 'layers.1' " + before,),
-        ("module 'layers.2' " + before,),
-        (after + "'root'",),
-        (after + "'layers.1'",),
-        (after + "'layers.2'",),
-        (after + "'root'",),
-        ("nothing",),
-        ("nothing",),
-    ]
-    for said in run_ranks(2, compiled, [(1, 1, 1), (1, 1, 2), (2, 2, 2)], timeout=240):
-        assert_says(said, expected)
+def test_units_compiled_before_and_after_train_as_others():
+    for rank in run_ranks(2, compiled, LAYOUTS, timeout=240):
+        plain = {shards: found for shards, name, *found in rank if name == "nothing"}
+        for shards, name, weights_, names, graphs in rank:
+            assert all(map(torch.equal, weights_, plain[shards][0])), (shards, name)
+            assert names == plain[shards][1] or name == "what a unit calls"  # a module more
+            assert bool(graphs) == (name != "nothing"), (shards, name)
 
 
 # -- a save's memory ----------------------------------------------------------------------------------

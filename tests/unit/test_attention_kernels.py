@@ -1,12 +1,12 @@
-"""Which attention kernel torch takes: repeated heads, and what a run without a fused one says."""
+"""Which attention kernel torch takes: repeated heads, and what a run says of its backend at the start."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megazero.models import Decoder
-from megazero.models.layer import math_note
+from megazero.models import Decoder, attention
+from megazero.models.attention import attention_note
 from megazero.tp import TensorParallel
 from tests.unit.test_models_decoder import batch, make
 
@@ -32,7 +32,6 @@ def fused_kernels(monkeypatch):
         ("rope", torch.bfloat16, True),
         ("rope", torch.float32, False),
         ("rope", torch.float64, False),
-        ("alibi", torch.bfloat16, False),
     ],
 )
 def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
@@ -63,28 +62,47 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
     [
         ("llama", torch.bfloat16, {}, None),
         ("llama", torch.float32, {}, None),
-        ("bloom", torch.bfloat16, {"hidden_size": 64}, None),
         ("llama", torch.float64, {}, "2 heads of 12 in float64 on"),
-        ("bloom", torch.bfloat16, {}, "in bfloat16 with ALiBi on"),
-        ("llama", torch.bfloat16, {"sliding_window": 31}, "in bfloat16 within windows on"),
         ("llama", torch.bfloat16, {"sliding_window": 32}, None),
-        ("llama", torch.bfloat16, {"hidden_size": 64, "sliding_window": 5}, None),
+        (
+            "llama",
+            torch.bfloat16,
+            {"hidden_size": 64, "sliding_window": 31},
+            "attention with windows: --attention-backend flash",
+        ),
+        ("llama", torch.float64, {"sliding_window": 31}, "above 256 and windows in float64"),
+        ("bloom", torch.bfloat16, {"hidden_size": 64}, "attention with ALiBi: --attention-backend flex"),
         (
             "gemma2",
             torch.bfloat16,
             {"hidden_size": 64},
-            "no fused kernel of torch caps scores (--attn-logit-",
+            "attention with capped scores: --attention-backend flex",
+        ),
+        (
+            "gemma2",
+            torch.bfloat16,
+            {"hidden_size": 64, "attention_dropout": 0.1},
+            "no kernel here computes capped scores and dropout in bfloat16 (flash-attn: the package",
         ),
     ],
 )
-def test_a_run_without_a_fused_attention_kernel_says_so(family, dtype, changes, said, fused_kernels):
-    note = math_note(make(family, **changes), TensorParallel(size=2), torch.device("meta"), dtype)
+def test_a_run_says_which_backend_computes_more_than_plain_attention(
+    family, dtype, changes, said, fused_kernels, monkeypatch
+):
+    absent = {"flash-attn": "the package flash-attn is not installed"}
+    monkeypatch.setattr(attention, "missing_backends", lambda: absent)
+    of = (TensorParallel(size=2), torch.device("meta"), dtype)
+    note = attention_note(make(family, **changes), *of)
     assert note is None if said is None else said in note
-    assert math_note(make(family), TensorParallel(), torch.device("cpu"), dtype) is None
+    assert attention_note(make("llama"), TensorParallel(), torch.device("cpu"), dtype) is None
 
 
-def test_a_mask_of_documents_asks_for_the_kernel_that_takes_masks(fused_kernels):
-    of = (TensorParallel(size=2), torch.device("meta"))
-    assert math_note(make("llama", hidden_size=64), *of, torch.bfloat16, documents=True) is None
-    assert "in bfloat16 within documents on" in math_note(make("llama"), *of, torch.bfloat16, documents=True)
-    assert math_note(make("llama"), *of, torch.bfloat16) is None
+def test_a_run_says_what_computes_documents(monkeypatch):
+    monkeypatch.setattr(attention, "missing_backends", dict)
+    odd = (make("llama"), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
+    said = "attention with documents and heads whose width is no multiple of 8 or above 256: --attention-backend flex"
+    assert attention_note(*odd, documents=True) == said
+    of = (make("llama", hidden_size=64), TensorParallel(size=2), torch.device("meta"), torch.bfloat16)
+    assert attention_note(*of, documents=True) == "attention with documents: --attention-backend flash"
+    named = attention_note(*of, "flash-attn", documents=True)
+    assert named == "attention with documents: --attention-backend flash-attn"

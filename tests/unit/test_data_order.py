@@ -20,7 +20,7 @@ from megazero.data.build import build_dataset, split_bounds
 from megazero.data.gpt import sample_starts
 from megazero.data.indexed import IndexedWriter
 from megazero.data.tokenizer import TokenizerInfo, write_meta
-from megazero.models.positions import outside
+from megazero.models.attention import Masking
 
 VOCAB, EOD = 997, 7
 TOKENIZER = TokenizerInfo("f" * 64, VOCAB, EOD)
@@ -354,7 +354,8 @@ def test_documents_are_megatrons(positions: bool, attention: bool) -> None:
             )
         if attention:
             starts = torch.from_numpy(mine["document_starts"])[None]
-            assert torch.equal(outside(40, None, starts, starts.device)[0], mask)
+            dense = Masking(1.0, starts=starts).dense(40, torch.zeros(()))
+            assert torch.equal(dense[0].isinf(), mask)
 
 
 def test_mock_data_is_deterministic_and_learnable(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu_report import (
     allocations,
+    attention,
     gpu_tests,
     kernels,
     loops,
@@ -89,6 +90,19 @@ def test_the_race_is_seen_without_waits(rehearsal: Setting) -> None:
     assert "throughput, the engine over itself without waits" in found
 
 
+def test_attention_backends_agree(rehearsal: Setting) -> None:
+    record = Record()
+    attention.run(rehearsal, record)
+    assert not failed(record)
+    assert {(row["case"], row["backend"]) for row in record.rows} == {
+        (case, backend)
+        for case, words in attention.WORDS.items()
+        for backend in ("flash", "math")
+        if backend == "math" or "capped scores" not in words
+    }
+    assert all(row["difference"] < 1e-5 and row["of plain"] > 0 for row in record.rows)
+
+
 def test_overhead_and_memory(rehearsal: Setting) -> None:
     record = Record()
     overhead.run(rehearsal, record)
@@ -99,10 +113,12 @@ def test_overhead_and_memory(rehearsal: Setting) -> None:
     assert set(held) == set(memory.PRESETS) and all(1 <= share < 1.3 for share in held.values()), held
 
 
-@pytest.mark.parametrize("name", ["megazero", "plain torch"])
+@pytest.mark.parametrize("name", ["megazero", "plain torch", "megazero, compiled", "FSDP2, compiled"])
 def test_training_contestants_step(rehearsal: Setting, name: str) -> None:
     build = next(build for who, _, build in training.contestants(loops.TINY) if who == name)
-    found = training.measure(lambda: build(CPU), loops.TINY, rehearsal, ours=name == "megazero")
+    found = training.measure(lambda: build(CPU), loops.TINY, rehearsal, ours="megazero" in name)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     operations = training_flops(loops.TINY.config, [16])
     assert found["TFLOP/s"] / found["tokens/s"] == pytest.approx(operations / 16 / 1e12)
 

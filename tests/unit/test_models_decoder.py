@@ -9,15 +9,17 @@ import math
 import pytest
 import torch
 
+from megazero.config.model.attention import TORCH
 from megazero.config.model.parameters import parameter_count, training_flops
 from megazero.families import FAMILIES
 from megazero.families.layer_kinds import frequency_of, layer_kind
-from megazero.models import Decoder, ModelConfig, initializer, make_model
+from megazero.models import Decoder, ModelConfig, initializer, layer, make_model
+from megazero.models.dropout import key_words, keyed_dropout
 from megazero.models.hf_weights import to_hf_state_dict
 from megazero.models.layer import FeedForward
 from megazero.models.norm import RMSNorm
 from megazero.models.positions import Documents, Positions
-from megazero.models.rotary import rotary_frequencies, rotary_tables
+from megazero.models.rotary import Rotate, rotary_frequencies, rotary_tables
 from megazero.tp import TensorParallel
 
 SIZES = {
@@ -99,23 +101,24 @@ def test_positions_and_attention_go_by_documents_each_by_itself(family, changes)
     assert not torch.allclose(attended[0, 7:], plain[0, 7:])
 
 
-def test_layers_share_one_mask_and_a_recompute_under_dropout_gives_the_same_bits(monkeypatch):
+def test_layers_share_attention_tables_and_a_recompute_under_dropout_gives_the_same_bits(monkeypatch):
     starts = torch.tensor([[0] * 6 + [6] * 10, [0] * 16])
-    attention, masks, kept = torch.nn.functional.scaled_dot_product_attention, [], None
+    attend, seen_tables, kept = layer.attend, [], None
 
-    def watched(*tensors, attn_mask, **options):
-        masks.append(attn_mask)
-        return attention(*tensors, attn_mask=attn_mask, **options)
+    def watched(q, k, v, tables, *dropout):
+        seen_tables.append(tables.made)
+        return attend(q, k, v, tables, *dropout)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(layer, "attend", watched)
     for recompute in ("none", "selective", "full"):
-        masks.clear()
+        seen_tables.clear()
         decoder = Decoder(make("llama", **DROPOUT), recompute=recompute)
         decoder.initialize(7)
         documents = Documents(torch.arange(16) - starts, starts)
         loss = decoder(*batch(), dropout_key=11, documents=documents)
         loss.sum().backward()
-        assert len(masks) == (2 if recompute == "none" else 4) and all(m is masks[0] for m in masks)
+        assert len(seen_tables) == (2 if recompute == "none" else 4)
+        assert all(made is seen_tables[0] for made in seen_tables)
         seen = (loss.detach(), {name: p.grad for name, p in decoder.named_parameters()})
         kept = kept or seen
         assert_same(seen, kept)
@@ -131,15 +134,18 @@ def test_layers_of_a_kind_share_a_mask_and_tables():
         *((None, True), (3, True), (None, False)),
     ]
     assert [kind.rotary_base for kind in kinds] == [50.0, 10000.0] * 3
-    positions = decoder.layers["0"].attention.positions
+    positions = decoder.positions
     for length in (8, 16):  # of one length at a time: masks of every length of a ramp would fill the memory
         decoder(*batch(length))
-        assert sorted(key[0][0] for key in positions._cache) == ["mask", "rope", "rope"]
-    hidden = positions.mask(torch.zeros(16, 1, 1, 1), kinds[0])[0, 0].isinf()
+        names = [name[0] for name in positions._kept if name[0] != "backend"]
+        assert sorted(names) == ["attention", "attention", "rope", "rope"]
+    like = torch.zeros(())
+    hidden = positions.tables(kinds, 16, like)[kinds[0]].attention.masking.dense(16, like)[0, 0].isinf()
     at = torch.arange(16)
     back = at[:, None] - at
     assert torch.equal(hidden, (back < 0) | (back >= 3))
-    assert positions.mask(torch.zeros(3, 1, 1, 1), kinds[0]) is None  # a window that covers all hides nothing
+    covered = positions.tables(kinds, 3, like)[kinds[0]].attention
+    assert covered.masking.plain and covered.backend == TORCH  # a window that covers all hides nothing
 
 
 @pytest.mark.parametrize(
@@ -177,9 +183,8 @@ def test_recompute_keeps_fewer_activations():
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_dropout_rate_and_scale(probability):
-    from megazero.models.layer import keyed_dropout
-
-    dropped = keyed_dropout(torch.ones(200_000), probability, (1, 2))
+    words = key_words([(1, 2)], torch.device("cpu"))[0]
+    dropped = keyed_dropout(torch.ones(200_000), probability, words)
     assert dropped.unique().tolist() == pytest.approx([0.0, 1 / (1 - probability)])
     assert (dropped == 0).float().mean().item() == pytest.approx(probability, abs=0.005)
 
@@ -320,6 +325,12 @@ def test_rms_norm_equals_torch(dtype):
         )
 
 
+def rotated(positions: Positions, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    kind = layer_kind(positions.config, 0)
+    tables = positions.tables([kind], len(x), x, documents)[kind]
+    return Rotate.apply(x, *tables.rotary, positions.config.rotary_interleaved)
+
+
 def test_rotary_tables_are_fp64_and_scaled():
     plain = make("llama", kv_channels=64, rotary_base=500000.0)
 
@@ -343,10 +354,10 @@ def test_rotary_tables_are_fp64_and_scaled():
 
     positions = Positions(make("llama"), TensorParallel())
     with torch.inference_mode():
-        positions.rotate(torch.randn(8, 1, 4, 12, dtype=torch.float64), layer_kind(positions.config, 0))
+        rotated(positions, torch.randn(8, 1, 4, 12, dtype=torch.float64))
     x = torch.randn(8, 1, 4, 12, dtype=torch.float64, requires_grad=True)
     # tables first made in inference mode can be saved for backward
-    y = positions.rotate(x, layer_kind(positions.config, 0))
+    y = rotated(positions, x)
     y.pow(2).sum().backward()
     assert torch.allclose(x.grad, 2 * x, rtol=1e-14)  # a rotation keeps lengths to fp64
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-14)
@@ -362,9 +373,9 @@ def test_rotary_share_of_a_head_and_its_pairs_are_megatrons(interleaved):
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), dim=-1)
     angles = angles[:, None, None]
     expected = ropes.rope_utils._apply_rotary_pos_emb_bshd(x, angles, rotary_interleaved=interleaved)
-    rotated = Positions(config, TensorParallel()).rotate(x, layer_kind(config, 0))
-    torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(rotated[..., 8:], x[..., 8:]) and not torch.equal(rotated[1:, ..., :8], x[1:, ..., :8])
+    turned = rotated(Positions(config, TensorParallel()), x)
+    torch.testing.assert_close(turned, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(turned[..., 8:], x[..., 8:]) and not torch.equal(turned[1:, ..., :8], x[1:, ..., :8])
 
 
 def test_squared_relu_is_megatrons():
@@ -383,9 +394,8 @@ def test_the_sample_and_not_its_documents_decides_a_scaling_by_length():
     x = torch.randn(12, 2, 4, 12, dtype=torch.float64)
     ids = torch.arange(12).remainder(6).expand(2, -1)
     positions = Positions(config, TensorParallel())
-    kind = layer_kind(positions.config, 0)
-    long, packed = positions.rotate(x, kind), positions.rotate(x, kind, Documents(position_ids=ids))
-    assert torch.equal(long[:6], packed[:6]) and not torch.equal(positions.rotate(x[:6], kind), packed[:6])
+    long, packed = rotated(positions, x), rotated(positions, x, Documents(position_ids=ids))
+    assert torch.equal(long[:6], packed[:6]) and not torch.equal(rotated(positions, x[:6]), packed[:6])
 
 
 def test_learned_positions_have_a_limit_and_others_do_not():

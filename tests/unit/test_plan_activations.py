@@ -32,7 +32,7 @@ def saved_bytes(values: dict[str, object]) -> tuple[float, float]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x, 1 if config.model.hidden_dropout else None)
+        y = decoder.run_layers([0], x, 1 if config.model.hidden_dropout else None)
     assert y.requires_grad  # and with y what was saved lives until here
     for other in (x, *layer.parameters()):
         held.pop(other.untyped_storage().data_ptr(), None)
@@ -74,7 +74,6 @@ def test_masks_are_counted_once_for_each_kind_that_a_stage_holds() -> None:
     assert [masks(2, **each) for each in ({}, {"sliding_window": 4096}, window)] == [0, 0, 1]
     assert masks(2, **window, reset_attention_mask=True) == 2 * 2  # with documents, those of each sample
     assert masks(2, **window, position_embedding_type="alibi") == 2 * heads
-    assert masks(2, **window, attn_logit_softcapping=5.0) == 2
     assert masks(1, sliding_window=8, window_attn_skip_freq=(0, 0, 1, 1)) == 0
 
 
@@ -97,9 +96,23 @@ def test_at_the_embedding_only_other_micro_batches_hold_layers() -> None:
 def test_each_micro_batch_under_way_holds_the_masks_of_its_documents() -> None:
     def more(**values: object) -> float:
         """Return what the second and third micro-batch add, in masks of one sample."""
-        config = make_config({**SIZES, "position_embedding_type": "rope", **values}, World(1, 1))
+        sizes = {**SIZES, "position_embedding_type": "rope", "attention_backend": "efficient", **values}
+        config = make_config(sizes, World(1, 1))
         one, three = (sum(activations(config, 4, config.stages(), peak)[LAYER].values()) for peak in (1, 3))
         return (three - one) / (4 * config.model.seq_length**2)
 
     assert more(reset_attention_mask=True) - more() == 2 * SIZES["micro_batch_size"]
     assert more(sliding_window=8) == more(), "a mask of positions alone is shared by all"
+    assert more(reset_attention_mask=True, attention_backend="auto") == more(), "only that backend has masks"
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_bands_of_queries_hold_the_matrices_of_one(on_host: bool) -> None:
+    def working(length: int, backend: str) -> float:
+        sizes = {**SIZES, "seq_length": length, "max_position_embeddings": length, "params_dtype": "fp32"}
+        sizes |= {"attention_backend": backend, "attention_dropout": 0.0}
+        return layer_activations(make_config(sizes, World(1, 1)), 4, on_host).working
+
+    heads = make_config(SIZES, World(1, 1)).model.num_attention_heads
+    more = [working(length, "math") - working(length, "auto") for length in (128, 1024, 2048)]
+    assert more == [4 * rows * heads * length * 4 for rows, length in ((128, 128), (256, 1024), (256, 2048))]

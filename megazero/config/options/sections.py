@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 
 from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, PRESETS
+from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import option
 from megazero.pp.schedules import SCHEDULES
@@ -12,6 +13,7 @@ from megazero.pp.schedules import SCHEDULES
 BITS = (8, 4, 2)
 ROUNDINGS = ("nearest", "stochastic", "feedback")
 RECOMPUTE = ("none", "selective", "full")
+COMPILE_BACKENDS = INDUCTOR, *_ = ("inductor", "aot_eager", "eager")
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,22 @@ class TrainingConfig:
     seed: int = option(1234, "seed of weights, samples and dropout", low=0)
     deterministic_mode: bool = option(False, "only deterministic kernels")
     recompute_granularity: str = option("none", "what backward recomputes", choices=RECOMPUTE)
+    attention_backend: str = option(
+        "auto",
+        "what computes attention: a kernel of torch's (flash with documents is its attention of variable lengths), "
+        "matrix products in bands of queries (math), torch's flex attention, or the package flash-attn",
+        choices=ATTENTION_BACKENDS,
+    )
+    compile: bool = option(False, "compile decoder layers with torch.compile")
+    compile_backend: str = option(
+        INDUCTOR,
+        "what makes code of the graphs; aot_eager runs their operations as they are",
+        choices=COMPILE_BACKENDS,
+    )
+    compile_cache: str | None = option(
+        None,
+        "folder that keeps what inductor compiled, for later runs (default: torch's, TORCHINDUCTOR_CACHE_DIR)",
+    )
     z_loss_strength: float = option(
         0.0,
         "weight of log(Z)^2, added to each token's loss, where Z is the sum of exp(logits) (PaLM: 1e-4). Evaluations "

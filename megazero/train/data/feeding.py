@@ -42,8 +42,13 @@ class Feeding:
         )
 
     def to_device(self, batch: Batch) -> dict[str, Any]:
-        """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done."""
-        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+        """Start the copy to the device. Nobody waits: torch keeps pinned memory until copies from it are done. Where
+        documents start stays on the host, which makes attention's tables of it.
+        """
+        return {
+            name: tensor if name == "document_starts" else tensor.to(self.mesh.device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
 
     @staticmethod
     def cut(batch: Batch, length: int) -> Batch:

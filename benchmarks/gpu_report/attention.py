@@ -1,0 +1,101 @@
+"""Attention backends: forward and backward of one layer's attention beside plain causal attention, and each one's
+distance to matrix products in fp32."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.document_mask import documents_of
+from benchmarks.gpu_report.record import Record, Skip
+from benchmarks.gpu_report.setting import Setting, elapsed, free
+from benchmarks.harness import ratios, take_turns
+from megazero.config.model.attention import TORCH, able
+from megazero.models.attention import (
+    AttentionTables,
+    Masking,
+    attend,
+    make_tables,
+    missing_backends,
+)
+from megazero.models.positions import alibi_slopes
+
+WORDS = {
+    "plain": (),
+    "documents": ("documents",),
+    "windows": ("windows",),
+    "documents and windows": ("documents", "windows"),
+    "ALiBi": ("ALiBi",),
+    "capped scores": ("capped scores",),
+}
+
+
+def run(setting: Setting, record: Record) -> None:
+    device, length = setting.device, setting.pick(8192, 512)
+    heads, groups, width = setting.pick((32, 8, 128), (4, 2, 16))
+    dtype = setting.pick(torch.bfloat16, torch.float32)
+    q, k, v = (
+        torch.randn(length, 1, n, width, device=device, dtype=dtype, requires_grad=True)
+        for n in (heads, groups, groups)
+    )
+    plain = make_tables(Masking(width**-0.5), TORCH, length, q)
+    for case, words in WORDS.items():
+        masking = masking_of(frozenset(words), length, heads, width, device)
+        names = [each.name for each in able(frozenset(words), 8 * dtype.itemsize, length, device.type)]
+        exact = None
+        for name in names:
+            with record.attempt(case=case, backend=name, tokens=length) as row:
+                if setting.left < 5:
+                    raise Skip("the piece's time was over")
+                if name in missing_backends() and not (name == "flash" and masking.plain):
+                    raise Skip(missing_backends()[name])
+                tables = make_tables(masking, name, length, q)
+                exact = exact or gradients(
+                    make_tables(masking, "math", length, q.float()), q.float(), k.float(), v.float()
+                )
+                found = gradients(tables, q, k, v)
+                row["difference"] = max(
+                    ((one.float() - other).norm() / other.norm()).item()
+                    for one, other in zip(found, exact, strict=True)
+                )
+                turns: dict[str, Callable[[], float]] = {
+                    each: partial(elapsed, partial(gradients, of, q, k, v), device, setting.pick(5, 1))
+                    for each, of in (("own", tables), ("plain", plain))
+                }
+                taken = take_turns(turns, setting.pick(5, 1), warm_up=setting.pick(2, 0))
+                row["ms"] = statistics.median(taken["own"]) * 1e3
+                row["of plain"] = statistics.median(ratios(taken["own"], taken["plain"]))
+                if device.type == "cuda":
+                    row["MiB"], row["plain MiB"] = (
+                        peak_bytes(each, q, k, v) / 2**20 for each in (tables, plain)
+                    )
+            free(device)
+
+
+def masking_of(words: frozenset[str], length: int, heads: int, width: int, device: torch.device) -> Masking:
+    """Documents of 1/8 of the sample on average; windows of 1/8."""
+    return Masking(
+        width**-0.5,
+        50.0 if "capped scores" in words else 0.0,
+        length // 8 if "windows" in words else None,
+        documents_of(length, 1, length // 8, device).starts if "documents" in words else None,
+        alibi_slopes(heads).to(device, torch.float32) if "ALiBi" in words else None,
+    )
+
+
+def gradients(tables: AttentionTables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of q, k and v."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*inputs, tables)
+    return (out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out)))
+
+
+def peak_bytes(tables: AttentionTables, q: Tensor, k: Tensor, v: Tensor) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients(tables, q, k, v)
+    return torch.cuda.max_memory_allocated() - before

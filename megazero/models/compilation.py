@@ -1,0 +1,86 @@
+"""torch.compile of what a decoder layer computes (``DecoderLayer._layer``), inside the engine's hooks.
+
+The hooks gather parameters before a layer is called and release them after, in eager Python; what is compiled is a
+function of tensors, so one graph for training and one for evaluation serve all layers of a kind. Tables, masks and
+dropout keys are made before the layers. Tensor-parallel linears and those of a split backward are cut out
+(``tp/linear.py``): their collectives overlap, are counted and are put off as without compiling. Where neither is
+there, a graph is whole, and what would break it is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import utils as dynamo
+
+from megazero.config.options.sections import INDUCTOR
+from megazero.families.layer_kinds import layer_kinds
+from megazero.models.decoder import Decoder
+from megazero.models.layer import DecoderLayer
+
+# Lengths of samples in a run, beyond which torch would refuse the next graph (its limit is 8 in all).
+LENGTHS = 64
+
+
+def compile_layers(decoder: Decoder, backend: str, cache: str | None = None) -> None:
+    """Compile the decoder's layers, when each kind is first called.
+
+    backend: of torch.compile. cache: a folder for what inductor compiles, for other ranks and later runs; None leaves
+    torch's. Raises ValueError if inductor lacks what it needs on this machine.
+    """
+    if backend == INDUCTOR:
+        _require_compiler()
+        if cache is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute())
+    kinds = set(layer_kinds(decoder.config))
+    limit = 2 * LENGTHS * len(kinds)  # training and evaluation
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, limit)
+    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4 * limit)
+    whole = decoder.tp.size == 1 and decoder.tp.deferred is None
+    compiled = torch.compile(DecoderLayer._layer, backend=backend, fullgraph=whole, dynamic=False)
+    for layer in decoder.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        layer.compiled = compiled
+
+
+def _require_compiler() -> None:
+    """Raise ValueError without a C++ compiler and Python's headers, which inductor's and Triton's code needs."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    lacks = []
+    if shutil.which(compiler.split()[0]) is None:
+        lacks.append(f"a C++ compiler ({compiler} is not found; install the package g++, on Red Hat gcc-c++)")
+    if not header.exists():
+        lacks.append(f"Python's headers ({header} is not there; install the package python3-dev, or -devel)")
+    if lacks:
+        raise ValueError(
+            f"--compile needs {' and '.join(lacks)}; nearest: --compile-backend aot_eager, or no --compile"
+        )
+
+
+class CompileTime:
+    """Tells what this process has compiled since it was last asked."""
+
+    def __init__(self) -> None:
+        self._seen = self._so_far()
+
+    def news(self) -> str | None:
+        """Return a line with graphs, seconds and what came from the cache, or None if nothing was compiled."""
+        seen, self._seen = self._seen, self._so_far()
+        seconds, graphs, cached = (now - then for now, then in zip(self._seen, seen, strict=True))
+        if not graphs:
+            return None
+        made = f"{graphs:.0f} graph{'s' if graphs > 1 else ''}"
+        return f"compiled {made} of layers in {seconds:.1f} s, with {cached:.0f} parts from the cache"
+
+    @staticmethod
+    def _so_far() -> tuple[float, float, float]:
+        counters, spent = dynamo.counters, dynamo.calculate_time_spent()
+        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        return spent["total_wall_time"], counters["stats"]["unique_graphs"], hits
