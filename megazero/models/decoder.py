@@ -124,11 +124,12 @@ class Head(nn.Module):
         x = _scaled(self.norm(x), 1 / self.config.logits_scaling)  # narrower than the logits
         chunk = self.loss_chunk
         if labels is not None and loss_weights is not None and chunk is not None and chunk < labels.numel():
-            own = labels.t(), loss_weights.t(), self._losses, self.tp
-            return chunked_loss(x, self.weight, *own, size=chunk, scale=loss_scale)
+            given = labels.t(), loss_weights.t(), lambda logits, own: self._losses(self._capped(logits), own)
+            return chunked_loss(x, self.weight, *given, self.tp, size=chunk, scale=loss_scale)
         (logits,) = column_parallel(x, [(self.weight, None)], self.tp)
+        logits = self._capped(logits)
         if labels is None:
-            return self._capped(logits).transpose(0, 1)
+            return logits.transpose(0, 1)
         losses = self._losses(logits, labels.t()).t()
         return losses if loss_weights is None else (losses * loss_weights).sum()
 
@@ -137,9 +138,8 @@ class Head(nn.Module):
         return soft_cap(logits, cap) if cap else logits
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses, in the shape of ``labels``, of logits [..., rows] that are not capped yet."""
         z_loss = self.z_loss if self.training else 0.0
-        return vocab_parallel_cross_entropy(self._capped(logits), labels, self.shard, self.tp, z_loss)
+        return vocab_parallel_cross_entropy(logits, labels, self.shard, self.tp, z_loss)
 
 
 class Decoder(nn.Module):

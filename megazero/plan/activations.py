@@ -18,9 +18,10 @@ from megazero.pp.partition import StageSpec
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
 DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
-LEAST_CHUNK = (
-    1024  # tokens: with fewer, adding to the weight's gradient takes time (benchmarks/loss_chunks.py)
-)
+# Tokens of the smallest chunk that is chosen. A chunk reads the weight twice and adds to its gradient: 12 to 16 bytes
+# for each element beside 6 operations a token, which 1,024 tokens hide on a GPU (unmeasured). On a CPU 256 take no
+# longer (benchmarks/loss_chunks.py).
+LEAST_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,20 @@ def _head(
     logits = rows * (loss_chunk if chunked and loss_chunk else tokens)
     # While a part is widened, its exponentials are there, too.
     part = min(logits, max(HOST_LOGITS if on_host else DEVICE_LOGITS, rows)) * (8 if width < 4 else 4)
-    # tanh's result beside the logits; and those before it, which a chunk's gradient is of
-    copies = 1 + (2 if chunked else 1) * bool(model.final_logit_softcapping)
-    if not chunked:
-        return logits * width * copies + max(part, raw) + 2 * stream
-    sums, product = raw * max(width, 4) / width, raw if width < 4 else 0.0
-    whole = tokens * width * model.hidden_size  # the input, gathered, and its gradient before the reduction
-    own = stream if config.parallel.sequence_parallel and tp > 1 else 0.0
-    return logits * width * copies + sums + max(part, product) + 2 * whole + own
+    # How many times logits are there in the loss, in its backward, and after it: a soft cap has tanh's result and a
+    # gradient before and after each of its operations, and a chunk keeps what they began with.
+    capped = bool(model.final_logit_softcapping)
+    first, then, last = ((3, 5, 2) if chunked else (2, 3, 1)) if capped else (1, 1, 1)
+    sums, product, inputs = 0.0, raw, 2 * stream
+    if chunked:
+        sums = raw * max(width, 4) / width
+        # A chunk's product, where it is narrower than the sum; processors add it through a copy that is as wide.
+        product = raw + (sums if on_host else 0.0) if width < 4 else 0.0
+        # The input, gathered, and its gradient before the reduction; beside them the input as the norm left it.
+        inputs = 2 * tokens * width * model.hidden_size
+        inputs += stream if config.parallel.sequence_parallel and tp > 1 else 0.0
+    logits *= width
+    return sums + inputs + max(first * logits + part, then * logits, last * logits + product)
 
 
 def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:
