@@ -23,6 +23,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+from benchmarks.gpu_report.setting import wait
 from megazero.config import RunConfig, World, make_config
 from megazero.models.decoder import Head
 from megazero.plan.activations import activations
@@ -81,12 +82,12 @@ def make_step(sizes: Sizes, chunk: int, device: torch.device) -> Callable[[], fl
 
     def step() -> float:
         clock = time.perf_counter if device.type == "cuda" else time.process_time
-        x.grad = head.weight.grad = None
         began = clock()
         loss().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return clock() - began
+        wait(device)
+        seconds = clock() - began
+        x.grad = head.weight.grad = None
+        return seconds
 
     return step
 
