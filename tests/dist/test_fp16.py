@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], float]] = {
     "hpz": ({"zero_preset": "hpz"}, 0.0),
     "mics": ({"zero_preset": "mics"}, 2e-3),
     "ddp": ({"zero_preset": "ddp"}, 2e-3),
-    "tensor parallel": ({**TENSORS, "recompute_granularity": "full", "loss_chunk_tokens": 5}, 2e-3),
+    "tensor parallel": ({**TENSORS, "recompute_granularity": "full"}, 2e-3),
     "tied pipeline of tensor parallel ranks": ({**TIED_PIPELINE, **TENSORS}, torch.inf),  # another model
     "tied pipeline, zeropp": ({**TIED_PIPELINE, **ZEROPP}, torch.inf),
 }
