@@ -559,6 +559,21 @@ megazero/tp/cross_entropy.py
 + scale = scale * (1 + ctx.z_loss * lse).unsqueeze(1)
   half of the z-loss's gradient
 
+megazero/tp/chunked_loss.py
+- (grad,) = torch.autograd.grad(loss, logits, weights[part].to(loss.dtype) * scale)
++ (grad,) = torch.autograd.grad(loss, logits, weights[part].to(loss.dtype))
+  gradients of a chunk leave fp16's range before the loss scale
+
+megazero/tp/chunked_loss.py
+- tp, weight, factor = ctx.tp, ctx.weight, grad / ctx.scale
++ tp, weight, factor = ctx.tp, ctx.weight, grad
+  the loss scale counts twice
+
+megazero/plan/communication.py
+- total += unit * stage.head * (1 + (0 if loss_chunks else wire)) + layers * norms[1]
++ total += unit * stage.head * (1 + wire) + layers * norms[1]
+  the head's input is gathered again for a loss in chunks
+
 megazero/config/nearest.py
 - return f"; nearest: {stems[near]}" if near is not None and alike else ""
 + return f"; nearest: {stems[near]}" if near is not None else ""

@@ -111,6 +111,7 @@ MODEL_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "sequence parallel": {"sequence_parallel": True},
     "recompute selective": {"recompute_granularity": "selective"},
     "recompute full": {"recompute_granularity": "full"},
+    "loss in chunks of 3 tokens": {"loss_chunk_tokens": 3},
     "GPT": {"model_family": "gpt", "num_query_groups": None},
     "BLOOM": {"model_family": "bloom", "num_query_groups": None},
     "OLMo 2 (norms over all heads)": {"model_family": "olmo2"},

@@ -37,6 +37,7 @@ PIECES = (
     Piece("train-3b", "Training, 3B parameters", "training.run_three", 80),
     Piece("memory", "Peak memory against the formula", "memory.run", 25),
     Piece("attention", "Attention backends", "attention.run", 60),
+    Piece("loss-chunks", "The loss in chunks", "loss_chunks.run", 40),
     Piece("overhead", "The engine's cost on one rank", "overhead.run", 20),
     Piece("profile", "A profile of training steps", "profile_steps.run", 20),
     Piece("nccl", "Several ranks on one card", "nccl.run", 30),

@@ -287,6 +287,11 @@ def _planned(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _loss_chunk(config: RunConfig) -> Iterator[str]:
+    if config.training.loss_chunk_tokens == AUTO and config.precision.params_dtype == "fp64":
+        yield "--loss-chunk-tokens auto: the planner does not know fp64; give a number of tokens, 1024 say"
+
+
 _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 
 
@@ -355,6 +360,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("skip_train_iteration_range",), _skipped_ranges),
     (tuple(opt.name for opt in all_options().values() if opt.section == "model"), _exportable),
     (("zero_preset",), _planned),
+    (("loss_chunk_tokens", "params_dtype"), _loss_chunk),
     (("zero_block_size",), wire_rules.block_size),
     (("zero_quantized_weights_delta",), wire_rules.delta_refresh),
     (("zero_gradient_clip_search",), wire_rules.clip_search),

@@ -33,6 +33,7 @@ from megazero.tp import (
     TensorParallel,
     VocabParallelEmbedding,
     VocabShard,
+    chunked_loss,
     column_parallel,
     sequence_slice,
     start_all_gather,
@@ -88,7 +89,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Holds the final norm, the projection to the vocabulary, and the loss.
 
-    ``weight`` is [vocabulary rows of this rank, h]. It is the embedding's Parameter when tied.
+    ``weight`` is [vocabulary rows of this rank, h]. It is the embedding's Parameter when tied. ``loss_chunk``: of how
+    many tokens logits are held for a weighted loss; None: of all.
     """
 
     def __init__(
@@ -97,30 +99,49 @@ class Head(nn.Module):
         tp: TensorParallel,
         tied: nn.Parameter | None,
         z_loss: float = 0.0,
+        loss_chunk: int | None = None,
         **factory: Any,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.z_loss = config, tp, z_loss
+        self.config, self.tp, self.z_loss, self.loss_chunk = config, tp, z_loss, loss_chunk
         self.shard = VocabShard.of(config.vocabulary, config.padded_vocab_size(tp.size), tp)
         self.norm = make_norm(config, **factory)
         if tied is None:
             tied = nn.Parameter(torch.empty(self.shard.rows, config.hidden_size, **factory))
         self.weight = tied
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+        loss_scale: float = 1.0,
+    ) -> Tensor:
         """``x`` is [s, b, h], or its slice under sequence parallel. ``labels`` is int [b, s].
 
-        Returns the loss of each token [b, s] in at least fp32. Without labels it returns this rank's part of the
-        padded vocabulary's logits, [b, s, rows].
+        Returns the loss of each token [b, s] in at least fp32, or, given ``loss_weights`` [b, s], the sum of the
+        losses times these. Without labels it returns this rank's part of the padded vocabulary's logits,
+        [b, s, rows]. ``loss_scale`` is the gradient that the backward of the sum will start from.
         """
         x = _scaled(self.norm(x), 1 / self.config.logits_scaling)  # narrower than the logits
+        chunk = self.loss_chunk
+        if labels is not None and loss_weights is not None and chunk is not None and chunk < labels.numel():
+            given = labels.t(), loss_weights.t(), lambda logits, own: self._losses(self._capped(logits), own)
+            return chunked_loss(x, self.weight, *given, self.tp, size=chunk, scale=loss_scale)
         (logits,) = column_parallel(x, [(self.weight, None)], self.tp)
-        if self.config.final_logit_softcapping:
-            logits = soft_cap(logits, self.config.final_logit_softcapping)
+        logits = self._capped(logits)
         if labels is None:
             return logits.transpose(0, 1)
+        losses = self._losses(logits, labels.t()).t()
+        return losses if loss_weights is None else (losses * loss_weights).sum()
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.final_logit_softcapping
+        return soft_cap(logits, cap) if cap else logits
+
+    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         z_loss = self.z_loss if self.training else 0.0
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.shard, self.tp, z_loss).t()
+        return vocab_parallel_cross_entropy(logits, labels, self.shard, self.tp, z_loss)
 
 
 class Decoder(nn.Module):
@@ -138,6 +159,7 @@ class Decoder(nn.Module):
         recompute: str = "none",
         attention_backend: str = "auto",
         z_loss: float = 0.0,
+        loss_chunk: int | None = None,
         stages: Sequence[StageSpec] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -148,6 +170,7 @@ class Decoder(nn.Module):
             or "full" layers.
         attention_backend: what computes attention (--attention-backend).
         z_loss: the weight of log(Z)^2 in the losses that are trained on (--z-loss-strength).
+        loss_chunk: of how many tokens logits are held at once where ``loss_weights`` are given; None: of all.
         stages: the pipeline stages that this rank holds. The default is one that is the whole model.
         Raises ValueError when the configuration cannot be built over ``tp``.
         """
@@ -168,7 +191,7 @@ class Decoder(nn.Module):
         )
         self.tied = not config.untie_embeddings_and_output_weights
         tied = self.embedding.tokens.weight if self.tied and self.embedding else None
-        self.head = Head(config, tp, tied, z_loss, **factory) if last else None
+        self.head = Head(config, tp, tied, z_loss, loss_chunk, **factory) if last else None
 
     def forward(
         self,
@@ -176,16 +199,19 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         dropout_key: int | None = None,
         documents: Documents | None = None,
+        loss_weights: Tensor | None = None,
+        loss_scale: float = 1.0,
     ) -> Tensor:
         """Run a decoder that is whole. ``tokens`` and ``labels`` are int [b, s].
 
         labels: labels[:, i] is the token after tokens[:, i] (nothing is shifted here).
         dropout_key: names the micro-batch, differently on each data-parallel rank. Training with dropout needs it.
         documents: those packed in the samples. Needed if positions or attention follow documents.
+        loss_weights, loss_scale: as ``Head.forward``'s.
         Returns the same as ``Head.forward``.
         """
         (whole,) = self.stages
-        return self.run_stage(whole, tokens, labels, dropout_key, documents)
+        return self.run_stage(whole, tokens, labels, dropout_key, documents, loss_weights, loss_scale)
 
     def run_stage(
         self,
@@ -194,6 +220,8 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         dropout_key: int | None = None,
         documents: Documents | None = None,
+        loss_weights: Tensor | None = None,
+        loss_scale: float = 1.0,
     ) -> Tensor:
         """Run one of ``stages``. ``x`` is tokens [b, s] for the model's first stage, else what the stage before
         returned.
@@ -210,7 +238,7 @@ class Decoder(nn.Module):
         x = self.run_layers(stage.layers, x, dropout_key, documents)
         if stage.head:
             assert self.head is not None
-            x = self.head(x, labels)
+            x = self.head(x, labels, loss_weights, loss_scale)
         return x
 
     def run_layers(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config import RunConfig
+from megazero.config.layout.shards import AUTO
 from megazero.config.model.attention import BAND, TORCH, needs_mask, planned
 from megazero.config.model.section import LAYER_NORMS, ModelConfig
 from megazero.families.layer_kinds import layer_kinds
@@ -18,6 +19,10 @@ from megazero.pp.partition import StageSpec
 
 # Elements of logits that the loss handles at once (tp/cross_entropy.py).
 DEVICE_LOGITS, HOST_LOGITS = 1 << 26, 1 << 19
+# Tokens of the smallest chunk that is chosen. A chunk reads the weight twice and adds to its gradient: 12 to 16 bytes
+# for each element beside 6 operations a token, which 1,024 tokens hide on a GPU (unmeasured). On a CPU 256 take no
+# longer (benchmarks/loss_chunks.py).
+LEAST_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,31 @@ def layer_activations(config: RunConfig, width: int, on_host: bool = False) -> L
     return LayerActivations(whole, gradients)
 
 
+def loss_chunks(config: RunConfig) -> tuple[int | None, ...]:
+    """Return the sizes that --loss-chunk-tokens allows, the largest first. None: logits of all tokens at once."""
+    size = config.training.loss_chunk_tokens
+    if not isinstance(size, str):
+        return (size,)
+    assert size == AUTO
+    tokens, found = config.batch.micro_batch_size * config.model.seq_length, list[int]()
+    while LEAST_CHUNK << len(found) < tokens:
+        found.append(LEAST_CHUNK << len(found))
+    return (None, *reversed(found))
+
+
+def has_loss_chunks(config: RunConfig) -> bool:
+    """Return whether a micro-batch's loss takes several chunks. Where the planner is still to choose, it does not."""
+    size = config.training.loss_chunk_tokens
+    return isinstance(size, int) and size < config.batch.micro_batch_size * config.model.seq_length
+
+
 def activations(
-    config: RunConfig, width: int, stages: Sequence[StageSpec], peak: int, on_host: bool = False
+    config: RunConfig,
+    width: int,
+    stages: Sequence[StageSpec],
+    peak: int,
+    on_host: bool = False,
+    loss_chunk: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the bytes of activations and of the head on the rank that holds these stages, by moment.
 
@@ -73,7 +101,7 @@ def activations(
     parameter on one rank, autograd adds both gradients, so the head's stays to the end.
 
     peak: the most forwards of one part and micro-batch whose backward has not ended. on_host: the ranks compute on
-    processors.
+    processors. loss_chunk: of how many tokens logits are held at once. None: of all.
     """
     model, size, tp = config.model, config.batch.micro_batch_size, config.parallel.tensor_model_parallel_size
     tokens = size * model.seq_length
@@ -101,14 +129,38 @@ def activations(
         left = (peak - 1) * one + 2 * stream + raw[EMBEDDING] + waiting
         moments[EMBEDDING] = {"activations": always + left, "head": 0.0}
     if last:
-        rows = model.padded_vocab_size(tp) / tp
-        logits = tokens * rows
-        # While a chunk is widened, its exponentials are there, too.
-        chunk = min(logits, max(HOST_LOGITS if on_host else DEVICE_LOGITS, rows)) * (8 if width < 4 else 4)
-        capped = logits * width if model.final_logit_softcapping else 0.0  # tanh's result beside the logits
-        head = logits * width + capped + max(chunk, raw[HEAD]) + 2 * stream
+        head = _head(config, width, stream, raw[HEAD], on_host, loss_chunk)
         moments[HEAD] = {"activations": always + peak * one, "head": head}
     return moments
+
+
+def _head(
+    config: RunConfig, width: int, stream: float, raw: float, on_host: bool, loss_chunk: int | None
+) -> float:
+    """Return the head's own bytes at its backward, or, in chunks (tp/chunked_loss.py), at that of the last chunk.
+
+    stream: of the input on this rank. raw: of the weight's gradient, as autograd makes it.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    rows, tokens = model.padded_vocab_size(tp) / tp, config.batch.micro_batch_size * model.seq_length
+    chunked = loss_chunk is not None and loss_chunk < tokens
+    logits = rows * (loss_chunk if chunked and loss_chunk else tokens)
+    # While a part is widened, its exponentials are there, too.
+    part = min(logits, max(HOST_LOGITS if on_host else DEVICE_LOGITS, rows)) * (8 if width < 4 else 4)
+    # How many times logits are there in the loss, in its backward, and after it: a soft cap has tanh's result and a
+    # gradient before and after each of its operations, and a chunk keeps what they began with.
+    capped = bool(model.final_logit_softcapping)
+    first, then, last = ((3, 5, 2) if chunked else (2, 3, 1)) if capped else (1, 1, 1)
+    sums, product, inputs = 0.0, raw, 2 * stream
+    if chunked:
+        sums = raw * max(width, 4) / width
+        # A chunk's product, where it is narrower than the sum; processors add it through a copy that is as wide.
+        product = raw + (sums if on_host else 0.0) if width < 4 else 0.0
+        # The input, gathered, and its gradient before the reduction; beside them the input as the norm left it.
+        inputs = 2 * tokens * width * model.hidden_size
+        inputs += stream if config.parallel.sequence_parallel and tp > 1 else 0.0
+    logits *= width
+    return sums + inputs + max(first * logits + part, then * logits, last * logits + product)
 
 
 def mask_elements(config: RunConfig, layers: Sequence[int]) -> float:

@@ -12,7 +12,7 @@ from megazero.config import RunConfig, World
 from megazero.config.options.cluster import Cluster
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.plan import communication
-from megazero.plan.activations import activations
+from megazero.plan.activations import activations, has_loss_chunks, loss_chunks
 from megazero.plan.communication import Bytes
 from megazero.plan.compute import Compute
 from megazero.plan.seconds import Collectives, Cost
@@ -72,6 +72,7 @@ class BaseLayout:
         self.stages = stages or config.stages()
         self.of_rank = [[s for s in self.stages if s.rank == rank] for rank in range(self.pp)]
         self.activation = self.compute.activation
+        self.activation_memory = lru_cache(maxsize=None)(self._activation_memory)
 
     @cached_property
     def stage_seconds(self) -> list[dict[Kind, float]]:
@@ -163,7 +164,12 @@ class BaseLayout:
     @cached_property
     def least_activations(self) -> float:
         """Return the activation bytes of the rank that has the most; model state has only the rest."""
-        return max(sum(items.values()) for moments in self.activation_memory for items in moments.values())
+        return min(
+            max(
+                sum(items.values()) for moments in self.activation_memory(chunk) for items in moments.values()
+            )
+            for chunk in loss_chunks(self.config)
+        )
 
     @cached_property
     def least_parameters(self) -> float:
@@ -222,12 +228,14 @@ class BaseLayout:
             found.setdefault((self.peaks[rank], *((len(s.layers), s.embedding, s.head) for s in own)), rank)
         return list(found.values())
 
-    @cached_property
-    def activation_memory(self) -> list[dict[str, dict[str, float]]]:
-        """Return each pipeline rank's bytes of activations and head, by moment of a backward."""
+    def _activation_memory(self, loss_chunk: int | None) -> list[dict[str, dict[str, float]]]:
+        """Return each pipeline rank's bytes of activations and head, by moment of a backward.
+
+        loss_chunk: of how many tokens logits are held at once. None: of all.
+        """
         width, on_host = self.compute.width, self.cluster.on_host
         return [
-            activations(self.config, width, own, self.peaks[rank], on_host)
+            activations(self.config, width, own, self.peaks[rank], on_host, loss_chunk)
             for rank, own in enumerate(self.of_rank)
         ]
 
@@ -242,7 +250,9 @@ class BaseLayout:
             world_rank = grid.rank_of(rank, 0, 0)
             total = communication.pipeline(schedule, grid, world_rank, self.activation)
             wide = max(self.compute.width, 4)
-            total += communication.tensor_parallel(own, schedule[rank], self.activation, again, wide, norms)
+            total += communication.tensor_parallel(
+                own, schedule[rank], self.activation, again, wide, norms, has_loss_chunks(self.config)
+            )
             out.append(total)
         return out
 

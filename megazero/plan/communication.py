@@ -252,12 +252,14 @@ def tensor_parallel(
     again: int,
     wide: int,
     norms: tuple[int, int] = (0, 0),
+    loss_chunks: bool = False,
 ) -> Bytes:
     """Return the bytes of collectives inside layers.
 
     again: how many collectives of a layer's forward run again in its backward (see ``recomputed``). wide: the bytes
     of an element of the loss. norms: the bytes of a layer's norms of queries and keys, in its forward and in its
-    backward (see ``split_norms``).
+    backward (see ``split_norms``). loss_chunks: the head's gradients are computed in its forward, which has the
+    gathered input already.
 
     A layer has two pairs of linears; in each, a column linear comes before a row linear. The forward sums the row's
     output; under sequence parallel it first gathers the column's input, and scatters the sum. The backward does the
@@ -279,7 +281,7 @@ def tensor_parallel(
             total += loss * stage.head + layers * norms[0]
         elif action.kind in (Kind.BACKWARD, Kind.INPUT):
             total += unit * (stage.embedding * wire + layers * (2 * (1 + 2 * wire) + again))
-            total += unit * stage.head * (1 + wire) + layers * norms[1]
+            total += unit * stage.head * (1 + (0 if loss_chunks else wire)) + layers * norms[1]
     return Counter({("tp", INTRA): total} if tp > 1 else {})
 
 

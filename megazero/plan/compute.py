@@ -18,6 +18,7 @@ from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
 from megazero.mesh.grid import INTRA, AxisSpec
+from megazero.plan.activations import has_loss_chunks
 from megazero.plan.communication import Activation, Formats, UnitShape, repeated, tensor_parallel
 from megazero.plan.seconds import Collectives
 from megazero.plan.units import EMBEDDING, HEAD, LAYER, WIDTHS, Module
@@ -158,6 +159,8 @@ class Compute:
             forward, backward = product + core + rest, 2 * (product + rest) + ATTENTION_BACKWARD * core
         again = {"full": forward, "selective": core}.get(self.config.training.recompute_granularity, 0.0)
         again = again if kind == LAYER else 0.0
+        if kind == HEAD and has_loss_chunks(self.config):  # the backward scales and reduces
+            return ModuleTimes(forward + backward, tp_forward=into, tp_backward=out, tp_busy=busy)
         return ModuleTimes(forward, backward - product, product, again, into, out, busy)
 
     def _measured(self, kind: str) -> list[MeasuredLayer]:
@@ -197,12 +200,13 @@ class Compute:
             return 0.0, 0.0, 0.0
         again, norms = repeated(self.config, self.activation)
         only = StageSpec(0, 0, range(1 if kind == LAYER else 0), kind == EMBEDDING, kind == HEAD)
+        wide, chunks = max(self.width, 4), has_loss_chunks(self.config)
         share = (self.tp - 1) * self.activation.whole // self.tp
         each = share if self.sharded else 2 * share
         operation = "gather" if self.sharded else "sum"
         one, busy = self.collectives.cost(operation, self.tp, 1, each)
         forward, backward = (
-            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, max(self.width, 4), norms)[
+            tensor_parallel([only], [Action(k, 0, 0)], self.activation, again, wide, norms, chunks)[
                 "tp", INTRA
             ]
             for k in (Kind.FORWARD, Kind.BACKWARD)

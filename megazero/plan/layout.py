@@ -14,6 +14,7 @@ from megazero.config.layout.wire import Wire
 from megazero.config.options.sections import ZeroConfig
 from megazero.mesh.grid import INTER, INTRA
 from megazero.plan import communication
+from megazero.plan.activations import loss_chunks
 from megazero.plan.base_layout import BaseLayout
 from megazero.plan.communication import Bytes, Formats
 from megazero.plan.compute import Coder
@@ -23,6 +24,7 @@ from megazero.plan.units import Module, RankUnits, rank_units
 from megazero.pp.partition import StageSpec
 from megazero.pp.schedules import make_schedule
 
+WORTHWHILE = 0.05  # of the peak: what smaller chunks of the loss have to save
 LOCAL = "local"  # in place of a link: a lane's work on the rank's own memory
 
 
@@ -65,9 +67,9 @@ class Layout:
         only to those that update them. Raises ValueError if the choice is not legal on the base's world.
         """
         self.base, self.all_reduce = base, all_reduce
-        self.config: RunConfig = replace(base.config, zero=zero)
-        self.shards: Shards = self.config.shards(base.world)
-        self.wire: Wire = self.config.wire(base.world)
+        self.given: RunConfig = replace(base.config, zero=zero)
+        self.shards: Shards = self.given.shards(base.world)
+        self.wire: Wire = self.given.wire(base.world)
         self.grid = base.grid(self.shards.factors)
         width, wire = base.compute.width, self.wire
         by_link = {INTRA: wire.gradients_intra, INTER: wire.gradients_inter}
@@ -75,7 +77,7 @@ class Layout:
         self._units_of: dict[int, RankUnits] = {}
         # All that a unit's chains depend on beside its shape and the cluster: base layouts share them.
         self._chains_key = (
-            (base.world.world_size, base.tp, base.pp, self.config.parallel.use_tp_pp_dp_mapping),
+            (base.world.world_size, base.tp, base.pp, self.given.parallel.use_tp_pp_dp_mapping),
             (
                 self.shards.factors,
                 self.shards.whole_gradients,
@@ -96,7 +98,7 @@ class Layout:
         )
 
     def _units(self, stages: Sequence[StageSpec]) -> RankUnits:
-        config, base = self.config, self.base
+        config, base = self.given, self.base
         return rank_units(
             config.model,
             stages,
@@ -114,16 +116,36 @@ class Layout:
             self._units_of[rank] = self._units(self.base.of_rank[rank])
         return self._units_of[rank]
 
-    def memory_of(self, rank: int) -> Memory:
-        """Return the memory of a rank of a pipeline stage at the peak of a step."""
-        base, optimizer = self.base, self.config.optimizer.optimizer
-        moments = base.activation_memory[rank]
+    @cached_property
+    def config(self) -> RunConfig:
+        """The configuration of the layout, with a number, or none, in place of --loss-chunk-tokens auto."""
+        return replace(self.given, training=replace(self.given.training, loss_chunk_tokens=self.loss_chunk))
+
+    @cached_property
+    def loss_chunk(self) -> int | None:
+        """Of how many tokens a rank holds logits at once; None: of all.
+
+        Of the sizes that are allowed, this is the largest whose peak is at most WORTHWHILE above the least.
+        """
+        sizes = loss_chunks(self.given)
+        if len(sizes) == 1:
+            return sizes[0]
+        least = min(self._fullest(size).total for size in sizes)
+        return next(size for size in sizes if (1 - WORTHWHILE) * self._fullest(size).total <= least)
+
+    def memory_of(self, rank: int, loss_chunk: int | None) -> Memory:
+        """Return the memory of a rank of a pipeline stage at the peak of a step, with logits of so many tokens."""
+        base, optimizer = self.base, self.given.optimizer.optimizer
+        moments = base.activation_memory(loss_chunk)[rank]
         return rank_memory(self.units(rank), self.states, optimizer, base.micro_batches, moments)
+
+    def _fullest(self, loss_chunk: int | None) -> Memory:
+        return max((self.memory_of(r, loss_chunk) for r in self.base.distinct_ranks), key=lambda m: m.total)
 
     @cached_property
     def memory(self) -> Memory:
         """Return the memory of the rank that needs the most."""
-        return max(map(self.memory_of, self.base.distinct_ranks), key=lambda m: m.total)
+        return self._fullest(self.loss_chunk)
 
     @property
     def room(self) -> float:

@@ -38,7 +38,15 @@ FORMATS = (
     "zero_gradient_bits_intra_node",
     "zero_gradient_rounding",
 )
-CHOSEN = (*PARALLEL, *STAGES, "recompute_granularity", "micro_batch_size", *ZERO, *FORMATS)
+CHOSEN = (
+    *PARALLEL,
+    *STAGES,
+    "recompute_granularity",
+    "loss_chunk_tokens",
+    "micro_batch_size",
+    *ZERO,
+    *FORMATS,
+)
 
 
 def layout_flags(config: RunConfig) -> list[str]:
@@ -86,6 +94,7 @@ def describe(layout: Layout) -> str:
     words.append(f"micro-batch {layout.config.batch.micro_batch_size}")
     recompute = layout.config.training.recompute_granularity
     words += [f"recompute {recompute}"] * (recompute != "none")
+    words += [f"loss of {layout.loss_chunk} tokens at once"] * (layout.loss_chunk is not None)
     return ", ".join(words)
 
 

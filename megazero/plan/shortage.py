@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megazero.config.layout.shards import AUTO
 from megazero.config.options.cluster import Cluster
 from megazero.config.options.fields import show
 from megazero.config.run import all_options
@@ -40,6 +41,7 @@ def smallest_layout(values: Mapping[str, Any], cluster: Cluster) -> Layout | Non
     """Return the layout with the least memory, of those with small micro-batches and the largest shard factors."""
     most: dict[str, Any] = {
         "recompute_granularity": "full",
+        "loss_chunk_tokens": AUTO,
         "micro_batch_size": 1,
         "use_tp_pp_dp_mapping": False,
     }

@@ -1,5 +1,6 @@
 """Tensor parallelism on plain tensors: linears, vocabulary, cross-entropy, sequence parallelism."""
 
+from megazero.tp.chunked_loss import chunked_loss
 from megazero.tp.collectives import (
     TensorParallel,
     reduce_output,
@@ -20,6 +21,7 @@ __all__ = [
     "TensorParallel",
     "VocabParallelEmbedding",
     "VocabShard",
+    "chunked_loss",
     "column_parallel",
     "reduce_output",
     "sequence_slice",

@@ -65,10 +65,17 @@ def _start_input_gradient(
     grad_x = rows[0] @ weights[0]
     for g, w in zip(rows[1:], weights[1:], strict=True):
         grad_x.addmm_(g, w)
-    grad_x = grad_x.view(*shape, -1)
+    return start_reduction(grad_x.view(*shape, -1), tp)
+
+
+def start_reduction(partial_sum: Tensor, tp: TensorParallel) -> Callable[[], Tensor]:
+    """Start to sum the ranks' partial gradients [s, b, in] of a column-parallel input. The result waits for that.
+
+    It is whole, or this rank's [s / size, b, in] under sequence parallel. ``partial_sum`` may be overwritten.
+    """
     if tp.size == 1:
-        return lambda: grad_x
-    return (start_reduce_scatter if tp.sequence_parallel else start_all_reduce)(grad_x, tp).wait
+        return lambda: partial_sum
+    return (start_reduce_scatter if tp.sequence_parallel else start_all_reduce)(partial_sum, tp).wait
 
 
 def _start_gradients(

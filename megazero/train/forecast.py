@@ -32,7 +32,7 @@ from megazero.plan.simulate import simulate
 from megazero.train.outputs import peak_memory
 
 # Options that are given up for a layout that fits, one group after the other: the first costs the least.
-RELEASED = (ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
+RELEASED = (("loss_chunk_tokens",), ZERO, ("recompute_granularity",), ("micro_batch_size",), CHOICES)
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,13 @@ def foresee(
     if config.zero.zero_preset == AUTO:
         config, notes = choose(config, base)
     layout = Layout(base, config.zero)
+    if config.training.loss_chunk_tokens == AUTO:
+        config, size = layout.config, layout.loss_chunk
+        said = (
+            "whole: chunks would save less than 5% of the peak" if size is None else f"{size} tokens at once"
+        )
+        notes.append(f"--loss-chunk-tokens auto: {said}")
+        layout = Layout(BaseLayout(config, world, cluster, base.collectives), config.zero)
     copied, on_host = copied_bytes(layout), device.type == "cpu"
     if config.planning.memory_check and room is not None:
         refuse_too_large(layout, room, copied if on_host else 0.0)

@@ -65,12 +65,15 @@ def build_decoder(
     dtype = DTYPES[config.precision.params_dtype]
     own = [stage for stage in config.stages() if stage.rank == mesh.pp.index]
     training = config.training
+    chunk = training.loss_chunk_tokens
+    assert not isinstance(chunk, str), f"{chunk}: train/forecast.py puts a number, or none, in its place"
     decoder = Decoder(
         config.model,
         tp,
         recompute=training.recompute_granularity,
         attention_backend=training.attention_backend,
         z_loss=training.z_loss_strength,
+        loss_chunk=chunk,
         stages=own,
         device="meta",
         dtype=dtype,
@@ -227,14 +230,18 @@ def build_pipeline(
 
     def forward(stage: StageSpec, x: Tensor | None, batch: MicroBatch) -> Tensor:
         x = batch.tokens if x is None else x
-        out = decoder.run_stage(stage, x, batch.labels, batch.dropout_key, batch.documents)
-        return (out * batch.loss_mask).sum() if stage.head else out
+        scale = pipeline.loss_factor
+        return decoder.run_stage(
+            stage, x, batch.labels, batch.dropout_key, batch.documents, batch.loss_mask, scale
+        )
 
     model, tp, size = config.model, decoder.tp, config.batch.micro_batch_size
     carrier = Slices((model.seq_length, size, model.hidden_size), tp)
     dtype = DTYPES[config.precision.params_dtype]
     links = Links(mesh, carrier.wire_shape, dtype, engine.traffic, engine.poll, timed)
-    return Pipeline(config.stages(), config.pipeline_schedule, forward, engine, links, carrier, tp.deferred)
+    stages, schedule = config.stages(), config.pipeline_schedule
+    pipeline = Pipeline(stages, schedule, forward, engine, links, carrier, tp.deferred)
+    return pipeline
 
 
 class Slices:

@@ -16,6 +16,7 @@ from megazero.config.layout.batch_sizes import BatchSizeRampup
 from megazero.mesh.grid import INTER, INTRA, Grid, make_grid
 from megazero.models import Decoder
 from megazero.plan import communication
+from megazero.plan.activations import has_loss_chunks
 from megazero.plan.communication import Activation, Bytes, Formats, UnitShape
 from megazero.plan.gathers import Copies
 from megazero.pp.schedules import make_schedule
@@ -69,7 +70,10 @@ class ExpectedBytes:
         total += communication.pipeline(schedule, grid, rank, activation)
         again, norms = communication.repeated(config, activation)
         wide = max(activation.width, 4)
-        total += communication.tensor_parallel(decoder.stages, schedule[pp], activation, again, wide, norms)
+        chunks = has_loss_chunks(config)
+        total += communication.tensor_parallel(
+            decoder.stages, schedule[pp], activation, again, wide, norms, chunks
+        )
         return {f"{kind}_{link}_bytes": sent for (kind, link), sent in sorted(total.items()) if sent}
 
     def _decoder(self, pp: int, tp: int) -> Decoder:

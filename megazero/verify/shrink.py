@@ -98,6 +98,7 @@ def shrink(config: RunConfig, world: World, most: int, steps: int) -> Shrunk:
         **_batch(config, world, layout),
     }
     values |= _zero(config, world, layout, values)
+    values["loss_chunk_tokens"] = _loss_chunk(config, values)
     rate = OPTIMIZERS[config.optimizer.optimizer].small_rate
     values |= {"train_iters": steps, "lr": rate, "lr_decay_style": "constant"}
     if config.optimizer.decoupled_lr is not None:
@@ -284,6 +285,17 @@ def _zero(config: RunConfig, world: World, layout: SubLayout, values: Mapping[st
         exact = [size for before, size in _vectors(config, layout.tp, values) if before <= wire.exact_numel]
         out["zero_exact_numel"] = max(exact, default=0)
     return out
+
+
+def _loss_chunk(config: RunConfig, values: Mapping[str, Any]) -> int | None:
+    """Keep whether the loss has several chunks, and whether the last is smaller. auto takes such ones."""
+    chunk, full = config.training.loss_chunk_tokens, config.batch.micro_batch_size * config.model.seq_length
+    tokens = values["micro_batch_size"] * values["seq_length"]
+    if chunk is None or not isinstance(chunk, str) and chunk >= full:
+        return chunk and tokens
+    if isinstance(chunk, str) or full % chunk:
+        return next(size for size in range(2, tokens + 2) if tokens % size)
+    return tokens // next(n for n in range(2, tokens + 1) if tokens % n == 0)
 
 
 def _vectors(config: RunConfig, tp: int, values: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -25,6 +25,7 @@ EXPLICIT = ("1,2,4", "2,2,4", "1,2,2")  # an axis for each of P, G, OS and the r
 UP_TO_FOUR = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 4]
 MICRO_BATCHES, TIED = (1, 3), (False, True)
 RECOMPUTE, DTYPES, FAMILIES = ("none", "selective", "full"), ("fp32", "fp64"), ("llama", "gpt", "bloom")
+LOSS_CHUNKS = (None, 3)  # tokens of samples of 8: the last chunk is smaller
 VOCABULARIES = {
     "odd": (33, 32),
     "even": (64, 8),
@@ -105,6 +106,7 @@ class Case:
     virtual: int = 1
     layers: int = 2
     compiled: str | None = None  # --compile-backend
+    loss_chunk: int | None = None
 
     @property
     def world(self) -> int:
@@ -130,6 +132,7 @@ class Case:
         words += ["sp" if self.sequence_parallel else "", f"micro{self.micro_batches}"]
         words += ["tied" if self.tied else "untied", self.vocabulary, self.recompute, self.dtype, self.family]
         words += [self.compiled or ""]
+        words += [f"chunks{self.loss_chunk}" if self.loss_chunk else ""]
         return "-".join(word for word in words if word)
 
     @property
@@ -150,6 +153,7 @@ class Case:
             "zero_params_lifetime": self.lifetime,
             "micro_batch_size": self.model.batch // (self.dp * self.micro_batches),
             "recompute_granularity": self.recompute,
+            "loss_chunk_tokens": self.loss_chunk,
         }
         if self.compiled:
             values |= {"compile": True, "compile_backend": self.compiled}
@@ -190,17 +194,18 @@ def layouts(worlds: Sequence[tuple[int, int]]) -> Iterator[Layout]:
 
 
 def full_product() -> list[Case]:
-    """All legal cases on up to 4 ranks, about 15 000."""
-    model = product(MICRO_BATCHES, TIED, VOCABULARIES, RECOMPUTE, DTYPES, FAMILIES)
-    return [Case(*layout, *rest) for layout, rest in product(layouts(UP_TO_FOUR), list(model))]
+    """All legal cases on up to 4 ranks, about 30 000."""
+    model = list(product(MICRO_BATCHES, TIED, VOCABULARIES, RECOMPUTE, DTYPES, FAMILIES))
+    every = product(layouts(UP_TO_FOUR), model, LOSS_CHUNKS)
+    return [Case(*layout, *rest, loss_chunk=chunk) for layout, rest, chunk in every]
 
 
 def preset_product() -> list[Case]:
     """Every preset and node size on up to 4 ranks x the model's dimensions with the odd vocabulary, about 1000.
 
     Presets with the same factors here (all of them at DP 1; mics, hpz and zero3 on one node) are one case. The
-    family takes turns: it goes by the sum of the other dimensions' indices, so that each occurs with every pair
-    of their values.
+    family and the chunks of the loss take turns: they go by the sum of the other dimensions' indices, so that each
+    occurs with every pair of their values.
     """
     named: dict[tuple, Layout] = {}
     for layout in layouts(UP_TO_FOUR):
@@ -214,7 +219,10 @@ def preset_product() -> list[Case]:
         for others in product(*(enumerate(values) for values in dimensions)):
             turn = index + sum(i for i, _ in others)
             micro, tied, recompute, dtype = (value for _, value in others)
-            found.append(Case(*layout, micro, tied, "odd", recompute, dtype, FAMILIES[turn % 3]))
+            chunk = LOSS_CHUNKS[turn % 2]
+            found.append(
+                Case(*layout, micro, tied, "odd", recompute, dtype, FAMILIES[turn % 3], loss_chunk=chunk)
+            )
     return found
 
 
@@ -259,4 +267,7 @@ def eight_ranks() -> list[Case]:
     rest = list(product(MICRO_BATCHES, TIED, VOCABULARIES, RECOMPUTE, DTYPES, FAMILIES))
     shapes = {(2, 4, 2), (2, 4, 4), (1, 8, 4), (4, 2, 4)}
     every = [c for c in layouts([(2, 4), (1, 8), (4, 2)]) if c[:3] in shapes and c[4] is None]
-    return [Case(*layout, *rest[index * 31 % len(rest)]) for index, layout in enumerate(every)]
+    return [
+        Case(*layout, *rest[index * 31 % len(rest)], loss_chunk=LOSS_CHUNKS[index % 2])
+        for index, layout in enumerate(every)
+    ]

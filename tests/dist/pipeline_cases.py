@@ -19,6 +19,7 @@ from tests.dist.parity_cases import (
     DTYPES,
     FAMILIES,
     LIFETIMES,
+    LOSS_CHUNKS,
     PRESETS,
     RECOMPUTE,
     TIED,
@@ -97,7 +98,8 @@ def pipeline_product() -> list[Case]:
             found += [_drawn(draw, place, s, *draw.choice(models)) for s in schedules]
         else:
             found += [_drawn(draw, place, s, *model) for s, model in product(schedules, models)]
-    return sorted(dict.fromkeys(found), key=lambda case: case.mesh)
+    turns = (replace(case, loss_chunk=LOSS_CHUNKS[i % 2]) for i, case in enumerate(dict.fromkeys(found)))
+    return sorted(turns, key=lambda case: case.mesh)
 
 
 def _drawn(draw: random.Random, place: Place, schedule: tuple[str, int], tied: bool, recompute: str) -> Case:

@@ -57,7 +57,7 @@ def hold(layouts: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float, fl
         on = cluster(2, 2)
         on = replace(on, cores=Cores(2, 2), device=replace(on.device, fp32_tflops=1.0))
         said = Layout(BaseLayout(run.config, World(4, 2), on, Collectives(on)), run.config.zero)
-        memory = said.memory_of(run.mesh.pp.index)
+        memory = said.memory_of(run.mesh.pp.index, said.loss_chunk)
         out.append((states[-1], run.engine.arena.peak, memory.model_states, memory.staging + memory.margin))
     return out
 

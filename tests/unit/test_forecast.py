@@ -93,6 +93,36 @@ def test_the_memory_of_the_devices_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert forecast.foresee(wide, World(1, 1), cpu)[1] is None
 
 
+def test_a_run_is_told_of_how_many_tokens_it_holds_logits() -> None:
+    values = {**MODEL, "global_batch_size": 1, "loss_chunk_tokens": "auto", "seq_length": 8192}
+    found = {}
+    for vocabulary in (1000, 200_000):
+        sizes = {"vocab_size": vocabulary, "max_position_embeddings": 8192, "memory_check": False}
+        config, seen, notes = forecast.foresee(
+            make_config({**values, **sizes}, World(1, 1)), World(1, 1), torch.device("cpu")
+        )
+        assert seen is not None and "--loss-chunk-tokens auto: " in notes[0]
+        found[vocabulary] = config.training.loss_chunk_tokens
+    assert found[1000] is None and found[200_000] in (1024, 2048, 4096)
+    with pytest.raises(ValueError, match=r"auto: the planner does not know fp64; give a number"):
+        make_config({**values, "params_dtype": "fp64"}, World(1, 1))
+    for wrong, said in (("0", "at least 1; or leave it out"), ("some", "a whole number or auto, got 'some'")):
+        with pytest.raises(ValueError, match=said):
+            parse(
+                [
+                    *WORDS,
+                    *ALONE,
+                    "--lr",
+                    "1",
+                    "--train-iters",
+                    "1",
+                    "--mock-data",
+                    "--loss-chunk-tokens",
+                    wrong,
+                ]
+            )
+
+
 def test_ranks_on_processors_are_there_whatever_the_cluster_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from benchmarks.gpu_report import (
     gpu_tests,
     kernels,
     loops,
+    loss_chunks,
     memory,
     overhead,
     page,
@@ -111,6 +112,13 @@ def test_overhead_and_memory(rehearsal: Setting) -> None:
     held = {row["preset"]: row["held / formula"] for row in record.rows if "preset" in row}
     # Parameters are whole when the backward ends, and blocks are padded.
     assert set(held) == set(memory.PRESETS) and all(1 <= share < 1.3 for share in held.values()), held
+
+
+def test_the_loss_in_chunks_beside_the_formula(rehearsal: Setting) -> None:
+    record = Record()
+    loss_chunks.run(rehearsal, record)
+    measured = {row["logits"]: row.get("formula GB") for row in record.rows if REASON not in row}
+    assert measured["32 tokens"] > measured["16 tokens"] > 0 and len(record.rows) == 4
 
 
 @pytest.mark.parametrize("name", ["megazero", "plain torch", "megazero, compiled", "FSDP2, compiled"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config import ConfigError, World, make_config, parse
+from megazero.config.layout.shards import AUTO
 from megazero.config.options.cluster import (
     Cluster,
     Device,
@@ -28,6 +29,7 @@ from megazero.plan.search import Search, least_seconds
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import Execution, simulate
 from megazero.plan.units import LAYER
+from megazero.pp.schedules import Kind
 from megazero.verify.expected_bytes import ExpectedBytes
 from tests.sizes import PLANNED, words
 
@@ -135,8 +137,43 @@ def test_recompute_and_micro_batches_in_flight_decide_activations() -> None:
         for s in ("1f1b", "gpipe")
     )
     assert last.memory.activations > first.memory.activations
-    by_rank = [moments[LAYER]["activations"] for moments in first.base.activation_memory]
+    by_rank = [moments[LAYER]["activations"] for moments in first.base.activation_memory(None)]
     assert by_rank[0] > by_rank[3]
+
+
+def test_the_planner_chooses_chunks_of_the_loss_by_what_they_save() -> None:
+    long = {"seq_length": 16384, "max_position_embeddings": 16384, "zero_preset": "zero3"}
+    large, auto = {**long, "vocab_size": 200_000}, {"loss_chunk_tokens": AUTO}
+    chosen, whole, least = (
+        layout({**large, **more}, cluster()) for more in (auto, {}, {"loss_chunk_tokens": 1024})
+    )
+    assert chosen.loss_chunk in (1024, 2048, 4096, 8192) and whole.loss_chunk is None
+    assert 0.95 * chosen.memory.total <= least.memory.total < 0.95 * whole.memory.total
+    assert chosen.config.training.loss_chunk_tokens == chosen.loss_chunk
+    assert f"--loss-chunk-tokens {chosen.loss_chunk}" in " ".join(layout_flags(chosen.config))
+    double = layout({**large, "loss_chunk_tokens": 2 * chosen.loss_chunk}, cluster())
+    assert 0.95 * double.memory.total > least.memory.total, "it is the largest that will do"
+    assert layout({**long, **auto, "vocab_size": 64}, cluster()).loss_chunk is None
+
+
+def test_a_loss_in_chunks_gathers_the_heads_input_once_less() -> None:
+    sent = []
+    for size in (None, 5):
+        sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "loss_chunk_tokens": size}
+        plan = layout(sequence, cluster())
+        expected = ExpectedBytes(plan.config, plan.base.world, False, plan.wire.block).bytes_of(0, 1, False)
+        sent.append((plan.bytes_by_stage[0]["tp", "intra_node"], expected["tp_intra_node_bytes"]))
+    model = plan.config.model
+    once = model.seq_length // 2 * model.hidden_size * 2 * plan.base.micro_batches
+    assert [a - b for a, b in zip(*sent, strict=True)] == [once, once]
+
+
+def test_gradients_in_the_forward_shift_the_heads_time() -> None:
+    whole, chunks = (
+        layout({"loss_chunk_tokens": size}, cluster()).base.compute.times["head"] for size in (None, 16)
+    )
+    assert chunks.forward == pytest.approx(whole.forward + whole.backward_input + whole.backward_weight)
+    assert chunks.of(Kind.WEIGHT) == chunks.of(Kind.INPUT) == 0 < whole.of(Kind.WEIGHT)
 
 
 def test_without_links_a_step_is_its_compute() -> None:

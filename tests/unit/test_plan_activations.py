@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megazero.config import World, make_config
 from megazero.models import Decoder
+from megazero.models.decoder import Head
 from megazero.plan.activations import activations, layer_activations, mask_elements
 from megazero.plan.units import EMBEDDING, HEAD, LAYER
 from megazero.pp.partition import Costs, partition
+from megazero.tp import TensorParallel
 from megazero.train.parallelize import DTYPES
 from tests.unit.test_plan import MODEL
 
@@ -116,3 +122,30 @@ def test_bands_of_queries_hold_the_matrices_of_one(on_host: bool) -> None:
     heads = make_config(SIZES, World(1, 1)).model.num_attention_heads
     more = [working(length, "math") - working(length, "auto") for length in (128, 1024, 2048)]
     assert more == [4 * rows * heads * length * 4 for rows, length in ((128, 128), (256, 1024), (256, 2048))]
+
+
+@pytest.mark.parametrize("chunk", [None, 200, 256, 1024])
+@pytest.mark.parametrize("family, dtype", [("llama", "fp32"), ("llama", "bf16"), ("gemma2", "fp32")])
+def test_what_the_head_has_at_its_peak(family: str, dtype: str, chunk: int | None) -> None:
+    values: dict[str, Any] = {"model_family": family, "params_dtype": dtype, "recompute_granularity": "none"}
+    values |= {"vocab_size": 8192, "hidden_size": 128, "seq_length": 256}
+    config = make_config({**SIZES, **values}, World(1, 1))
+    width, tokens = torch.finfo(DTYPES[dtype]).bits // 8, torch.zeros(2, 256, dtype=torch.int64)
+    head = Head(config.model, TensorParallel(), None, 0.0, chunk, dtype=DTYPES[dtype])
+    torch.nn.init.zeros_(head.weight)
+    x = torch.zeros(256, 2, 128, dtype=DTYPES[dtype], requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        head(x, tokens, torch.ones(2, 256)).backward()
+    assert found.profiler is not None and found.profiler.kineto_results is not None
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    measured = max(itertools.accumulate(e.nbytes() for e in events))
+    predicted = activations(config, width, config.stages(), 1, True, chunk)[HEAD]["head"]
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_smaller_chunks_of_the_loss_take_less() -> None:
+    config = make_config({**SIZES, "seq_length": 4096, "max_position_embeddings": 4096}, World(1, 1))
+    chunks = (None, 8192, 4096, 2048, 1024)  # of 2 samples of 4096
+    heads = [activations(config, 2, config.stages(), 1, False, chunk)[HEAD]["head"] for chunk in chunks]
+    assert heads[0] == heads[1] and heads == sorted(heads, reverse=True) and heads[3] > heads[4]

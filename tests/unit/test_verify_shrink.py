@@ -49,6 +49,22 @@ def test_the_ratio_of_two_learning_rates_is_kept() -> None:
     assert optimizer.lr and optimizer.decoupled_lr == pytest.approx(3 * optimizer.lr)
 
 
+@pytest.mark.parametrize(
+    "asked, ends",
+    [("", None), ("1000000", 0), ("16384", 0), ("8192", 0), ("1000", 1), ("auto", 1)],  # of 16384 tokens
+)
+def test_the_loss_keeps_its_chunks(asked: str, ends: int | None) -> None:
+    config = shrunk(
+        f"--world-size 2 --ranks-per-node 2 {f'--loss-chunk-tokens {asked}' if asked else ''}"
+    ).config
+    chunk, tokens = config.training.loss_chunk_tokens, config.batch.micro_batch_size * config.model.seq_length
+    if ends is None:
+        assert chunk is None
+        return
+    assert isinstance(chunk, int) and bool(tokens % chunk) == bool(ends)
+    assert (chunk < tokens) == (asked not in ("16384", "1000000"))
+
+
 def test_other_layouts_compute_the_same_loss() -> None:
     """On other layouts the loss is asked for again; lengths and rates that change are left out on all."""
     growing = "--rampup-seq-length 64 4096 64 500 --weight-decay-incr-style linear --start-weight-decay 0"
@@ -300,6 +316,12 @@ def test_tensor_parallel_sums() -> None:
     ring, loss = 8 * 16 * 4, 2 * 8 * 4
     # a micro-batch: the embedding's sum, two forward and two backward in each layer, the head's backward, the loss
     assert sent == 2 * (ring * (1 + 3 * 4 + 1) + loss)
+    cut = replace(activation, sequence_parallel=True)
+    whole, chunks = (
+        communication.tensor_parallel([stage], actions, cut, 0, 4, loss_chunks=several)["tp", "intra_node"]
+        for several in (False, True)
+    )
+    assert whole - chunks == 2 * ring / 2, "each backward gathers the head's input once less"
     assert (
         communication.recomputed("full", False, False) == 1
         and communication.recomputed("selective", True, False) == 0

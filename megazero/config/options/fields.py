@@ -26,6 +26,7 @@ class Option:
     ``kind`` is 'int', 'float', 'bool', 'str', or 'ints', 'floats' or 'strs', which take one or more values (MANY).
     ``needed``: its section always has a value, and no default. A user says it (``required``), or it is derived.
     ``low`` and ``high`` are inclusive bounds; ``above`` and ``below`` are exclusive ones.
+    ``word`` is a text that a number's option takes, too.
     ``consts`` holds further flags without a value, by the value they set (--bf16 sets 'bf16').
     ``aliases`` are other names of the same flag. ``negative`` is the name of the flag that sets a boolean to false.
     """
@@ -42,6 +43,7 @@ class Option:
     below: float | None = None
     needed: bool = False
     required: bool = False
+    word: str = ""
     consts: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     negative: str = ""
@@ -67,7 +69,7 @@ def option(default: Any, help: str, **meta: Any) -> Any:
     return field(default=default, metadata={"help": help, **meta})
 
 
-KINDS = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
+KINDS = {"int": "int", "int | str": "int", "float": "float", "bool": "bool", "str": "str"}
 KINDS |= {"tuple[int, ...]": "ints", "tuple[float, ...]": "floats", "tuple[str, ...]": "strs"}
 MANY = ("ints", "floats", "strs")
 
@@ -117,7 +119,7 @@ def convert(opt: Option, raw: Any) -> Any:
         if not isinstance(raw, bool):
             raise ValueError(f"takes true or false, got {raw!r}")
         return raw
-    return _number(opt.kind, raw)
+    return raw if opt.word and raw == opt.word else _number(opt.kind, raw, opt.word)
 
 
 def _convert_many(opt: Option, raw: Any) -> tuple[Any, ...]:
@@ -157,17 +159,18 @@ def _pieces(text: str) -> list[Any]:
         raise ValueError(f"takes numbers or a list of Python, got {text!r}") from None
 
 
-def _number(kind: str, raw: Any) -> int | float:
+def _number(kind: str, raw: Any, word: str = "") -> int | float:
+    rule = f"takes {'a whole number' if kind == 'int' else 'a number'}{f' or {word}' if word else ''}"
     if (
         isinstance(raw, bool)
         or raw is None
         or (kind == "int" and isinstance(raw, float) and not raw.is_integer())
     ):
-        raise ValueError(f"takes {'a whole number' if kind == 'int' else 'a number'}, got {raw!r}")
+        raise ValueError(f"{rule}, got {raw!r}")
     try:
         value = int(raw) if kind == "int" else float(raw)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"takes {'a whole number' if kind == 'int' else 'a number'}, got {raw!r}") from None
+        raise ValueError(f"{rule}, got {raw!r}") from None
     if not math.isfinite(value):
         raise ValueError(f"takes a finite number, got {raw!r}")
     return value
@@ -216,7 +219,7 @@ def fault(opt: Option, value: Any) -> str:
         else:
             nearest = misspelt(str(value), choices)
         return f"{opt.flag} {value} is not one of {', '.join(choices)}{nearest}"
-    if opt.kind in ("int", "float"):
+    if opt.kind in ("int", "float") and value != opt.word:
         default = default_text(opt).removeprefix("default: ")
         default = f"; the default is {default}" if default and not opt.required else ""
         if opt.low is not None and value < opt.low:

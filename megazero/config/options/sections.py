@@ -270,6 +270,13 @@ class TrainingConfig:
         "report the loss without it",
         low=0,
     )
+    loss_chunk_tokens: int | str | None = option(
+        None,
+        "tokens of a micro-batch whose logits a rank holds at once; their loss and gradients are computed together. "
+        "auto: by the planner's memory, and whole where chunks save less than 5% of the peak (default: all tokens)",
+        low=1,
+        word=AUTO,
+    )
     distributed_timeout_minutes: float = option(10.0, "limit of one collective", above=0)
     health_check: bool | None = option(None, "try nodes first, name bad ones (default: on under SLURM)")
     distributed_init_timeout_minutes: float = option(

@@ -149,7 +149,8 @@ def spelling(opt: Option) -> str:
         "strs": "TEXT ...",
         "str": "TEXT",
     }
-    value = "{" + ",".join(map(str, opt.choices)) + "}" if opt.choices else kinds[opt.kind]
+    choices = [kinds[opt.kind], opt.word] if opt.word else opt.choices
+    value = "{" + ",".join(map(str, choices)) + "}" if choices else kinds[opt.kind]
     others = [f"--{alias} {value}" for alias in opt.aliases] + [f"--{const}" for const in opt.consts]
     return " | ".join([f"{opt.flag} {value}", *others])
 
