@@ -29,6 +29,7 @@ from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.pp.executor import Pipeline
+from megazero.train.codec_costs import CodecCosts
 from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding, mean_loss
 from megazero.train.forecast import Forecast
@@ -144,6 +145,7 @@ class Trainer:
         )  # sent with the norm of each step
         self.step_seconds: deque[float] = deque(maxlen=STEP_TIMES)
         self.timed = (self.engine.gathers, self.engine.reductions, self.engine.waits, self.decoder.tp.waits)
+        self.codec_costs = CodecCosts(self.engine)
         self.exit_reason: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -467,7 +469,7 @@ class Trainer:
                 **rank_times,
             },
         )
-        for line in (*info.fallbacks, *warnings):
+        for line in (*info.fallbacks, *warnings, *self.codec_costs.take(traffic)):
             self.outputs.console.warning(line)
         self.outputs.console.iteration(metrics)
         if self.outputs.metrics is not None:
