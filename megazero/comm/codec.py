@@ -138,7 +138,8 @@ class Identity:
             sum_rows(part, total, accumulate, first)
 
 
-_Given, _Made = ParamSpec("_Given"), TypeVar("_Made")
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 def _counted(
