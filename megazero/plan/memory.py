@@ -208,7 +208,7 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     """Return the bytes of gathered parameters during the backward of a module of this kind.
 
     They are the parameters of the module in use, of the next one, and of as many more as the bound allows. On CPUs
-    gloo holds a second copy of what it gathers until the gather ends.
+    gloo holds a second copy of what it gathers among more than two ranks until the gather ends.
     """
     if states.shards.p == 1:
         return 0.0
@@ -221,7 +221,8 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     held = modules[kind] * width + following + states.prefetch_bytes
     if held >= full:  # then all stays from one use to the next, and nothing is on its way
         return full
-    return held + (following if states.on_host else 0.0)
+    copied = states.on_host and any(a.role == "p" and a.size > 2 for a in states.grid.data_axes)
+    return held + (following if copied else 0.0)
 
 
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
