@@ -94,7 +94,6 @@ def measure(values: dict[str, Any]) -> dict[str, int]:
 
     from megazero.mesh.launch import read_launch
     from megazero.train import setup
-    from megazero.train.outputs import peak_memory
 
     with ExitStack() as stack, redirect_stdout(StringIO()):
         logs = stack.enter_context(tempfile.TemporaryDirectory())
@@ -111,7 +110,7 @@ def measure(values: dict[str, Any]) -> dict[str, int]:
 
         trainer.engine.step = counted
         trainer.run()
-        peak = peak_memory(trainer.mesh.device) - trainer.forecast.resident
+        peak = trainer.forecast.grown(trainer.mesh.device)
         row = torch.tensor([peak, states[-1]])
         dist.all_reduce(row, dist.ReduceOp.MAX)
     return dict(zip(("peak", "states"), row.tolist(), strict=True))

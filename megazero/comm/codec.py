@@ -12,11 +12,12 @@ message_numel(n, e).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import zip_longest
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -137,6 +138,26 @@ class Identity:
             sum_rows(part, total, accumulate, first)
 
 
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def _counted(
+    coding: Callable[Concatenate[Blockwise, _Given], _Made],
+) -> Callable[Concatenate[Blockwise, _Given], _Made]:
+    """Add the host's seconds in a method to the codec's ``spent``."""
+
+    @wraps(coding)
+    def counted(codec: Blockwise, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        began = time.perf_counter()
+        try:
+            return coding(codec, *args, **kwargs)
+        finally:
+            codec.spent[0] += time.perf_counter() - began
+
+    return counted
+
+
 @dataclass(frozen=True)
 class Blockwise:
     """Sends INT8, INT4 or 2 bits, symmetric, with one bf16 scale per block (kernels/format.py), as uint8 messages.
@@ -171,6 +192,11 @@ class Blockwise:
         block = DEFAULT_BLOCK.get(self.bits, 64) if self.block is None else self.block
         return Format(self.bits, block, self.clip)
 
+    @cached_property
+    def spent(self) -> list[float]:
+        """The host's seconds of coding so far, one number. On CUDA they are those of launches."""
+        return [0.0]
+
     @property
     def wire_dtype(self) -> torch.dtype:
         return torch.uint8
@@ -182,6 +208,7 @@ class Blockwise:
         """Return fp32 [k, n / block]: the most by which elements of x [k, n] and their decoded fp32 values differ."""
         return error_bound(x, self.form, self.stochastic)
 
+    @_counted
     def encode(
         self,
         x: torch.Tensor,
@@ -214,6 +241,7 @@ class Blockwise:
         """
         self._decode(messages, out, exact, add=True)
 
+    @_counted
     def _decode(
         self, messages: torch.Tensor, out: torch.Tensor, exact: torch.Tensor | None, add: bool
     ) -> None:
@@ -222,6 +250,7 @@ class Blockwise:
         if exact is not None:
             exact.copy_(self.exact(messages, out.shape[1], exact.shape[1]))
 
+    @_counted
     def decode_sum(
         self,
         messages: torch.Tensor,
@@ -240,6 +269,7 @@ class Blockwise:
         if exact is not None:
             sum_rows(self.exact(messages, out.numel(), exact.numel()), exact, accumulate)
 
+    @_counted
     def decode_sum_encode(
         self,
         messages: torch.Tensor,

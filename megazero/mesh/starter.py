@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from types import FrameType
 
-from megazero.mesh.launch import rank_variables
+from megazero.mesh.launch import allocator_settings, rank_variables
 
 GRACE_S = 20.0  # that the other ranks have once one has failed, and again once they were sent SIGTERM
 LOOK_S = 0.05
@@ -45,7 +45,8 @@ def start_ranks(
     port, ranks = _free_port(), list[subprocess.Popen[bytes]]()
     try:
         for rank in range(count):
-            environ = {"OMP_NUM_THREADS": "1", **os.environ, **rank_variables(rank, count, port)}
+            ours = {"OMP_NUM_THREADS": "1", **allocator_settings(os.environ)}
+            environ = {**ours, **os.environ, **rank_variables(rank, count, port)}
             ranks.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, process_group=0))
         statuses = _wait(ranks, heard, good, grace)
     finally:

@@ -72,13 +72,14 @@ def _own_rates(mesh: Mesh, firsts: Sequence[int], group: dist.ProcessGroup | Non
         if axis.spec.role == "pp":
             rates[axis.name] = _between(mesh, axis.ranks, axis.gather_group)
         else:
-            rates[axis.name] = {axis.ranks: _gather_rate(mesh.device, axis.size, axis.gather_group)}
+            rates[axis.name] = {axis.ranks: gather_rate(mesh.device, axis.size, axis.gather_group)}
     if mesh.rank in firsts and len(firsts) > 1:
         rates[NODES] = _between(mesh, firsts, group)
     return rates
 
 
-def _gather_rate(device: torch.device, size: int, group: dist.ProcessGroup | None) -> float:
+def gather_rate(device: torch.device, size: int, group: dist.ProcessGroup | None) -> float:
+    """Return the bytes per second that this rank sends in a gather of a group of ``size`` ranks. Collective."""
     part = torch.zeros(_message(device) // size, dtype=torch.uint8, device=device)
     whole = part.new_empty(part.numel() * size)
     return (

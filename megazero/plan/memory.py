@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import cycle, islice
 from math import prod
 
 from megazero.config.layout.shards import Shards
@@ -207,7 +208,7 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     """Return the bytes of gathered parameters during the backward of a module of this kind.
 
     They are the parameters of the module in use, of the next one, and of as many more as the bound allows. On CPUs
-    gloo holds a second copy of what it gathers until the gather ends.
+    gloo holds a second copy of what it gathers among more than two ranks until the gather ends.
     """
     if states.shards.p == 1:
         return 0.0
@@ -220,7 +221,8 @@ def gathered(units: RankUnits, states: States, kind: str) -> float:
     held = modules[kind] * width + following + states.prefetch_bytes
     if held >= full:  # then all stays from one use to the next, and nothing is on its way
         return full
-    return held + (following if states.on_host else 0.0)
+    copied = states.on_host and any(a.role == "p" and a.size > 2 for a in states.grid.data_axes)
+    return held + (following if copied else 0.0)
 
 
 def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = False) -> float:
@@ -239,9 +241,13 @@ def pool(units: RankUnits, states: States, micro_batches: int, sure: bool = Fals
     staged = {u: u.elements * states.formats.width if states.g > 1 else 0.0 for u in chains}
     if not states.on_host:
         messages = max(map(states.gather_messages, chains)) + max(chains.values())
-        return _window(order, waiting, staged) + STREAMS * messages + max(states.sampled_bytes(units.counts))
+        return (
+            _window(order, waiting, staged, micro_batches)
+            + STREAMS * messages
+            + max(states.sampled_bytes(units.counts))
+        )
     if states.g > 1:
-        going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains})
+        going = _window(order, waiting, {u: staged[u] + chains[u] for u in chains}, micro_batches)
     elif sure or states.returns:  # the way back takes the axes of the way there: the next chain cannot begin
         going = _window(order, STREAMS, chains)
     else:  # nothing bounds them
@@ -264,10 +270,15 @@ def _coming(units: RankUnits, states: States) -> float:
     return messages * min(1.0, now / ahead)
 
 
-def _window(order: Sequence[UnitShape], number: int, sizes: Mapping[UnitShape, float]) -> float:
-    """Return the largest sum over this many neighbours; the first unit follows the last."""
-    number = min(number, len(order))
-    around = [sizes[unit] for unit in (*order, *order[: number - 1])]
+def _window(
+    order: Sequence[UnitShape], number: int, sizes: Mapping[UnitShape, float], passes: int = 1
+) -> float:
+    """Return the largest sum over this many neighbours, of so many passes over the units at most.
+
+    The first unit follows the last.
+    """
+    number = min(number, passes * len(order))
+    around = [sizes[unit] for unit in islice(cycle(order), len(order) + number - 1)]
     return max(sum(around[i : i + number]) for i in range(len(order)))
 
 

@@ -18,7 +18,7 @@ from megazero.config.layout.elastic import fit
 from megazero.config.options.fields import show
 from megazero.config.options.sections import TrainingConfig
 from megazero.config.run import all_options
-from megazero.mesh.launch import Launch, prepare_cuda
+from megazero.mesh.launch import Launch, allocator_notes, prepare_cuda
 from megazero.mesh.mesh import Mesh, create_mesh, discover_ranks_per_node, init_distributed
 from megazero.mesh.rendezvous import RanksMissing, meet
 from megazero.ops.failures import RankFailure
@@ -56,7 +56,9 @@ def start_rank(
             met()
         init_distributed(launch, device, timeout, store)
     refuse_missing_gpus(training.device, launch.host)
-    return device, notes if device.type == "cuda" else ()
+    if device.type == "cuda":
+        return device, notes
+    return device, allocator_notes(os.environ) if launch.world_size > 1 else ()
 
 
 def _meet(seconds: float, launch: Launch) -> dist.Store:

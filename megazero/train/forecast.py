@@ -39,8 +39,9 @@ RELEASED = (("loss_chunk_tokens",), ZERO, ("recompute_granularity",), ("micro_ba
 class Forecast:
     """The prediction for a run. memory: of the rank that needs most, at the peak of a step.
 
-    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is built. copied:
-    bytes of host memory for --async-save's copy on a rank. on_host: whether the ranks compute in host memory, too.
+    seconds: of a step, or None without a cluster file. resident: bytes in use before the model is built, on a CPU
+    without mapped files. copied: bytes of host memory for --async-save's copy on a rank. on_host: whether the ranks
+    compute in host memory, too.
     """
 
     memory: Memory
@@ -54,6 +55,14 @@ class Forecast:
         if device.type == "cpu":
             _use_libraries()
         return replace(self, resident=resident_memory(device))
+
+    def grown(self, device: torch.device) -> int:
+        """Return by how many bytes the memory's peak is above what was in use before the model was built.
+
+        Mapped files are left out (training data, torch's code): their pages are the system's cache.
+        """
+        mapped = resident_pages(2) if device.type == "cpu" else 0
+        return peak_memory(device) - mapped - self.resident
 
     @property
     def total(self) -> float:
@@ -78,11 +87,11 @@ class Forecast:
 
         step_seconds: of this run's latest iterations. Their median excludes the warm-up of the first ones.
         """
-        own = torch.tensor([float(peak_memory(mesh.device) - self.resident)], dtype=torch.float64)
+        own = torch.tensor([float(self.grown(mesh.device))], dtype=torch.float64)
         most = float(mesh.gather_rows(own.to(mesh.device)).max())
         if not step_seconds:
             return None
-        # A CPU's resident size includes freed memory that glibc keeps: up to twice as much.
+        # A CPU's resident size includes freed memory that glibc keeps.
         measured = "measured" if mesh.device.type == "cuda" else "is what the resident size grew by"
         words = [f"memory {self.total / GIB:.3f} GiB predicted, {most / GIB:.3f} {measured}"]
         if self.seconds is not None:
@@ -267,11 +276,16 @@ def _use_libraries() -> None:
 
 
 def resident_memory(device: torch.device) -> int:
-    """Return the bytes in use now: allocated on a CUDA device, or resident on a CPU (0 where that is not known)."""
+    """Return the bytes in use now: allocated on a CUDA device, or resident on a CPU without mapped files."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
+    return resident_pages(1) - resident_pages(2)
+
+
+def resident_pages(column: int) -> int:
+    """Return the bytes of a column of /proc/self/statm: 1 is all that is resident, 2 mapped files; 0 without it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+            return int(file.read().split()[column]) * resource.getpagesize()
     except OSError:
         return 0

@@ -29,6 +29,7 @@ from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
 from megazero.ops.stragglers import RankSeconds, Stragglers
 from megazero.pp.executor import Pipeline
+from megazero.train.codec_costs import CodecCosts
 from megazero.train.data.datasets import RunData
 from megazero.train.data.feeding import Batch, Feeding, mean_loss
 from megazero.train.forecast import Forecast
@@ -152,6 +153,7 @@ class Trainer:
             from megazero.models.compilation import CompileTime  # torch's compiler takes a second to import
 
             self.compile_time = CompileTime()
+        self.codec_costs = CodecCosts(self.engine)
         self.exit_reason: str | None = None  # why to save and stop after the iteration
         self.phase = "start"
 
@@ -482,7 +484,7 @@ class Trainer:
                 **rank_times,
             },
         )
-        for line in (*info.fallbacks, *warnings):
+        for line in (*info.fallbacks, *warnings, *self.codec_costs.take(traffic)):
             self.outputs.console.warning(line)
         self.outputs.console.iteration(metrics)
         if self.outputs.metrics is not None:

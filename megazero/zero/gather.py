@@ -48,6 +48,7 @@ class Gatherer:
         self.units, self.context, self.lane = units, context, lane
         self.program = Program()
         self.index = {u: i for i, u in enumerate(units)}
+        self.whole = not any(u.levels.p for u in units)  # nothing is released
         self.ahead: set[Unit] = set()  # gathered, kept or on the way before use
         self.coming: set[Unit] = set()  # those and the ones in use now that are to stay for a later module
 
@@ -83,6 +84,8 @@ class Gatherer:
         The next module is the first that needs a unit that is not here or was started ahead of it. Units in use that
         are needed again within the bytes are noted and stay: after a drop they would be gathered again at once.
         """
+        if self.whole and all(u.ticket is not None or u.ready for u in self.units):
+            return
         # Bounded in uses, too: a long evaluation is one segment of many forwards.
         modules = islice(self.program.upcoming(), 2 * len(self.units))
         needed = ([self.units[i] for i in needs] for needs in modules)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -98,8 +99,16 @@ class UnitLayout:
     def within(self, level: int, outer: int) -> tuple[Piece, ...]:
         """Return the level's pieces with ``start`` counted in the compact buffer of an outer (smaller) level."""
         assert outer <= level
-        inside = zip(self.pieces(level), self.pieces(outer), strict=True)
-        return tuple(Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
+        if (level, outer) not in self._within:
+            inside = zip(self.pieces(level), self.pieces(outer), strict=True)
+            pieces = (Piece(o.compact + p.start - o.start, p.compact, p.numel) for p, o in inside)
+            self._within[level, outer] = tuple(pieces)
+        return self._within[level, outer]
+
+    @cached_property
+    def _within(self) -> dict[tuple[int, int], tuple[Piece, ...]]:
+        """What was asked for: chains ask the same in every step."""
+        return {}
 
     def gather_hops(self, deepest: int, outer: int, base: int) -> tuple[GatherHop, ...]:
         """Return the all-gathers from this rank's slice of the ``deepest`` level to that of ``outer``, in order.

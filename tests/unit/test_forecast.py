@@ -19,7 +19,6 @@ from megazero.plan.memory import GIB
 from megazero.plan.seconds import Collectives
 from megazero.plan.simulate import simulate
 from megazero.train import forecast
-from megazero.train.outputs import peak_memory
 from megazero.verify.options import read_request
 from tests.unit.test_plan import ALONE, MODEL, WORDS, cluster, layout, write_cluster
 
@@ -167,7 +166,8 @@ def test_predicted_beside_measured() -> None:
     seen = forecast.foresee(config, World(1, 1), torch.device("cpu"))[1]
     assert seen is not None
     mesh = create_mesh(ranks_per_node=1)
-    timed = replace(seen, seconds=2.0, resident=peak_memory(torch.device("cpu")) - GIB // 2)
+    cpu = torch.device("cpu")
+    timed = replace(seen, seconds=2.0, resident=replace(seen, resident=0).grown(cpu) - GIB // 2)
     line = timed.beside(mesh, [9.0, 3.0, 1.0])
     assert line is not None and "0.5" in line and "step 2 s predicted, 3 measured" in line
     assert timed.beside(mesh, []) is None

@@ -41,6 +41,22 @@ def test_a_gathers_communicator_is_its_lanes(
     assert used == [(group, None)] and dict(traffic.bytes) == {(kind, "inter_node"): 3 * 10 * 2}
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_two_cpu_ranks_swap_their_messages(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    def swap(
+        out: torch.Tensor, sent: torch.Tensor, there: list, here: list, group: str, async_op: bool
+    ) -> None:
+        assert group == "gathers" and there == here == [5, 0] and sent.tolist() == [1.0] * 5
+        out.copy_(sent + 1)
+
+    monkeypatch.setattr(dist, "all_to_all_single", swap)
+    axis: Any = SimpleNamespace(**{**vars(AXIS), "size": 2})
+    out, traffic = torch.zeros(10), Traffic()
+    own = out[5:].fill_(1.0) if in_place else torch.ones(5)
+    hops.start_gather(axis, out, own, "gather", traffic)
+    assert out.tolist() == [2.0] * 5 + [1.0] * 5 and dict(traffic.bytes) == {("gather", "inter_node"): 20}
+
+
 @pytest.mark.parametrize("rows, there", [(4, [5, 5, 5, 5]), (3, [5, 0, 5, 5])])
 def test_an_exchange_counts_what_goes_to_others(
     used: list[tuple[object, object]], rows: int, there: list[int]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from megazero.mesh.grid import INTER, INTRA, data_ranks_per_node, make_grid
-from megazero.mesh.launch import cuda_settings, read_launch
+from megazero.mesh.launch import allocator_notes, allocator_settings, cuda_settings, read_launch
 
 
 @pytest.mark.parametrize("tp,pp,nodes,per_node", [(1, 1, 2, 3), (2, 1, 2, 4), (2, 2, 4, 4), (1, 1, 1, 4)])
@@ -77,6 +77,17 @@ def test_kernels_are_loaded_at_the_start_with_a_note_where_the_environment_says_
     assert cuda_settings({LOADING: "EAGER"}) == cuda_settings({})
     settings, notes = cuda_settings({LOADING: "LAZY"})
     assert settings[LOADING] == "EAGER" and len(notes) == 1 and f"{LOADING}=LAZY" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "libc, set_", [(("glibc", "2.36"), True), (("glibc", "2.38"), False), (("", ""), False)]
+)
+def test_small_caches_of_a_glibc_that_fragments_are_off_unless_the_user_says_else(monkeypatch, libc, set_):
+    monkeypatch.setattr("platform.libc_ver", lambda: libc)
+    assert list(allocator_settings({})) == ["GLIBC_TUNABLES"] * set_
+    assert [libc[1] in note for note in allocator_notes({})] == [True] * set_
+    own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}
+    assert not allocator_settings(own) and not allocator_notes(own)
 
 
 def test_cuda_finds_its_settings_when_it_starts(monkeypatch):

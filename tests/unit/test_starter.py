@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megazero.mesh.launch import allocator_settings
+
 ROOT = Path(__file__).resolve().parents[2]
 START = """
 import sys
@@ -75,6 +77,16 @@ def test_ranks_know_who_they_are() -> None:
     code = f"os.write(1, (' '.join(os.environ[name] for name in {names}) + chr(10)).encode())"
     text, _ = start(code, {"OMP_NUM_THREADS": "3"}).communicate(timeout=60)
     assert sorted(text.splitlines()) == [f"{rank} {rank} 2 2 127.0.0.1 3" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
+def test_the_allocator_is_told_before_ranks_start_unless_the_user_has_done_it(
+    monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    code = "os.write(1, (os.environ.get('GLIBC_TUNABLES', 'none') + chr(10)).encode())"
+    text, _ = start(code, {"GLIBC_TUNABLES": own} if own else None).communicate(timeout=60)
+    assert text.splitlines() == [own or allocator_settings({}).get("GLIBC_TUNABLES", "none")] * 2
 
 
 HEARS = """
