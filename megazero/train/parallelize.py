@@ -30,6 +30,7 @@ from megazero.config.layout.wire import Coding, Wire
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
+from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
@@ -65,7 +66,7 @@ def build_decoder(
     dtype = DTYPES[config.precision.params_dtype]
     own = [stage for stage in config.stages() if stage.rank == mesh.pp.index]
     training = config.training
-    return Decoder(
+    decoder = Decoder(
         config.model,
         tp,
         recompute=training.recompute_granularity,
@@ -74,12 +75,16 @@ def build_decoder(
         device="meta",
         dtype=dtype,
     )
+    if training.norm_impl == "apex":
+        use_apex(decoder)
+    return decoder
 
 
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:
     """The configured optimizer with its options, for a list of parameter groups."""
     chosen = OPTIMIZERS[config.optimizer.optimizer]
-    return partial(resolve_name(chosen.factory), **config.optimizer.arguments)
+    factory = resolve_name(chosen.factories[config.training.optimizer_impl])
+    return partial(factory, **config.optimizer.arguments)
 
 
 def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:

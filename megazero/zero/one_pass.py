@@ -64,4 +64,9 @@ def best_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Opti
     params = [p for group in groups for p in group["params"]]
     if dispatch.AVAILABLE and all(p.is_cuda and p.dtype == torch.float32 for p in params):
         return OnePassAdamW(groups, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)  # CPU and CUDA builds of torch >= 2.4 have it
+    return fused_adamw(groups, **options)
+
+
+def fused_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """Return torch's AdamW over the groups, fused: its CPU and CUDA builds have that since 2.4."""
+    return torch.optim.AdamW(groups, fused=True, **options)

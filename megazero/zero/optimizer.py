@@ -194,6 +194,8 @@ class SliceOptimizer:
                 if not isinstance(value, torch.Tensor) or value.shape != run.leaf.shape:
                     out.setdefault(name, float(value))
                     assert out[name] == float(value), (name, out[name], float(value))
+        for group in self._counting_groups():
+            out.setdefault("step", float(group["step"]))
         return out
 
     def load_scalars(self, scalars: Mapping[str, float]) -> None:
@@ -204,6 +206,12 @@ class SliceOptimizer:
                     state[name].fill_(value)
                 elif name in state:
                     state[name] = type(state[name])(value)
+        for group in self._counting_groups() if "step" in scalars else ():
+            group["step"] = type(group["step"])(scalars["step"])
+
+    def _counting_groups(self) -> list[dict[str, Any]]:
+        """Return the groups that count steps themselves, as apex's do."""
+        return [group for group in self.torch.param_groups if "step" in group]
 
 
 def clip_factor(norm: float, limit: float | None, divisor: float) -> float:

@@ -10,8 +10,10 @@ import torch
 from megazero.kernels.adamw import NOTHING
 
 from megazero import zero
+from megazero.train.nvidia_apex import fused_adam
 from megazero.zero.one_pass import OnePassAdamW
 from megazero.zero.unit import Unit
+from tests.apex_stand_in import installed
 from tests.dist.pool import by_case
 from tests.dist.quantised import (
     ADAMW,
@@ -26,10 +28,12 @@ from tests.dist.quantised import (
     full_masters,
     make,
     several,
+    step_with,
 )
 
 BF16, FP64 = torch.bfloat16, torch.float64
 ONE_PASS = partial(OnePassAdamW, lr=1e-2, weight_decay=0.1)
+APEX = partial(fused_adam, lr=1e-2, weight_decay=0.1)
 DELTA = zero.Codecs(weights=Q4, delta=True, gradients_inter=Q4, feedback=True)
 NOISY = zero.Codecs(weights=S4, delta=True)
 CODED = zero.Codecs(weights=Q8)
@@ -88,6 +92,22 @@ def compare(case: Case, frozen: bool = False):
     return one == other, apart, prepared[0], any(map(any, never))
 
 
+def with_apex(case: Case):
+    """How far apex's masters are from torch's; the step counts before a step, loaded, and after one more."""
+    with installed():
+        _, masters, prepared = train(case, APEX, False)
+        model, engine = make(case, APEX, Passed(case))
+        fresh = engine.optimizer
+        fresh.ensure_state()
+        counts = [fresh.scalars()]
+        fresh.load_scalars({"step": 6.0})
+        counts.append(fresh.scalars())
+        step_with(case, model, engine)
+    counts.append(fresh.scalars())
+    _, torchs, _ = train(case, ADAMW, False)
+    return max(float((masters[n] - torchs[n]).abs().max()) for n in masters), counts, any(map(any, prepared))
+
+
 # The layout's letters, codecs, dtype, how many units are prepared.
 CASES = [
     (Case("111", 2, EXACT, dtype=BF16, options=DIRECT), 2),
@@ -122,3 +142,11 @@ def test_a_unit_with_frozen_parameters_is_refreshed_from_its_master():
     for _, ranks in by_case(2, several, compare, [case], True):
         assert all(equal for equal, *_ in ranks)
         assert [prepared for *_, prepared, _ in ranks] == [[True, True], [False, True]]  # it lies last
+
+
+def test_apex_updates_slices_as_torch_does_and_its_count_is_saved():
+    cases = [Case("11d", 2, EXACT, 2), Case("hhd", 2, DELTA, dtype=BF16)]
+    for case, ranks in by_case(4, several, with_apex, cases):
+        for apart, counts, prepared in ranks:
+            assert apart < 1e-6 and not prepared, case
+            assert counts == [{"step": 0.0}, {"step": 6.0}, {"step": 7.0}]
