@@ -52,8 +52,8 @@ and a warp's accesses are combined into 32-byte sectors. Measuring bandwidth tak
 
 AdamW's update of n elements, with fp32 master, gradient and moments and parameters of w bytes (2 in 16 bits), moves
 
-- in one pass (`kernels/adamw.py`): 28 n; with the P copy (28 + w) n; with the differences that a delta refresh encodes
-  (32 + w) n;
+- in one pass (`kernels/adamw.py`): 28 n; with the P copy (28 + w) n; with the differences that a delta refresh
+  encodes (32 + w) n;
 - one operation after the other (gradients scaled in place, torch's fused step, then the cast, or rounding, conversion
   and subtraction): 36 n; (40 + w) n; (52 + 3 w) n.
 
