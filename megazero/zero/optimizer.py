@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.kernels.adamw import NOTHING
+from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.zero.elementwise import (
     OptimizerFactory,
     make_state,
@@ -155,7 +155,7 @@ class SliceOptimizer:
 
     def _update_in_one_pass(self, optimizer: OnePassAdamW) -> None:
         left = {unit: unit.left_by_updates() for unit in self._whole}
-        refresh = {
+        refresh: dict[torch.Tensor, Refresh] = {
             run.leaf: left[unit].part(run.start, run.stop)
             for unit, runs in self._whole.items()
             for run in runs
