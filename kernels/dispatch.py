@@ -62,9 +62,8 @@ def use_kernel(messages: torch.Tensor, values: torch.Tensor) -> bool:
 def _warn_of_references() -> None:
     """Warn once per process."""
     warnings.warn(
-        "Triton is not installed: quantised messages on CUDA are coded by their torch references, which give the "
-        "same bits in many passes over memory instead of one; install Triton (pip install triton), or send exact "
-        "messages",
+        "Triton is not installed: on CUDA the torch references of its kernels run, which give the same bits in many "
+        "passes over memory instead of one; install Triton (pip install triton), or send exact messages",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from megazero.kernels import (
+    adamw,
     dequantize,
     dequantize_accumulate,
     dequantize_sum_quantize,
@@ -109,6 +110,41 @@ def different(case: Case, device: str, rows: int = 3) -> list[str]:
     return [name for name, a, b in zip(names, *results, strict=True) if not same(a.cpu(), b)]
 
 
+UPDATES = ("alone", "copy", "difference")
+
+
+def different_updates(device: str, n: int = 5 * adamw.TILE // 2) -> list[str]:
+    """Names of what three updates by the kernel leave in other bits than the reference's."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for left in UPDATES:
+            results = []
+            for where, run in ((device, adamw.adamw), ("cpu", adamw.reference)):
+                torch.manual_seed(0)
+                master, grad, first, held = torch.randn(4, n).unbind(0)
+                second = torch.rand(n)
+                grad[:4] = torch.tensor([torch.nan, -torch.inf, 1e-40, 0.0])
+                master[4], held = 7e4, held.to(dtype)  # beyond fp16
+                state = [x.to(where) for x in (master, grad, first, second, held)]
+                assert run is adamw.reference or dispatch.use_kernel(state[0], state[1]), (
+                    "no kernel runs here"
+                )
+                refresh = adamw.Refresh(
+                    state[4] if left == "copy" else None, state[4] if left == "difference" else None
+                )
+                for step, decay, scale in ((1, 0.1, 0.37), (2, 0.0, 1.0), (1000, 0.1, 3e-5)):
+                    rates = adamw.Rates.of(step, 1e-2, (0.9, 0.95), 1e-8, decay, scale)
+                    run(*state[:4], rates, refresh)
+                results.append(state)
+            names = ("master", "grad", "exp_avg", "exp_avg_sq", "beside")
+            found += [
+                f"{name}, {left}, {dtype}"
+                for name, a, b in zip(names, *results, strict=True)
+                if not same(a.cpu(), b)
+            ]
+    return found
+
+
 @dispatch.jit
 def _scales_at(out, b, row_bytes, row_blocks, PART: dispatch.tl.constexpr):
     at = scales_at(dispatch.tl.load(out), b, row_bytes, row_blocks, PART)
@@ -125,4 +161,4 @@ def far_scales() -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {case.name: different(case, "cpu") for case in CASES}
-    json.dump({**results, "scales_at": [far_scales()]}, sys.stdout)
+    json.dump({**results, "scales_at": [far_scales()], "adamw": different_updates("cpu")}, sys.stdout)

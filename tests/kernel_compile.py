@@ -19,6 +19,7 @@ import torch
 
 torch.version.cuda = torch.version.cuda or "any"  # dispatch then loads Triton, as with a CUDA build
 from megazero.kernels import (  # noqa: E402
+    adamw,
     dequantize,
     dequantize_accumulate,
     dequantize_sum_quantize,
@@ -100,7 +101,14 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
         out = buffer(four, 1, n, "cpu")
         dequantize_sum_quantize.dequantize_sum_quantize(encoded(eight), n, eight, out, four, noise)
 
+    def update(refresh: adamw.Refresh, noise: Noise) -> None:
+        """The step's numbers change, and 1 and 16 are among them."""
+        state = values(eight, torch.float32).view(1, -1).repeat(4, 1).unbind(0)
+        rates = adamw.Rates.of(*((1, 1.0) if noise is DRAWN[0] else (7, 16.0)), (0.9, 0.5), 1e-8, 0.0, 1.0)
+        adamw.adamw(*state, rates, refresh)
+
     half = torch.bfloat16
+    beside = values(eight, half).view(-1)
     decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
     return {
         "quantize": lambda noise: quantize.quantize(
@@ -114,6 +122,9 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
         "dequantize and add": lambda _: decode(encoded(eight), values(eight, half), eight, add=True),
         "accumulate": lambda _: accumulate(encoded(four), values(four, torch.float32)[0], four, True),
         "sum_quantize": sum_quantize,
+        "adamw": lambda noise: update(adamw.NOTHING, noise),
+        "adamw with copy": lambda noise: update(adamw.Refresh(copy=beside), noise),
+        "adamw with difference": lambda noise: update(adamw.Refresh(held=beside), noise),
         "sum_rows": lambda _: sum_rows.sum_rows(
             values(four, half), values(four, torch.float32)[0], True, values(four, half)[0]
         ),

@@ -121,6 +121,13 @@ megazero/zero/unit.py
 -         self.copy_version = 0
 + was skipped.
   after a fallback in a skipped step the rounded copy stays
+- self.prepared = 0
+-             if self.ticket
++ if self.ticket
+  a refresh encodes gradients where differences were
+- or self.dtype == self.sum_dtype or self.lifetime == "step":
++ or self.dtype == self.sum_dtype:
+  a copy that was dropped counts as written
 
 megazero/zero/optimizer.py
 - if count_tied or not r.unit.tied]
@@ -132,6 +139,9 @@ megazero/zero/optimizer.py
 - min(1.0, limit / (norm + 1e-6))
 + limit / (norm + 1e-6)
   small gradients are scaled up to the limit
+- return runs if sum(run.stop - run.start for run in runs) == end else []
++ return runs
+  where parameters are frozen, what is left of their gradients is sent
 
 megazero/zero/rounding.py
 - Noise(self.seed, self.updates, stream, start)

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from megazero.kernels import dispatch
+from megazero.kernels.adamw import Rates, Refresh, adamw
 from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
@@ -21,6 +22,7 @@ from benchmarks.gpu_report.setting import Setting, elapsed
 BITS = (32, 16, 8, 4, 2)  # of an element of a message; 32 and 16: exact
 ROWS = 4  # messages of an operation: sources of a sum
 NOISE = Noise(1, 2, 3)
+RATES = Rates.of(10, 1e-4, (0.9, 0.95), 1e-8, 0.1, 0.5)
 EXACT = {32: torch.float32, 16: torch.bfloat16}
 Operation = tuple[str, str, int, Callable[[], object]]  # name, rounding, bytes read and written, what runs
 
@@ -50,6 +52,7 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
         x, out = torch.randn(ROWS, n, device=device).to(EXACT[bits]), torch.zeros(n, device=device)
         own, moved = x[0], x.nbytes + 2 * out.nbytes
         yield "sum", "-", moved, lambda: sum_rows(x[1:], out, True, own)
+        yield from _updates(n, bits, device)
         return
     form = Format(bits, DEFAULT_BLOCK[bits])
     coded = ROWS * form.coded_bytes(n)
@@ -73,6 +76,23 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
     yield (
         "decode-sum fp32", "-", coded + 2 * sums.nbytes,
         lambda: dequantize_accumulate(messages, sums, form, True),
+    )  # fmt: skip
+
+
+def _updates(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
+    """Updates of ROWS * n elements, of parameters with so many bits."""
+    state = torch.zeros(4, ROWS * n, device=device)
+    beside = torch.zeros(ROWS * n, dtype=EXACT[bits], device=device)
+    moved = state.nbytes + 3 * state[0].nbytes
+    if bits == 32:  # the master is the copy
+        yield "update", "-", moved, lambda: adamw(*state, RATES)
+        return
+    yield (
+        "update, copy", "-", moved + beside.nbytes, lambda: adamw(*state, RATES, Refresh(copy=beside))
+    )  # fmt: skip
+    yield (
+        "update, difference", "-", moved + beside.nbytes + state[0].nbytes,
+        lambda: adamw(*state, RATES, Refresh(held=beside)),
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class Piece:
 PIECES = (
     Piece("tests", "Tests marked gpu", "gpu_tests.run", 80),
     Piece("kernels", "Bandwidth of the kernels", "kernels.run", 50, {"TRITON_INTERPRET": "1"}),
+    Piece("update", "The optimizer's update", "update.run", 25),
     Piece("race", "The race of hpZ", "race.run", 25),
     Piece("allocations", "Allocations and host waits in steady steps", "allocations.run", 35),
     Piece("train-1b", "Training, 1B parameters", "training.run_one", 90),

@@ -19,7 +19,7 @@ from megazero.config.model.published import is_published
 from megazero.config.nearest import around, common_divisors, multiples_around
 from megazero.config.options.data_inputs import DATA_WORDS, SPLITS, TOKENIZERS, parse_split
 from megazero.config.options.fields import show
-from megazero.config.options.optimizers import of_schedule
+from megazero.config.options.optimizers import OPTIMIZERS, of_schedule
 from megazero.config.options.skipping import iteration_ranges
 from megazero.config.run import RunConfig, World, all_options
 
@@ -220,6 +220,22 @@ def _loss_scale(config: RunConfig) -> Iterator[str]:
         yield f"--min-loss-scale {least:g} exceeds --initial-loss-scale {first:g}; nearest: {first:g}"
 
 
+def _implementations(config: RunConfig) -> Iterator[str]:
+    """Report implementations that lack what is asked of them. Whether apex is there is seen when the run starts."""
+    training, optimizer = config.training, config.optimizer.optimizer
+    chosen = training.optimizer_impl
+    if chosen not in OPTIMIZERS[optimizer].factories:
+        yield f"--optimizer-impl {chosen} has no {optimizer}, only adamw; nearest: auto"
+    if chosen == "apex" and config.precision.params_dtype == "fp64":
+        yield "--optimizer-impl apex takes no fp64 (--fp64); nearest: auto"
+    if training.norm_impl == "apex" and config.model.apply_layernorm_1p:
+        yield "--norm-impl apex has no norm that multiplies by 1 + weight (--apply-layernorm-1p); nearest: torch"
+    if training.device == "cpu":
+        for name in ("optimizer_impl", "norm_impl"):
+            if getattr(training, name) == "apex":
+                yield f"{all_options()[name].flag} apex runs on CUDA, and --device is cpu; nearest: torch"
+
+
 def _retention(config: RunConfig) -> Iterator[str]:
     every = config.checkpoint.save_interval
     for name in ("save_retain_interval", "save_copy_interval"):
@@ -354,6 +370,10 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ),
     (("attention_dropout",), _compiled),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
+    (
+        ("optimizer", "optimizer_impl", "norm_impl", "params_dtype", "apply_layernorm_1p", "device"),
+        _implementations,
+    ),
     (("save_retain_interval", "save_copy_interval", "save_interval"), _retention),
     ((), _missing_checkpoint),
     (("ckpt_step",), _named_checkpoint),

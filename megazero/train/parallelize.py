@@ -30,6 +30,7 @@ from megazero.config.layout.wire import Coding, Wire
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
+from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
 from megazero.pp.executor import Pipeline
 from megazero.pp.links import Links
@@ -78,10 +79,10 @@ def build_decoder(
         device="meta",
         dtype=dtype,
     )
+    if training.norm_impl == "apex":
+        use_apex(decoder)
     if training.compile:
-        from megazero.models.compilation import (
-            compile_layers,  # imports torch's compiler, which takes a second
-        )
+        from megazero.models.compilation import compile_layers  # torch's compiler takes a second to import
 
         compile_layers(decoder, training.compile_backend, training.compile_cache)
     return decoder
@@ -90,7 +91,8 @@ def build_decoder(
 def optimizer_factory(config: RunConfig) -> OptimizerFactory:
     """The configured optimizer with its options, for a list of parameter groups."""
     chosen = OPTIMIZERS[config.optimizer.optimizer]
-    return partial(resolve_name(chosen.factory), **config.optimizer.arguments)
+    factory = resolve_name(chosen.factories[config.training.optimizer_impl])
+    return partial(factory, **config.optimizer.arguments)
 
 
 def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:

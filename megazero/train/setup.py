@@ -40,6 +40,7 @@ from megazero.ops.watchdog import judging_s
 from megazero.train.data.datasets import make_datasets, tokenizer_info, with_vocabulary
 from megazero.train.distributed import find_world, make_mesh, start_rank
 from megazero.train.forecast import Forecast, foresee
+from megazero.train.nvidia_apex import refuse_without_apex
 from megazero.train.outputs import agree_on_start, open_outputs, report_start
 from megazero.train.parallelize import build_decoder, build_pipeline, shard_decoder
 from megazero.train.profiling import Profiler
@@ -213,6 +214,7 @@ def _join(
     patience = 2 * (SILENT_S + BEAT_S) if held else 0.0
     device, notes = start_rank(config.training, launch, timeout, supervisor.start_watchdog, patience)
     _share_lease(supervisor)
+    refuse_without_apex(config.training, device)
     tokenizer = tokenizer_info(config)
     config = with_vocabulary(config, tokenizer)
     config, world = find_world(config, launch)

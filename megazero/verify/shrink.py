@@ -64,6 +64,8 @@ RESET = (
     "zero_weight_error_bound",
     "zero_gradient_error_bound",
     "num_layers_per_virtual_pipeline_stage",
+    "optimizer_impl",
+    "norm_impl",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
 )

@@ -90,6 +90,9 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in rates:
         group["lr"] = rate
+    for group in optimizer.param_groups:
+        if "step" in group:  # apex counts there
+            group["step"] = 0
     for param in params:
         param.grad = None
         for name, value in optimizer.state[param].items():

@@ -218,13 +218,18 @@ def _encode(unit: Unit, messages: torch.Tensor, context: Context) -> None:
     (own,) = unit.refresh_wire.within(levels.os, levels.p)
     message = messages[own.span].view(1, -1)
     source = Slice(unit.layout, unit.master, levels.os).rows(levels.os, 1)
+    prepared = unit.prepared == unit.master_version
     if unit.direct and not unit.delta:
-        unit.codec.encode(source[0], out=message)  # a cast, or nothing where master is the copy
+        if not prepared:
+            unit.codec.encode(source[0], out=message)  # a cast, or nothing where master is the copy
         return
     start = unit.layout.pieces(levels.os)[0].start
     noise = context.rounding.noise(unit, "refresh", start)
     with context.frame() as frame:
-        if unit.delta and unit.codecs.weights is not None:
+        if unit.delta and unit.codecs.weights is not None and prepared:
+            assert unit.grad is not None
+            source[0] = Slice(unit.layout, unit.grad, levels.g).rows(levels.os, 1)[0]
+        elif unit.delta and unit.codecs.weights is not None:
             held = Slice(unit.layout, unit.copy, levels.p).rows(levels.os, 1)[0]
             rounded = frame.take(held.numel(), unit.dtype).view(held.shape).copy_(source[0])
             difference = frame.take(held.numel(), unit.sum_dtype).view(held.shape)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.zero.elementwise import (
     OptimizerFactory,
     make_state,
     refuse_unless_elementwise,
     refuse_unless_from_zeros,
 )
+from megazero.zero.one_pass import OnePassAdamW, best_adamw
 from megazero.zero.unit import Unit
 
 
@@ -82,8 +85,8 @@ def make_runs(unit: Unit, traits: Mapping[str, Traits]) -> list[Run]:
 
 
 def default_adamw(**options: Any) -> OptimizerFactory:
-    """Return a factory of AdamW, fused (CPU and CUDA builds of torch >= 2.4 have it)."""
-    return lambda groups: torch.optim.AdamW(groups, fused=True, **options)
+    """Return a factory of AdamW in the fastest implementation that there is for the weights' device and dtype."""
+    return partial(best_adamw, **options)
 
 
 class SliceOptimizer:
@@ -110,6 +113,14 @@ class SliceOptimizer:
         self._norms = [torch.empty((), dtype=r.leaf.dtype, device=r.leaf.device) for r in self.runs]
         device = units[0].device if units else None
         self._squares = torch.empty(len(self.runs), dtype=torch.float64, device=device)
+        self._factor = 1.0  # of the gradients, for an optimizer that scales them as it updates
+        self._whole = {unit: runs for unit in units if (runs := self._covering(unit))}
+
+    def _covering(self, unit: Unit) -> list[Run]:
+        """Return the runs of the first region of a unit's OS slice, none if they leave something out (frozen)."""
+        end = unit.layout.pieces(unit.levels.os)[0].numel
+        runs = [run for run in self.runs if run.unit is unit and run.start < end]
+        return runs if sum(run.stop - run.start for run in runs) == end else []
 
     def squared_norm(self, tp: tuple[int, int], count_tied: bool, out: torch.Tensor) -> None:
         """Write the sum of squares of this rank's gradient slices to ``out``, an fp64 scalar.
@@ -125,15 +136,34 @@ class SliceOptimizer:
         torch.sum(squares.square_(), 0, out=out)
 
     def scale(self, factor: float) -> None:
-        if factor != 1.0 and self.runs:
+        """Multiply the gradients by ``factor``: now, or with the update where that is one pass."""
+        if isinstance(self.torch, OnePassAdamW):
+            self._factor = factor
+        elif factor != 1.0 and self.runs:
             torch._foreach_mul_([r.grad for r in self.runs], factor)
 
     def update(self) -> None:
+        """Update the master weights. In one pass this also leaves what the next refreshes read (Unit.prepared)."""
         for run in self.runs:
             run.leaf.grad = run.grad
-        self.torch.step()
+        if isinstance(self.torch, OnePassAdamW):
+            self._update_in_one_pass(self.torch)
+        else:
+            self.torch.step()
         for run in self.runs:
             run.leaf.grad = None
+
+    def _update_in_one_pass(self, optimizer: OnePassAdamW) -> None:
+        left = {unit: unit.left_by_updates() for unit in self._whole}
+        refresh: dict[torch.Tensor, Refresh] = {
+            run.leaf: left[unit].part(run.start, run.stop)
+            for unit, runs in self._whole.items()
+            for run in runs
+        }
+        optimizer.step(scale=self._factor, refresh=refresh)
+        for unit, each in left.items():
+            if each is not NOTHING:
+                unit.prepared = unit.master_version + 1
 
     # -- state, for checkpoints --------------------------------------------------------------------
 
@@ -164,6 +194,8 @@ class SliceOptimizer:
                 if not isinstance(value, torch.Tensor) or value.shape != run.leaf.shape:
                     out.setdefault(name, float(value))
                     assert out[name] == float(value), (name, out[name], float(value))
+        for group in self._counting_groups():
+            out.setdefault("step", float(group["step"]))
         return out
 
     def load_scalars(self, scalars: Mapping[str, float]) -> None:
@@ -174,6 +206,12 @@ class SliceOptimizer:
                     state[name].fill_(value)
                 elif name in state:
                     state[name] = type(state[name])(value)
+        for group in self._counting_groups() if "step" in scalars else ():
+            group["step"] = type(group["step"])(scalars["step"])
+
+    def _counting_groups(self) -> list[dict[str, Any]]:
+        """Return the groups that count steps themselves, as apex's do."""
+        return [group for group in self.torch.param_groups if "step" in group]
 
 
 def clip_factor(norm: float, limit: float | None, divisor: float) -> float:

@@ -31,6 +31,9 @@ lost      As ``residual``, but only with replicas. This step's errors until the 
 carry     Compact [n/OS]. Residuals of another layout, summed over senders, from a load. Replicas hold the same. It is
           added to the next step's sum.
 versions  master_version counts optimizer updates; copy_version is the one that ``copy`` holds.
+prepared  The master version of which an update has left this rank's part of the next refresh: dtype(master) in its
+          place in ``copy``, or, with the delta refresh, dtype(master) - R of the coded region in the OS part of
+          ``grad``, until gradients come.
 """
 
 from __future__ import annotations
@@ -45,9 +48,10 @@ from torch import nn
 from megazero.comm.codec import Codec, Identity
 from megazero.comm.lane import Ticket
 from megazero.kernels.accumulate import accumulate as add_to
+from megazero.kernels.adamw import NOTHING, Refresh
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.zero.binding import Binding
-from megazero.zero.layout import UnitLayout
+from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.policy import Codecs, Levels
 from megazero.zero.released import Read, Released, hide, refuse_read, released_class
 
@@ -93,7 +97,7 @@ class Unit:
         self.carry: torch.Tensor | None = None
         self.fallen: set[str] = set()  # kinds, of rounding.KINDS, whose error was above its bound
         self.master_version = 1
-        self.copy_version = 0
+        self.copy_version = self.prepared = 0
         self.arena = Arena()  # until an engine gives it the one of all its units
         self.staging: torch.Tensor | None = None
         self.staged: Frame | None = None  # has the staging
@@ -227,6 +231,20 @@ class Unit:
             return self.copy
         return take(self.refresh_wire.level_numel(self.levels.p), self.refresh_codec.wire_dtype)
 
+    def left_by_updates(self) -> Refresh:
+        """Return what an update in one pass leaves for the refresh, over the first region of the OS slice.
+
+        It is nothing where the master is the copy, where messages are quantised anew, and where the copy is dropped
+        after the step.
+        """
+        levels = self.levels
+        if self.delta and self.codecs.weights is not None:
+            return Refresh(held=Slice(self.layout, self.copy, levels.p).rows(levels.os, 1)[0].view(-1))
+        if self.delta or not self.direct or self.dtype == self.sum_dtype or self.lifetime == "step":
+            return NOTHING
+        (own,) = self.wire.within(levels.os, levels.p)
+        return Refresh(copy=self.copy[own.span])
+
     def open_residual(self) -> torch.Tensor:
         """Return the residual, which starts as zeros."""
         assert self.crossing is not None
@@ -272,6 +290,7 @@ class Unit:
                 "reduced and sharded is dense: leave sparse=True out, or give the parameter a hook first: "
                 "register_hook(lambda gradient: gradient.to_dense())"
             )
+        self._open_grad()
         slot = self.slots[name]
         if self.levels.g:
             if self.staging is None:
@@ -289,6 +308,16 @@ class Unit:
                 target.copy_(param.grad)
                 self.touched.add(name)
         param.grad = None
+
+    def _open_grad(self) -> None:
+        """Give up the differences that an update left in ``grad``: gradients come.
+
+        A refresh that ran ahead of a use that did not come may still be reading them, on a stream of its own.
+        """
+        if self.delta and self.prepared:
+            self.prepared = 0
+            if self.ticket is not None and self.ticket.event is not None:
+                torch.cuda.current_stream().wait_event(self.ticket.event)
 
     def _new_staging(self) -> torch.Tensor:
         self.staged = self.arena.frame(self.device)
@@ -320,6 +349,7 @@ class Unit:
         last: this is the step's last micro-batch. Afterwards the unit waits for the next micro-batch's gradients.
         """
         if self.levels.g or last:
+            self._open_grad()
             self._fill_missing()
         handed = None
         if self.staging is not None and self.staged is not None:

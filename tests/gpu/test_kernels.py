@@ -23,6 +23,10 @@ def test_kernels_equal_their_references(case: kernel_cases.Case, blocks: int) ->
     assert kernel_cases.different(replace(case, blocks=blocks), "cuda") == []
 
 
+def test_the_update_equals_its_reference() -> None:
+    assert kernel_cases.different_updates("cuda") == []
+
+
 def test_messages_of_cpu_and_gpu_are_equal() -> None:
     """Mixed groups, and checkpoints that move: noise, exact region and filling included."""
     codec, noise = Blockwise(4, stochastic=True), Noise(1, 2, 3)

@@ -29,10 +29,12 @@ ELEMENTWISE = {
     "Adam, rate a tensor": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.0)),
     "Nesterov": partial(torch.optim.SGD, lr=1.0, momentum=0.9, nesterov=True),
     **{
-        f"--optimizer {name}": partial(
-            resolve_name(own.factory), **OptimizerConfig(optimizer=name, lr=0.1).arguments
+        f"--optimizer {name} --optimizer-impl {implementation}": partial(
+            resolve_name(factory), **OptimizerConfig(optimizer=name, lr=0.1).arguments
         )
         for name, own in OPTIMIZERS.items()
+        for implementation, factory in own.factories.items()
+        if implementation != "apex"
     },
     **{
         name: getattr(torch.optim, name)
@@ -170,11 +172,14 @@ def test_the_table_counts_the_states_that_an_optimizer_holds(name):
     """plan/memory.py takes the count for its bytes."""
     weight = nn.Parameter(torch.ones(6))
     own = OPTIMIZERS[name]
-    optimizer = resolve_name(own.factory)([weight], **OptimizerConfig(optimizer=name, lr=0.1).arguments)
-    make_state(optimizer)
-    held = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
-    assert sum(value.shape == weight.shape for value in held) == own.moments
-    assert all(value.dtype == weight.dtype for value in held if value.shape == weight.shape)
+    for factory in {f for implementation, f in own.factories.items() if implementation != "apex"}:
+        optimizer = resolve_name(factory)(
+            [{"params": [weight]}], **OptimizerConfig(optimizer=name, lr=0.1).arguments
+        )
+        make_state(optimizer)
+        held = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+        assert sum(value.shape == weight.shape for value in held) == own.moments
+        assert all(value.dtype == weight.dtype for value in held if value.shape == weight.shape)
 
 
 def test_lion_is_the_rule_of_its_paper():

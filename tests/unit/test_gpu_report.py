@@ -27,6 +27,7 @@ from benchmarks.gpu_report import (
     race,
     setting,
     training,
+    update,
 )
 from benchmarks.gpu_report.lone_rank import lone_rank
 from benchmarks.gpu_report.pieces import BY_NAME, PIECES
@@ -66,7 +67,7 @@ def test_kernels_every_operation_at_every_width(rehearsal: Setting) -> None:
     assert {row["bits"] for row in record.rows} == {32, 16, 8, 4, 2}
     assert {row["operation"] for row in record.rows} == {
         "encode fp32", "encode bf16", "decode bf16", "decode-add bf16", "decode-sum fp32", "decode-sum-encode",
-        "sum",
+        "sum", "update", "update, copy", "update, difference",
     }  # fmt: skip
     assert all(row["of a copy"] > 0 for row in record.rows)
 
@@ -79,6 +80,24 @@ def test_bytes_of_an_operation_are_what_it_reads_and_writes() -> None:
     assert moved["decode-add bf16"] == 2 * 4 * 2048 + coded
     assert moved["decode-sum fp32"] == coded + 2 * 4096
     assert moved["decode-sum-encode"] == coded + 1040
+
+
+def test_an_update_counts_its_bytes_and_apex_says_why_it_is_not_there(rehearsal: Setting) -> None:
+    """Of the one pass they are those that the kernels' table counts."""
+    record = Record()
+    update.run(rehearsal, record)
+    assert {(row["implementation"], row["leaves"]) for row in failed(record)} == {
+        ("apex", left) for left in update.BYTES
+    }
+    assert all("it runs on CUDA" in row[REASON] for row in failed(record))
+    counted = {
+        name: moved / (4 * 256)
+        for bits in (32, 16)
+        for name, _, moved, _ in kernels.operations(256, bits, CPU)
+    }
+    assert [counted[n] for n in ("update", "update, copy", "update, difference")] == [
+        one for one, _ in update.BYTES.values()
+    ]
 
 
 def test_the_race_is_seen_without_waits(rehearsal: Setting) -> None:
@@ -339,6 +358,6 @@ def test_the_whole_rehearsal(tool: ModuleType, tmp_path: Path) -> None:
     assert tool.main(["--rehearsal", "--out", str(tmp_path), "--minutes", "30"]) == 0
     stored = json.loads((tmp_path / "gpu.json").read_text())["pieces"]
     reasons = {row[REASON] for result in stored.values() for row in result["rows"] if REASON in row}
-    allowed = ("a race needs CUDA streams", "is not installed", "there is no CUDA device")
+    allowed = ("a race needs CUDA streams", "is not installed", "there is no CUDA device", "runs on CUDA")
     assert all(any(word in reason for word in allowed) for reason in reasons), reasons
     assert set(stored) == {piece.name for piece in PIECES} and (tmp_path / "gpu-kernels.png").exists()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megazero.kernels import dispatch
+from megazero.kernels import adamw, dispatch
 from megazero.kernels.format import Format
 from megazero.kernels.noise import Draws, Noise
 from megazero.kernels.quantize import quantize
@@ -44,6 +44,48 @@ def interpreted() -> dict[str, list[str]]:
 @pytest.mark.parametrize("case", [case.name for case in kernel_cases.CASES])
 def test_kernels_equal_their_references(case: str, interpreted: dict[str, list[str]]) -> None:
     assert interpreted[case] == []
+
+
+def test_the_update_equals_its_reference(interpreted: dict[str, list[str]]) -> None:
+    assert interpreted["adamw"] == []
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 4e-7), (torch.float64, 1e-15)])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_update_is_that_of_torch(dtype: torch.dtype, most: float, decay: float) -> None:
+    """To rounding, over ten steps with a clip factor, a schedule, and gradients of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(3000, generator=generator, dtype=dtype))
+    theirs = torch.optim.AdamW([weight], betas=(0.9, 0.95), weight_decay=decay)
+    state = [weight.detach().clone(), *(torch.zeros(3000, dtype=dtype) for _ in range(2))]
+    for step in range(1, 11):
+        grad = torch.randn(3000, generator=generator, dtype=dtype) * 10.0 ** (step % 4 - 2)
+        rate, scale = 1e-2 / step, 0.25 * step
+        weight.grad, theirs.param_groups[0]["lr"] = grad * scale, rate
+        theirs.step()
+        rates = adamw.Rates.of(step, rate, (0.9, 0.95), 1e-8, decay, scale)
+        adamw.adamw(state[0], grad, *state[1:], rates)
+    held = (weight.detach(), *(theirs.state[weight][name] for name in ("exp_avg", "exp_avg_sq")))
+    for mine, other in zip(state, held, strict=True):
+        assert float((mine - other).abs().max()) <= most * float(other.abs().max())
+
+
+def test_what_the_update_leaves() -> None:
+    """The copy is the rounded weight; the difference is that to what receivers hold, in the gradient's place."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        wide = torch.promote_types(dtype, torch.float32)
+        copied, held = torch.zeros(700, dtype=dtype), torch.randn(700).to(dtype)
+        before, found = held.clone(), []
+        for refresh in (adamw.Refresh(copied), adamw.Refresh(held=held)):
+            torch.manual_seed(1)
+            master, grad, first = torch.randn(3, 700, dtype=wide).unbind(0)
+            gradient = grad.clone()
+            rates = adamw.Rates.of(3, 1e-2, (0.9, 0.999), 1e-8, 0.1, 2.0)
+            adamw.adamw(master, grad, first, torch.rand(700, dtype=wide), rates, refresh)
+            found.append((master, grad))
+        (master, untouched), (_, difference) = found
+        assert torch.equal(copied, master.to(dtype)) and torch.equal(untouched, gradient)
+        assert torch.equal(held, before) and torch.equal(difference, copied.to(wide) - held.to(wide))
 
 
 def test_offsets_reach_beyond_31_bits(interpreted: dict[str, list[str]]) -> None:

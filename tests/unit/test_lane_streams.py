@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from megazero import zero
-from megazero.comm.lane import Lane
+from megazero.comm.codec import Blockwise
+from megazero.comm.lane import Lane, Ticket
 from megazero.zero import gather
 from megazero.zero.unit import Unit
 from tests.gpu.test_hpz_race import CPU, Cluster, Wire
@@ -239,3 +240,18 @@ def test_gathers_do_not_wait_for_the_computing_before_them(monkeypatch: pytest.M
     watch = Watch(monkeypatch, (1, 1, 4))
     watch.step()
     assert watch.behind == [0] * len(watch.cluster.engine.units)
+
+
+def test_gradients_wait_for_a_refresh_of_what_an_update_left_in_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ran ahead of a use that did not come, on a stream that the compute stream has not waited for."""
+    watch = Watch(monkeypatch, (1, 1, 4), codecs=zero.Codecs(weights=Blockwise(4), delta=True))
+    unit, stream = watch.cluster.engine.units[0], Stream()
+    read, unit.prepared = stream.run(), unit.master_version
+    unit.ticket = Ticket(unit.name, (), iter(()), event=stream.record_event())
+    unit.close_micro_batch(last=False)  # nothing is written
+    assert read not in watch.compute.before and unit.prepared
+    watch.cluster.engine.units[0].begin_step()
+    unit.close_micro_batch(last=True)
+    assert read in watch.compute.before and not unit.prepared

@@ -17,21 +17,20 @@ from megazero.config.options.fields import option
 
 @dataclass(frozen=True)
 class Optimizer:
-    """This is one optimizer. ``factory`` is 'module:class', which is imported when the optimizer is built.
+    """This is one optimizer.
 
-    ``arguments`` are those of the factory, by name; each is an option, or a tuple of options.
-    ``fixed`` are arguments that are not a choice.
+    ``factories`` maps --optimizer-impl to 'module:name', which is imported when the optimizer is built.
+    ``arguments`` are those of every factory, by name; each is an option, or a tuple of options.
     ``moments`` is how many values it keeps beside each master weight, in the master's dtype.
     ``aliases`` are further names on the command line, each with what the notes say about it.
     ``small_rate`` is a learning rate at which a model of a few thousand parameters trains well in fp32 (megazero
     verify).
     """
 
-    factory: str
+    factories: Mapping[str, str]
     arguments: Mapping[str, str | tuple[str, ...]]
     moments: int
     small_rate: float
-    fixed: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -44,7 +43,12 @@ class Optimizer:
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     {
         "adamw": Optimizer(
-            "torch.optim:AdamW",
+            {
+                "auto": "megazero.zero.one_pass:best_adamw",
+                "torch": "megazero.zero.one_pass:fused_adamw",
+                "triton": "megazero.zero.one_pass:OnePassAdamW",
+                "apex": "megazero.train.nvidia_apex:fused_adam",
+            },
             {
                 "lr": "lr",
                 "betas": ("adam_beta1", "adam_beta2"),
@@ -53,23 +57,23 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             },
             moments=2,
             small_rate=1e-3,
-            fixed={"fused": True},  # CPU and CUDA builds of torch >= 2.4 have it
             aliases={"adam": "weight decay is decoupled, as in Megatron"},
         ),
         "sgd": Optimizer(
-            "torch.optim:SGD",
+            dict.fromkeys(("auto", "torch"), "torch.optim:SGD"),
             {"lr": "lr", "momentum": "sgd_momentum", "weight_decay": "weight_decay"},
             moments=1,
             small_rate=2e-2,
         ),
         "lion": Optimizer(
-            "megazero.train.lion:Lion",
+            dict.fromkeys(("auto", "torch"), "megazero.train.lion:Lion"),
             {"lr": "lr", "betas": ("lion_beta1", "lion_beta2"), "weight_decay": "weight_decay"},
             moments=1,
             small_rate=1e-4,
         ),
     }
 )
+IMPLEMENTATIONS = tuple(OPTIMIZERS["adamw"].factories)
 # What is left of peak - minimum when a share r of the decay is over, by the style's name.
 FALLING: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -141,14 +145,12 @@ class OptimizerConfig:
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that the optimizer's factory is called with besides the parameters."""
-        chosen = OPTIMIZERS[self.optimizer]
-        values = {
+        return {
             argument: getattr(self, names)
             if isinstance(names, str)
             else tuple(getattr(self, n) for n in names)
-            for argument, names in chosen.arguments.items()
+            for argument, names in OPTIMIZERS[self.optimizer].arguments.items()
         }
-        return {**chosen.fixed, **values}
 
 
 def optimizer_conditions(chosen: str) -> Iterator[tuple[Collection[str], bool, str]]:

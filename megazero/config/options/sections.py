@@ -8,6 +8,7 @@ from megazero.config.layout.shards import AUTO, GRADIENT_LIFETIMES, LIFETIMES, P
 from megazero.config.model.attention import CHOICES as ATTENTION_BACKENDS
 from megazero.config.options.data_inputs import TOKENIZERS
 from megazero.config.options.fields import option
+from megazero.config.options.optimizers import IMPLEMENTATIONS
 from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
@@ -283,6 +284,15 @@ class TrainingConfig:
         5.0,
         "limit of the start: until all ranks have come, and again until their communicators are made",
         above=0,
+    )
+    optimizer_impl: str = option(
+        "auto",
+        "what computes AdamW's update: torch's fused step; triton, one pass over memory that also leaves what the "
+        "next refresh sends; or NVIDIA's apex. auto: triton on CUDA where it is there (torch in fp64), else torch",
+        choices=IMPLEMENTATIONS,
+    )
+    norm_impl: str = option(
+        "torch", "what computes norms: torch, or NVIDIA's apex on CUDA", choices=("torch", "apex")
     )
     device: str = option(
         "auto", "where to compute; auto takes CUDA where there is one", choices=("auto", "cpu", "cuda")

@@ -1,0 +1,1 @@
+"""What megazero calls of NVIDIA's apex, on a CPU, with the signatures of its public source (July 2026)."""

@@ -1,0 +1,1 @@
+"""By this package NVIDIA's apex is told from PyPI's."""

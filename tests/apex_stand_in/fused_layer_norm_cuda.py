@@ -1,0 +1,1 @@
+"""Apex's extension of norms: here it is only there."""
