@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -53,8 +54,6 @@ MICRO_BATCHES, COMPARED = 2, 5
 
 def train(values: dict[str, Any], steps: int) -> dict[str, Any]:
     """Losses of the first steps, seconds of the first one, and of one of the last ``steps``."""
-    import torch
-
     ranks = dist.get_world_size()
     config = make_config({**MODEL, **values}, World(ranks, ranks))
     mesh = make_mesh(config, World(ranks, ranks), harness.device())
@@ -72,7 +71,7 @@ def train(values: dict[str, Any], steps: int) -> dict[str, Any]:
         tokens = MICRO_BATCHES * counts.numel() * mesh.dp_size
         engine.begin_step(MICRO_BATCHES, tokens, pipeline.program(MICRO_BATCHES))
         info = engine.step(pipeline.step(batches).reshape(1))
-        losses.append(float(info.scalars.sum()) / tokens)
+        losses.append(sum(float(info.scalars[r][0]) for r in mesh.stage_ranks(pipeline.loss_rank)) / tokens)
 
     began = time.perf_counter()
     step()

@@ -465,6 +465,20 @@ megazero/models/rotary.py
 - return _rotated(grad, cos, -sin, ctx.interleaved)
 + return _rotated(grad, cos, -sin, False)
   gradients of neighbouring channels are turned as halves
+- out1.addcmul_(x2, -sin)
++ out1.addcmul_(x2, sin, value=-1)
+  torch.compile makes a fused multiply-add of the rotation, with other bits than eager
+
+megazero/models/dropout.py
+- below = round(probability * 2**32) - 2**31
++ below = round(probability * 2**31) - 2**31
+  half of what is to be dropped is dropped
+
+megazero/zero/hooks.py
+- @torch._disable_dynamo
+-     def before(
++ def before(
+  torch.compile traces the hook that gathers
 
 megazero/families/config_json/rotary_fields.py
 - implied = kind == "longrope" or "factor" in rope

@@ -36,6 +36,8 @@ PIECES = (
     Piece("allocations", "Allocations and host waits in steady steps", "allocations.run", 35),
     Piece("train-1b", "Training, 1B parameters", "training.run_one", 90),
     Piece("train-3b", "Training, 3B parameters", "training.run_three", 80),
+    Piece("compile-1b", "Compiled layers, 1B parameters", "training.run_one_compiled", 240),
+    Piece("compile-3b", "Compiled layers, 3B parameters", "training.run_three_compiled", 240),
     Piece("memory", "Peak memory against the formula", "memory.run", 25),
     Piece("attention", "Attention backends", "attention.run", 60),
     Piece("loss-chunks", "The loss in chunks", "loss_chunks.run", 40),

@@ -32,15 +32,26 @@ LEAST_LAYERS = 4
 BYTES = 2 + 4 + 12  # per parameter, of one rank: 2N/P + 4N/G + 12N/OS with P = G = OS = 1
 
 
+Contestants = Callable[[Size], Iterator[tuple[str, str, Callable[[torch.device], Step]]]]
+
+
 def run_one(setting: Setting, record: Record) -> None:
-    run(setting, record, setting.pick(ONE, loops.TINY))
+    run(setting, record, setting.pick(ONE, loops.TINY), contestants)
 
 
 def run_three(setting: Setting, record: Record) -> None:
-    run(setting, record, setting.pick(THREE, replace(loops.TINY, layers=3)))
+    run(setting, record, setting.pick(THREE, replace(loops.TINY, layers=3)), contestants)
 
 
-def run(setting: Setting, record: Record, size: Size) -> None:
+def run_one_compiled(setting: Setting, record: Record) -> None:
+    run(setting, record, setting.pick(ONE, loops.TINY), compiled_contestants)
+
+
+def run_three_compiled(setting: Setting, record: Record) -> None:
+    run(setting, record, setting.pick(THREE, replace(loops.TINY, layers=3)), compiled_contestants)
+
+
+def run(setting: Setting, record: Record, size: Size, contestants: Contestants) -> None:
     if not setting.rehearsal:
         _measure_products(setting, record)
     size = fitting(size, setting, record)
@@ -56,29 +67,38 @@ def run(setting: Setting, record: Record, size: Size) -> None:
 
 def contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
     """Name, recompute, and what builds the step: in pairs, so that those compared are measured side by side."""
-
-    def plain(device: torch.device, recompute: str, compiled: bool = False) -> Step:
-        model = loops.decoder(size, device, recompute)
-        if compiled:
-            assert model.embedding is not None and model.head is not None
-            for module in (model.embedding, *model.layers.values(), model.head):
-                module.compile(backend=loops.compile_backend(device))
-        return loops.plain(size, device, model, lambda tokens: model(tokens, tokens).sum())
-
     for recompute in RECOMPUTE:
         yield "megazero", recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
-        yield "plain torch", recompute, lambda device, r=recompute: plain(device, r)
+        yield "plain torch", recompute, lambda device, r=recompute: _plain(size, device, r)
         if recompute != "selective":
             yield "transformers", recompute, lambda device, r=recompute: _transformers(size, device, r)
+
+
+def compiled_contestants(size: Size) -> Iterator[tuple[str, str, Callable[[torch.device], Step]]]:
+    """As ``contestants``: --compile off and on, the plain loop compiled, and FSDP2 as torchtitan compiles it."""
     for recompute in ("none", "full"):
+        yield "megazero", recompute, lambda device, r=recompute: loops.ours(size, device, r)[0]
         yield (
             "megazero, compiled",
             recompute,
             lambda device, r=recompute: loops.ours(size, device, r, compiled=True)[0],
         )
-        yield "plain torch, compiled", recompute, lambda device, r=recompute: plain(device, r, compiled=True)
+        yield (
+            "plain torch, compiled",
+            recompute,
+            lambda device, r=recompute: _plain(size, device, r, compiled=True),
+        )
     for recompute in ("none", "full"):  # last: it leaves a process group
         yield "FSDP2, compiled", recompute, lambda device, r=recompute: _fsdp2(size, device, r)
+
+
+def _plain(size: Size, device: torch.device, recompute: str, compiled: bool = False) -> Step:
+    model = loops.decoder(size, device, recompute)
+    if compiled:
+        assert model.embedding is not None and model.head is not None
+        for module in (model.embedding, *model.layers.values(), model.head):
+            module.compile(backend=loops.compile_backend(device))
+    return loops.plain(size, device, model, lambda tokens: model(tokens, tokens).sum())
 
 
 def _fsdp2(size: Size, device: torch.device, recompute: str) -> Step:

@@ -142,7 +142,8 @@ def test_the_loss_in_chunks_beside_the_formula(rehearsal: Setting) -> None:
 
 @pytest.mark.parametrize("name", ["megazero", "plain torch", "megazero, compiled", "FSDP2, compiled"])
 def test_training_contestants_step(rehearsal: Setting, name: str) -> None:
-    build = next(build for who, _, build in training.contestants(loops.TINY) if who == name)
+    every = (*training.contestants(loops.TINY), *training.compiled_contestants(loops.TINY))
+    build = next(build for who, _, build in every if who == name)
     found = training.measure(lambda: build(CPU), loops.TINY, rehearsal, ours="megazero" in name)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
