@@ -10,11 +10,14 @@ format. Two separate passes would move 8 bytes more, because they write and read
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dequantize_accumulate import Summed, sum_tile
 from megazero.kernels.dispatch import TILE, tl, use_kernel
 from megazero.kernels.format import Format
+from megazero.kernels.hadamard import forward_tile, inverse_tile, transform_arguments
 from megazero.kernels.noise import Noise, drawing_jit, launch_arguments, word_tile
 from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
 
@@ -31,8 +34,10 @@ def dequantize_sum_quantize(
 
     ``messages`` is uint8 [k, m], and the coded part of each row holds n elements. ``out`` is uint8 [rows, m2] and
     contiguous, and the coded part of each row gets n / rows elements. ``noise`` means the same as in quantize; its
-    start is the global index of the sum's element 0.
+    start is the global index of the sum's element 0. If both formats have one transform, the sum stays transformed.
     """
+    if form.transform == next_form.transform:
+        form, next_form = replace(form, transform=None), replace(next_form, transform=None)
     if noise is not None:
         noise.check(n)
     form.blocks(n // len(out))  # a row of out is whole blocks of both
@@ -68,7 +73,8 @@ def reference(
 def _kernel(
     messages: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
     row_blocks: tl.tensor, row_bytes: tl.tensor, out_blocks: tl.tensor, out_bytes: tl.tensor,
-    total: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
+    total: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
+    sign1: tl.tensor, SIZE: tl.constexpr, next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
     CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -80,7 +86,9 @@ def _kernel(
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     acc = tl.zeros((R, PACK, BLOCK // PACK), tl.float32)
     acc = sum_tile(acc, messages, halves, sources, g, g < row_blocks, row_bytes, row_blocks, BITS, BLOCK)
+    acc = inverse_tile(acc, sign0, sign1, SIZE)
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
+    acc = forward_tile(acc, next_sign0, next_sign1, NEXT_SIZE)
     h = tl.program_id(0).to(tl.int64) * NEXT_R + tl.arange(0, NEXT_R)
     word = word_tile(h, word0, NEXT_PACK, NEXT_PART)
     payload, scale = encode_tile(acc, word, key0, key1, NEXT_BITS, CLIP, STOCHASTIC, LARGEST)
@@ -100,6 +108,7 @@ def _launch(
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
         len(messages), form.blocks(n), messages.shape[1],
         next_form.blocks(n // len(out)), out.shape[1], next_form.blocks(n), *launch_arguments(noise),
+        *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block,
         next_form.clip, noise is not None, next_form.largest_scale, elements,
         enable_fp_fusion=False,

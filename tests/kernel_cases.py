@@ -18,6 +18,7 @@ from megazero.kernels import (
     sum_rows,
 )
 from megazero.kernels.format import Format
+from megazero.kernels.hadamard import Hadamard
 from megazero.kernels.noise import Noise
 from megazero.kernels.values import scales_at
 
@@ -38,6 +39,9 @@ CASES = (
     Case("8 bits, bf16, noise, clip", Format(8, 16, 2), Format(8, 16), torch.bfloat16, Noise(5, 7, 9, 32)),
     Case("4 bits, fp16, noise", Format(4, 64), Format(2, 64), torch.float16, Noise(-1, 2, 3, END)),
     Case("4 bits, bf16, clip", Format(4, 8, 3), Format(4, 16, 2), torch.bfloat16, None),
+    Case("8 bits, mixed", Format(8, 128, 0, Hadamard(64, 3)), Format(4, 64, 0, Hadamard(64, 3)), torch.float32, None),
+    Case("4 bits, mixed, bf16, noise", Format(4, 128, 0, Hadamard(128, 1)), Format(2, 64), torch.bfloat16, Noise(5, 7, 9)),
+    Case("2 bits, mixed, clip", Format(2, 64, 3, Hadamard(32)), Format(4, 16, 0, Hadamard(16, 9)), torch.float16, None),
     Case("2 bits, fp32, noise, clip", Format(2, 64, 3), Format(8, 32), torch.float32, Noise(0, 0, 0)),
 )
 
