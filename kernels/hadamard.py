@@ -2,18 +2,18 @@
 
 A block of ``size`` = T elements x is sent as y = H D x / T and read as x = D H y. H is Sylvester's matrix of 1 and -1
 (H H = T) and D a diagonal of random signs, equal for all blocks, senders and steps: the signs of draws of the noise
-generator. An outlier is spread over T elements, so a block's absmax comes near its neighbours' and its scale is finer.
-1 / T, and not 1 / sqrt(T) on both sides, is a power of two for every T, and y never overflows.
+generator. An outlier is spread over T elements, so scales are finer. 1 / T, and not 1 / sqrt(T) on both sides, is a
+power of two for every T, and y never overflows.
 
-H is log2(T) stages of butterflies, (a, b) -> (a + b, a - b), first between halves of a block, last between neighbours.
+H is log2(T) stages of butterflies, (a, b) -> (a + b, a - b), first between a block's halves, last between neighbours.
 Each sum is rounded once, in this order, so every implementation gives the same bits.
 
 - **What one message decodes to is exact.** D H (q s) is s times an integer of at most 127 x 128, 22 bits with those
   of s. fp32 holds it, whatever the order.
 - **It is linear**, and D is the same everywhere. Messages are summed first and transformed once; between two hops
   with one transform (dequantize_sum_quantize) nothing is transformed at all.
-- **Padding.** Blocks lie inside a codec's blocks, so they straddle no parameter and no slice. A parameter's last block
-  is filled with zeros. They take part, and do not come back as zeros: who decodes clears them (zero/layout.py).
+- **Padding.** Blocks lie inside a codec's blocks, so they straddle no parameter and no slice. A parameter's last
+  block is filled with zeros. They take part, and do not come back as zeros: who decodes clears them (zero/layout.py).
 - NaN and Inf make their whole block NaN, as they do without a transform.
 
 For each element a transform takes log2(T) additions, and on a CPU two more passes that change the layout (1.9 ns on
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from megazero.kernels.arena import Take
+from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import jit, tl
 from megazero.kernels.noise import Draws, Noise, draws_tile
 
@@ -44,7 +44,9 @@ class Hadamard:
     def __post_init__(self) -> None:
         if self.size not in SIZES:
             nearest = min(SIZES, key=lambda size: abs(size - self.size))
-            raise ValueError(f"Hadamard blocks of {self.size}: a power of two from 8 to 128; nearest: {nearest}")
+            raise ValueError(
+                f"Hadamard blocks of {self.size}: a power of two from 8 to 128; nearest: {nearest}"
+            )
 
     @property
     def noise(self) -> Noise:
@@ -93,6 +95,13 @@ class Mixing:
             torch.sub(pairs[:, 0], pairs[:, 1], out=out[:, 1])
             a, b, stride = b, a, stride // 2
         return a, b
+
+
+def mixed(x: torch.Tensor, transform: Hadamard) -> torch.Tensor:
+    """Return H D x / T of x, fp32 or fp64 and whole blocks, as a new tensor of x's shape."""
+    with SCRATCH.frame(x.device) as frame:
+        mixing = Mixing(transform, x.numel(), frame.take, x.dtype)
+        return mixing.forward(x.contiguous().view(-1)).view(x.shape).clone()
 
 
 @cache

@@ -18,8 +18,8 @@ to fp32 (2 ** -24, for fp64), the reciprocal and the product (2 ** -24 each), an
 all relative to at most qmax.
 
 Under a transform of T elements (hadamard.py) that holds for the transformed values, and an element is T times that
-from what was encoded at most: D H adds up T errors. Rounding in the transform adds log2(T) * 2 ** -24 of absmax for
-each, and none on the way back.
+from what was encoded at most: D H adds up T errors. Rounding in the transform adds log2(T) * 2 ** -24 of absmax and
+T * 2 ** -150 (x / T below 2 ** -126) to each, and nothing on the way back.
 
 The bounds of hops add up. The sum of k decoded messages is within the sum of their bounds (and fp32's own rounding,
 which is (k - 1) * 2 ** -24 of the sum of absolute values). If that sum is encoded again for the second hop, the
@@ -41,7 +41,7 @@ from megazero.kernels.format import (
     SMALLEST_SCALE,
     Format,
 )
-from megazero.kernels.hadamard import Mixing, forward_tile, transform_arguments
+from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import (
     NOISE_UNIT,
     Draws,
@@ -113,7 +113,11 @@ def encode_rows(
                 drawn = draws(base + low, count) if draws is not None else None
                 first, last = low // form.block, high // form.block
                 found = encode_blocks(
-                    values.view(-1, form.block), work.of_blocks(last - first), form, drawn, payload[row, first:last]
+                    values.view(-1, form.block),
+                    work.of_blocks(last - first),
+                    form,
+                    drawn,
+                    payload[row, first:last],
                 )
                 scales[row, first:last].copy_(found)  # bits: a NaN's would not survive a conversion
 
@@ -176,19 +180,18 @@ def error_bound(x: torch.Tensor, form: Format, stochastic: bool) -> torch.Tensor
     16-bit output adds its own rounding, and it may overflow where a block comes within 0.8% of the dtype's largest
     value, since scales are rounded up.
     """
-    values, transform = x.float().contiguous(), form.transform
+    values, transform = x.float(), form.transform
     absmax = values.abs().unflatten(1, (-1, form.block)).amax(2)
     if transform is not None:
-        with SCRATCH.frame(x.device) as frame:
-            mixing = Mixing(transform, values.numel(), frame.take)
-            values = mixing.forward(values.view(-1)).view(values.shape).clone()
+        values = mixed(values, transform)
     blocks = values.unflatten(1, (-1, form.block))
     scale = scales_of(blocks.flatten(0, 1), form).view(blocks.shape[:2])
     clipped = (blocks.abs().amax(2) - form.qmax * scale).clamp_(min=0.0)
     bound = scale * ((1.0 if stochastic else 0.5) + form.qmax * 2.0**-21) + clipped
     if transform is None:
         return bound
-    return transform.size * (bound + absmax * (transform.size.bit_length() * 2.0**-24))
+    size = transform.size
+    return size * (bound + absmax * (size.bit_length() * 2.0**-24) + size * 2.0**-150)
 
 
 def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:

@@ -26,7 +26,7 @@ from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import DEFAULT_BLOCK, Format
-from megazero.kernels.hadamard import Hadamard
+from megazero.kernels.hadamard import Hadamard, mixed
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import error_bound, quantize
 from megazero.kernels.sum_rows import sum_rows
@@ -185,6 +185,13 @@ class Blockwise:
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Return fp32 [k, n / block]: the most by which elements of x [k, n] and their decoded fp32 values differ."""
         return error_bound(x, self.form, self.stochastic)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [k, n], fp32 or fp64, as it is rounded: transformed where the codec transforms, else x itself.
+
+        There an error is within ``error_bound`` / T, for a transform of T elements.
+        """
+        return x if self.transform is None else mixed(x, self.transform)
 
     def encode(
         self,

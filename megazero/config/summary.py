@@ -112,7 +112,8 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
 
 def _details(coding: Coding, rounding: str = "nearest") -> str:
     scales = f", best of {coding.clip} scales" if coding.clip else ""
-    return f" (blocks of {coding.block}, {rounding}{scales})"
+    mixed = f", Hadamard transform of {coding.hadamard}" if coding.hadamard else ""
+    return f" (blocks of {coding.block}, {rounding}{scales}{mixed})"
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:

@@ -133,9 +133,9 @@ def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     """Yield what the options of quantised messages need."""
     planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
     weights, gradients = (f(config.zero) or planned for f in (quantizes_weights, quantizes_gradients))
-    of_weights = ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"]
+    of_weights = [f"zero_weight_{name}" for name in ("bits", "clip_search", "transform", "error_bound")]
     of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
-    of_gradients += [f"zero_gradient_{name}" for name in ("clip_search", "error_bound")]
+    of_gradients += [f"zero_gradient_{name}" for name in ("clip_search", "transform", "error_bound")]
     of_gradients += ["zero_quantized_gradients_until"]
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     yield of_weights, weights, "--zero-quantized-weights"

@@ -190,3 +190,4 @@ def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: boo
         for new, old in zip(lost, kept, strict=True):
             old.copy_(new).div_(divisor)
             old[axis.index].zero_()
+    residual.clear_padding()  # as a checkpoint has it

@@ -47,7 +47,7 @@ from megazero.comm.lane import Ticket
 from megazero.kernels.accumulate import accumulate as add_to
 from megazero.kernels.arena import Arena, Frame, Take
 from megazero.zero.binding import Binding
-from megazero.zero.layout import UnitLayout
+from megazero.zero.layout import Slice, UnitLayout
 from megazero.zero.policy import Codecs, Levels
 from megazero.zero.released import Read, Released, hide, refuse_read, released_class
 
@@ -276,8 +276,7 @@ class Unit:
         if self.levels.g:
             if self.staging is None:
                 self.staging = self._new_staging()
-                for low, high in self.layout.gaps():
-                    self.staging[low:high].zero_()
+                Slice(self.layout, self.staging, 0).clear_padding()
             target = self.staging[slot.start : slot.start + slot.numel].view(slot.shape)
             target.copy_(param.grad)
         else:
@@ -306,8 +305,8 @@ class Unit:
         else:
             assert self.grad is not None
             missing, buffer = set(self.slots) - self.touched, self.grad
-            for low, high in self.layout.gaps():  # a block that was not finite came back so with its padding
-                buffer[low:high].zero_()
+            # A block that was not finite came back so with its padding.
+            Slice(self.layout, buffer, 0).clear_padding()
         for name in missing:
             slot = self.slots[name]
             buffer[slot.start : slot.start + slot.numel].zero_()

@@ -16,6 +16,7 @@ DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}  # of kernels/format.py, which needs torc
 WEIGHT_BITS, DELTA_BITS, GRADIENT_BITS = 8, 4, 4
 ROUNDING = "nearest"
 EXACT_NUMEL = 16384
+MIXED = 64  # elements that a Hadamard transform mixes, in blocks that are not smaller (docs/loss.md compares)
 LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is quantised
 
 
@@ -23,13 +24,15 @@ LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is qua
 class Coding:
     """This is a quantised format, in which ``block`` elements share a scale.
 
-    ``clip`` is the number of scales that are tried per block; with 0, absmax decides.
+    ``clip`` is the number of scales that are tried per block; with 0, absmax decides. ``hadamard`` is the number of
+    elements that a Hadamard transform mixes before they are encoded; with 0, none does.
     """
 
     bits: int
     block: int
     clip: int = 0
     stochastic: bool = False
+    hadamard: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,13 @@ def asked_for(zero: ZeroConfig) -> Wire:
     weights = intra = inter = None
     if quantizes_weights(zero):
         bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
-        weights = _coding(zero, bits, zero.zero_weight_clip_search)
+        weights = _coding(zero, bits, zero.zero_weight_clip_search, zero.zero_weight_transform)
     if quantizes_gradients(zero):
         clip, stochastic = zero.zero_gradient_clip_search, rounding(zero) == "stochastic"
-        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS, clip, stochastic)
+        transform = zero.zero_gradient_transform
+        inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS, clip, transform, stochastic)
         if zero.zero_gradient_bits_intra_node:
-            intra = _coding(zero, zero.zero_gradient_bits_intra_node, clip, stochastic)
+            intra = _coding(zero, zero.zero_gradient_bits_intra_node, clip, transform, stochastic)
     feedback = inter is not None and rounding(zero) == "feedback"
     exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
     return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact)
@@ -133,5 +137,7 @@ def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
     return wire if wire.codings else Wire(None, None, None, False, False, 0)
 
 
-def _coding(zero: ZeroConfig, bits: int, clip: int, stochastic: bool = False) -> Coding:
-    return Coding(bits, zero.zero_block_size or DEFAULT_BLOCK[bits], clip, stochastic)
+def _coding(zero: ZeroConfig, bits: int, clip: int, transform: str, stochastic: bool = False) -> Coding:
+    """Return a format. Both hops of gradients mix as many elements, so that nothing is transformed between them."""
+    block = zero.zero_block_size or DEFAULT_BLOCK[bits]
+    return Coding(bits, block, clip, stochastic, min(MIXED, block) if transform == "hadamard" else 0)

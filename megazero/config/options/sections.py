@@ -11,6 +11,7 @@ from megazero.pp.schedules import SCHEDULES
 
 BITS = (8, 4, 2)
 ROUNDINGS = ("nearest", "stochastic", "feedback")
+TRANSFORMS = ("none", "hadamard")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -150,6 +151,13 @@ class ZeroConfig:
     zero_gradient_clip_search: int = option(
         0, "the same for gradients; not with stochastic rounding", low=0, high=64
     )
+    zero_weight_transform: str = option(
+        "none",
+        "transform of quantised weights, or of their changes: a randomised Hadamard transform of 64 elements spreads "
+        "outliers over its block before that is encoded",
+        choices=TRANSFORMS,
+    )
+    zero_gradient_transform: str = option("none", "the same of quantised gradients", choices=TRANSFORMS)
     zero_block_size: int | None = option(
         None, "elements that share a scale, a power of two from 8 to 2048 (default: 128 at 8 bits, else 64)"
     )
