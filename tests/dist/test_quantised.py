@@ -11,11 +11,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megazero import zero
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, Hadamard
 from megazero.zero import reduce
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised import (
     ADAMW,
+    H4,
+    H8,
     Q2,
     Q4,
     Q8,
@@ -48,6 +50,8 @@ CODECS = {
     "both, stochastic": BOTH,
     "inside": zero.Codecs(gradients_intra=Q4),
     "other blocks": zero.Codecs(gradients_intra=Q4, gradients_inter=Q2),
+    "both, mixed": zero.Codecs(gradients_intra=H8, gradients_inter=H4),
+    "one mixed, feedback": zero.Codecs(gradients_intra=Q8, gradients_inter=H4, feedback=True),
     "feedback": zero.Codecs(gradients_intra=Q8, gradients_inter=Q4, feedback=True),
 }
 
@@ -96,8 +100,10 @@ def test_reductions_are_within_the_derived_bound(place):
         for name in names
     ]
     for case, worst in by_case(world, several, against_the_bound, cases):
-        # Nothing is rounded inside a node unless asked for; what is, comes near its bound: it is not slack.
-        assert 0.3 < max(worst) <= 1, (case, worst)
+        # Nothing is rounded inside a node unless asked for; what is, comes near its bound: it is not slack. 16 errors
+        # that a transform adds up are not all at theirs.
+        least = 0.05 if case.codecs.gradients_inter and case.codecs.gradients_inter.transform else 0.3
+        assert least < max(worst) <= 1, (case, worst)
 
 
 # -- bias and draws -------------------------------------------------------------------------------
@@ -235,6 +241,7 @@ def poisoned(case: Case) -> None:
 FINITE = [
     zero.Codecs(weights=Q4, gradients_intra=Q8, gradients_inter=Q4),
     zero.Codecs(weights=Q4, gradients_inter=Q4, delta=True, feedback=True),
+    zero.Codecs(weights=H4, gradients_intra=H8, gradients_inter=H4, delta=True),
 ]
 
 
@@ -287,7 +294,8 @@ def any_size(cases) -> None:
 
 def codec_of(block: int):
     bits, inner = st.sampled_from([2, 4, 8]), st.sampled_from([b for b in (8, 16, 32) if block % b == 0])
-    return st.none() | st.builds(Blockwise, bits, inner, st.booleans())
+    transform = st.none() | st.just(Hadamard(8))
+    return st.none() | st.builds(Blockwise, bits, inner, st.booleans(), transform=transform)
 
 
 @st.composite

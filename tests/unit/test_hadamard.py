@@ -122,5 +122,7 @@ def test_what_is_not_finite_arrives(value: float) -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="Hadamard blocks of 100: .* nearest: 128"):
         Hadamard(100)
-    with pytest.raises(ValueError, match="Hadamard blocks of 64 in blocks of 32 that share a scale.*nearest: 32"):
+    with pytest.raises(
+        ValueError, match="Hadamard blocks of 64 in blocks of 32 that share a scale.*nearest: 32"
+    ):
         Blockwise(4, 32, transform=Hadamard(64))
