@@ -219,13 +219,7 @@ def one_step(
 ) -> zero.StepInfo:
     """Step number ``step``, from 1. scaling: that of the run; by default losses are not scaled."""
     scaling = scaling or LossScaling()
-    rate = LearningRate(
-        peak=settings.peak,
-        decay=settings.steps,
-        warmup=settings.warmup,
-        warmup_init=settings.peak / settings.warmup,
-        style="linear",
-    )
+    rate = learning_rate(settings)
     for group in engine.optimizer.torch.param_groups:
         group["lr"] = rate(step - 1 - scaling.skipped(by_samples=False))
     (batch,) = batches.next_step(1)
@@ -235,6 +229,16 @@ def one_step(
     info = engine.step()
     scaling.update(info.skipped, RANKS * settings.micro_batch)
     return info
+
+
+def learning_rate(settings: Settings) -> LearningRate:
+    return LearningRate(
+        peak=settings.peak,
+        decay=settings.steps,
+        warmup=settings.warmup,
+        warmup_init=settings.peak / settings.warmup,
+        style="linear",
+    )
 
 
 class _Trace:
