@@ -9,8 +9,7 @@ fp32 sum of two ranks' bf16 gradients, and the bf16 weights' change by the updat
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -72,10 +71,15 @@ PAGE = """\
 
 writes this page.
 
-||sent - exact|| / ||exact|| of the messages that would cross nodes, by layer: a Llama of {parameters:,} parameters on the
-text of [loss.md](loss.md), in bf16, {tokens} tokens a step. *H*: a randomised Hadamard transform of 64 elements before
-rounding (H32, H128: of so many). A number after the bits is the block that shares a scale, 64 if there is none, 128 for
-INT8. *clip*: the best of 8 scales. SDP4Bit's settings are *INT4, 128 + H32* and, for differences, *INT4, 2048*.
+||sent - exact|| / ||exact|| of the messages that would cross nodes, by layer: a Llama of {parameters:,} parameters
+on the text of [loss.md](loss.md), in bf16, {tokens} tokens a step. *H*: a randomised Hadamard transform of 64
+elements before rounding (H32, H128: of so many). A number after the bits is the block that shares a scale, 64 if
+there is none, 128 for INT8. *clip*: the best of 8 scales. SDP4Bit's settings are *INT4, 128 + H32* and, for
+differences, *INT4, 2048*.
+
+The transform helps where a few values are large: gradients of the MLP's second matrix in INT4 have an error of
+{worst_plain:.2f} without and of {worst_mixed:.2f} with it. With it all layers are alike. Changes of weights by AdamW
+are of one size, so it makes them worse.
 
 ## Gradients
 
@@ -133,6 +137,10 @@ def steps(folder: Path, settings: Settings, wanted: list[int]) -> Iterator[tuple
                 yield step, {name: sums[name] for name in matrices}, changed
 
 
+def by_name(coding: Blockwise, seen: Iterable[Tensors], word: str = "down_proj") -> float:
+    return fmean(error(coding, x) for tensors in seen for name, x in tensors.items() if word in name)
+
+
 def by_kind(codecs: dict[str, Blockwise], seen: list[Tensors]) -> str:
     """A table of kinds of layers by codecs: the mean over steps and layers."""
     rows = []
@@ -162,7 +170,10 @@ def main() -> None:
     changes: dict[int, Tensors] = {}
     for step, gradients[step], changes[step] in steps(folder, settings, options.steps):
         print(f"step {step}", flush=True)
+    largest = [by_name(GRADIENTS[name], gradients.values()) for name in ("INT4", "INT4 + H")]
     page = PAGE.format(
+        worst_plain=largest[0],
+        worst_mixed=largest[1],
         steps=", ".join(map(str, gradients)),
         parameters=sum(p.numel() for p in settings.decoder().parameters()),
         tokens=RANKS * settings.micro_batch * settings.sequence,

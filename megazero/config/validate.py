@@ -140,6 +140,9 @@ def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     yield of_weights, weights, "--zero-quantized-weights"
     yield of_gradients, gradients, "--zero-quantized-gradients"
+    feedback = config.zero.zero_gradient_rounding == "feedback"
+    of_feedback = ["zero_gradient_feedback_beta", "zero_gradient_feedback_reset"]
+    yield of_feedback, feedback, "--zero-gradient-rounding feedback"
     yield ["zero_block_size", "zero_exact_numel"], weights or gradients, either
 
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from megazero.comm.codec import Blockwise, Codec, Hadamard, Identity
 from megazero.config import RunConfig
-from megazero.config.layout.wire import MIXED
 from megazero.ops.health import gather
 from megazero.plan.compute import UPDATE_BYTES
 from megazero.profile.points import CODED_BITS
@@ -118,7 +117,7 @@ def measure_codecs(config: RunConfig, clock: Clock) -> Iterator[dict[str, Any]]:
         add = clock(lambda c=codec, x=message: c.decode_sum(x, sums[0], True), slowest=False)  # type: ignore[misc]
         mixed = 0.0
         if isinstance(codec, Blockwise):
-            mixing = replace(codec, transform=Hadamard(MIXED))
+            mixing = replace(codec, transform=Hadamard(codec.form.block))
             mixed = clock(lambda c=mixing, out=message: c.encode(sums, out=out), slowest=False).median  # type: ignore[misc]
             mixed = max(mixed - encode.median, 0.0)
         yield {

@@ -110,6 +110,8 @@ def make_codecs(wire: Wire, seed: int = 0) -> zero.Codecs:
         gradients_inter=_codec(wire.gradients_inter, seed),
         delta=wire.delta,
         feedback=wire.feedback,
+        feedback_beta=wire.feedback_beta,
+        feedback_reset=wire.feedback_reset,
     )
 
 

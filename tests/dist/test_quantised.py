@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -252,6 +253,38 @@ def test_what_is_not_finite_reaches_the_norm_and_nothing_else():
         for codecs in FINITE
     ]
     run_ranks(4, several, poisoned, cases, timeout=300)
+
+
+# -- error averages ---------------------------------------------------------------------------------
+
+
+def averaged(case: Case, beta: float) -> None:
+    """Residuals after a step, after one without gradients, and after the third, which drops them."""
+    model, engine = make(case)
+    (plain_model, plain) = make(case.but(codecs=replace(case.codecs, feedback_beta=0.0, feedback_reset=0)))
+    step_with(case, model, engine, divisor=4.0)
+    step_with(case, plain_model, plain, divisor=4.0)
+    first = [unit.residual.clone() for unit in engine.units]
+    for unit, lost, whole in zip(engine.units, first, plain.units, strict=True):
+        assert lost.any()
+        torch.testing.assert_close(lost, (1 - beta) * whole.residual, rtol=1e-6, atol=0)
+    nothing = [[torch.zeros(shape, dtype=case.dtype) for shape in shapes] for shapes in case.units]
+    take_step(case, model, engine, lambda m: nothing, divisor=4.0)
+    for unit, owed in zip(engine.units, first, strict=True):
+        codec, n = unit.codecs.gradients_inter, unit.layout.pieces(unit.crossing)[0].numel
+        sent = torch.zeros(1, n)
+        codec.decode(codec.encode(owed[:n].view(1, -1)), sent)
+        wanted = torch.zeros_like(owed)
+        wanted[:n] = beta * owed[:n] + (1 - beta) * (owed[:n] - sent[0])
+        wanted[n:] = beta * owed[n:]
+        torch.testing.assert_close(unit.residual, wanted, rtol=1e-5, atol=1e-7)
+    step_with(case, model, engine, 2, divisor=4.0)
+    assert not any(unit.residual.any() for unit in engine.units)
+
+
+def test_error_feedback_averages_and_is_reset():
+    codecs = zero.Codecs(gradients_inter=Q4, feedback=True, feedback_beta=0.8, feedback_reset=3)
+    run_ranks(4, averaged, Case("hhd", 2, codecs), 0.8, timeout=120)
 
 
 # -- any size -------------------------------------------------------------------------------------
