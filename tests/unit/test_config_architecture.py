@@ -155,3 +155,30 @@ def test_a_checkpoint_that_is_named_decides_and_is_not_passed_over(tmp_path):
     assert "is no complete checkpoint" in errors(f"--load {tmp_path} --ckpt-step 10")[0]
     assert "--load is not given" in errors(f"{MODEL} --ckpt-step 10")[0]
     assert "is a Hugging Face folder" in errors(f"{MODEL} --load hf:x --ckpt-step 10")[-1]
+
+
+def test_a_resume_keeps_how_messages_were_coded(tmp_path):
+    """Where flags do not say how, and the run codes such messages."""
+    said = (
+        "--zero-preset zeropp --zero-gradient-bits 2 --zero-gradient-transform hadamard --zero-weight-clip-search 8 "
+        "--zero-gradient-rounding feedback --zero-gradient-feedback-beta 0.8"
+    )
+    before = run(f"{MODEL} {said}").zero
+    save(tmp_path, run(f"{MODEL} {said}"))
+    bare = run(f"--load {tmp_path} --zero-preset zeropp")
+    assert bare.zero == before
+    assert sum("--zero-gradient-transform hadamard" in note for note in bare.notes) == 1
+    named = run(
+        f"--load {tmp_path} --zero-preset zeropp --zero-gradient-transform none --zero-gradient-bits 4"
+    )
+    assert (named.zero.zero_gradient_transform, named.zero.zero_gradient_bits) == ("none", 4)
+    assert named.zero.zero_gradient_feedback_beta == 0.8
+    nearest = run(f"--load {tmp_path} --zero-preset zeropp --zero-gradient-rounding nearest").zero
+    assert (nearest.zero_gradient_feedback_beta, nearest.zero_gradient_transform) == (0.0, "hadamard")
+    weights = run(f"--load {tmp_path} --zero-preset zeropp --no-zero-quantized-gradients").zero
+    assert (weights.zero_weight_clip_search, weights.zero_gradient_bits) == (8, None)
+    for fresh in (
+        f"--load {tmp_path} --zero-preset zero3",
+        f"--load {tmp_path} --zero-preset zeropp --finetune",
+    ):
+        assert run(fresh).zero.zero_gradient_transform == "none", fresh

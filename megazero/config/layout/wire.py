@@ -14,6 +14,14 @@ from megazero.config.layout.shards import QUANTISED, Shards, gradients_cross, we
 from megazero.config.options.sections import ZeroConfig
 
 DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}  # of kernels/format.py, which needs torch; a test keeps the two equal
+# The options that say how messages are coded.
+OF_WEIGHTS = ("zero_weight_bits", "zero_weight_clip_search", "zero_weight_transform")
+OF_GRADIENTS = (
+    *("zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"),
+    *("zero_gradient_clip_search", "zero_gradient_transform"),
+)
+OF_FEEDBACK = ("zero_gradient_feedback_beta", "zero_gradient_feedback_reset")
+OF_BOTH = ("zero_block_size", "zero_exact_numel")
 WEIGHT_BITS, DELTA_BITS, GRADIENT_BITS = 8, 4, 4
 ROUNDING = "nearest"
 EXACT_NUMEL = 16384
@@ -96,6 +104,16 @@ def quantizes_gradients(zero: ZeroConfig) -> bool:
 def rounding(zero: ZeroConfig) -> str:
     """Return how gradients are rounded: 'nearest', 'stochastic' or 'feedback'."""
     return zero.zero_gradient_rounding or ROUNDING
+
+
+def format_options(zero: ZeroConfig) -> list[str]:
+    """Return the options that say how this run's messages are coded, which others would have no effect beside."""
+    names = [*OF_WEIGHTS] if quantizes_weights(zero) else []
+    if quantizes_gradients(zero):
+        clips = rounding(zero) != "stochastic"
+        names += [name for name in OF_GRADIENTS if clips or name != "zero_gradient_clip_search"]
+        names += OF_FEEDBACK if rounding(zero) == "feedback" else ()
+    return [*names, *OF_BOTH] if names else []
 
 
 def asked_for(zero: ZeroConfig) -> Wire:
