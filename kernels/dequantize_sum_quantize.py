@@ -36,8 +36,6 @@ def dequantize_sum_quantize(
     contiguous, and the coded part of each row gets n / rows elements. ``noise`` means the same as in quantize; its
     start is the global index of the sum's element 0. If both formats have one transform, the sum stays transformed.
     """
-    if form.transform == next_form.transform:
-        form, next_form = replace(form, transform=None), replace(next_form, transform=None)
     if noise is not None:
         noise.check(n)
     form.blocks(n // len(out))  # a row of out is whole blocks of both
@@ -59,6 +57,7 @@ def reference(
 ) -> None:
     """Do the same as ``dequantize_sum_quantize`` in torch, on any device."""
     share = n // len(out)
+    form, next_form = _untransformed(form, next_form)
     with SCRATCH.frame(out.device) as frame:
         total = Summed(messages, n, form, torch.float32, frame.take)
 
@@ -67,6 +66,13 @@ def reference(
             return buffer
 
         encode_rows(load, out, share, next_form, noise)
+
+
+def _untransformed(form: Format, next_form: Format) -> tuple[Format, Format]:
+    """Return the formats without their transforms if they have one: their sum stays as it is."""
+    if form.transform == next_form.transform:
+        return replace(form, transform=None), replace(next_form, transform=None)
+    return form, next_form
 
 
 @drawing_jit
@@ -103,6 +109,7 @@ def _launch(
     next_form: Format,
     noise: Noise | None,
 ) -> None:
+    form, next_form = _untransformed(form, next_form)
     elements = max(TILE, form.block, next_form.block)
     _kernel[(-(-n // elements),)](
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),

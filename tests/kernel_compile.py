@@ -28,6 +28,7 @@ from megazero.kernels import (  # noqa: E402
     sum_rows,
 )
 from megazero.kernels.format import Format  # noqa: E402
+from megazero.kernels.hadamard import Hadamard  # noqa: E402
 from megazero.kernels.noise import Noise  # noqa: E402
 from megazero.kernels.reorder_quantize import Order  # noqa: E402
 
@@ -100,6 +101,9 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
         out = buffer(four, 1, n, "cpu")
         dequantize_sum_quantize.dequantize_sum_quantize(encoded(eight), n, eight, out, four, noise)
 
+    def mixed(noise: Noise) -> Format:
+        return Format(4, 64, transform=Hadamard(64, noise.start))
+
     half = torch.bfloat16
     decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
     return {
@@ -110,6 +114,13 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
             values(clipped, torch.float16), encoded(clipped), clipped, noise
         ),
         "reorder_quantize": reorder,
+        "quantize and mix": lambda noise: quantize.quantize(
+            values(four, torch.float32), encoded(four), mixed(noise)
+        ),
+        "dequantize and mix": lambda noise: decode(encoded(four), values(four, half), mixed(noise)),
+        "accumulate and mix": lambda noise: accumulate(
+            encoded(four), values(four, torch.float32)[0], mixed(noise), True
+        ),
         "dequantize": lambda _: decode(encoded(eight), values(eight, half), eight),
         "dequantize and add": lambda _: decode(encoded(eight), values(eight, half), eight, add=True),
         "accumulate": lambda _: accumulate(encoded(four), values(four, torch.float32)[0], four, True),

@@ -193,6 +193,16 @@ megazero/comm/lane.py
 + += until
   a wait is billed to every hop before its end
 
+kernels/dequantize_sum_quantize.py
+- if form.transform == next_form.transform:
++ if form.transform and next_form.transform:
+  sums under one transform's signs are sent as another's
+
+kernels/dequantize_accumulate.py
+- if self.mixing is not None and accumulate:
++ if False:
+  what was there is transformed with the messages
+
 megazero/comm/codec.py
 - accumulate = accumulate or bool(own)
 + accumulate = accumulate
