@@ -16,8 +16,10 @@ Each sum is rounded once, in this order, so every implementation gives the same 
   block is filled with zeros. They take part, and do not come back as zeros: who decodes clears them (zero/layout.py).
 - NaN and Inf make their whole block NaN, as they do without a transform.
 
-For each element a transform takes log2(T) additions, and on a CPU two more passes that change the layout (1.9 ns on
-one core at 2.6 GHz with T = 64; one matrix product takes 1.3 ns, but adds up in an order of its own).
+For each element a transform takes log2(T) additions, in registers and between neighbouring threads, and on a CPU two
+more passes that change the layout. On one core encoding with 4 bits takes 2.8 to 4.2 ns instead of 0.8 to 1.1, and
+decoding 2.4 to 2.8 instead of 0.4 to 0.7 (CPU time, 1M elements, 10 turns). A matrix product is no slower, but adds up
+in an order of its own.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Mixing:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return H D x / T of x [m], whole blocks. It is valid until the next call."""
         a, b = (buffer[: x.numel()] for buffer in self.buffers)
-        torch.mul(x.view(-1, self.size).t(), self.shares, out=a.view(self.size, -1))
+        a.view(self.size, -1).copy_(x.view(-1, self.size).t()).mul_(self.shares)
         a, b = self._butterflies(a, b)
         b.view(-1, self.size).copy_(a.view(self.size, -1).t())
         return b
@@ -83,7 +85,7 @@ class Mixing:
         a, b = (buffer[: y.numel()] for buffer in self.buffers)
         a.view(self.size, -1).copy_(y.view(-1, self.size).t())
         a, _ = self._butterflies(a, b)
-        torch.mul(a.view(self.size, -1).t(), self.signs, out=y.view(-1, self.size))
+        y.view(-1, self.size).copy_(a.view(self.size, -1).mul_(self.signs).t())
         return y
 
     def _butterflies(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,10 +110,10 @@ def mixed(x: torch.Tensor, transform: Hadamard) -> torch.Tensor:
 def _signs(
     transform: Hadamard, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the diagonals of D [T] and of D / T, as a column [T, 1]."""
+    """Return the diagonals of D and of D / T, as columns [T, 1]."""
     draws = Draws(transform.noise, transform.size, lambda numel, dtype: torch.empty(numel, dtype=dtype))
-    signs = draws(0, transform.size).sign().to(device, dtype)
-    return signs, signs[:, None] / transform.size
+    signs = draws(0, transform.size).sign().to(device, dtype)[:, None]
+    return signs, signs / transform.size
 
 
 @jit
