@@ -18,8 +18,8 @@ Each sum is rounded once, in this order, so every implementation gives the same 
 
 For each element a transform takes log2(T) additions, in registers and between neighbouring threads, and on a CPU two
 more passes that change the layout. On one core encoding with 4 bits takes 2.8 to 4.2 ns instead of 0.8 to 1.1, and
-decoding 2.4 to 2.8 instead of 0.4 to 0.7 (CPU time, 1M elements, 10 turns). A matrix product is no slower, but adds up
-in an order of its own.
+decoding 2.4 to 2.8 instead of 0.4 to 0.7 (CPU time, 1M elements, 10 turns). A matrix product is no slower, but adds
+up in an order of its own.
 """
 
 from __future__ import annotations
