@@ -173,9 +173,8 @@ class Recorder:
         whole = torch.ones(error.shape[1], dtype=torch.bool)
         if mixes and isinstance(place, Tensor):
             place = place.amax(-1, keepdim=True)  # a mixed error has the mean of its block's
-            for low, high in unit.layout.gaps(
-                unit.levels.os
-            ):  # cleared since: these errors are not what was sent
+            # Padding was cleared since: its blocks' errors are not of what was sent.
+            for low, high in unit.layout.gaps(unit.levels.os):
                 whole[low // block : -(-high // block)] = False
         note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block, mixes)), RoundingRecord())
         note.elements += error.numel()
