@@ -11,6 +11,8 @@ from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import Format
 from megazero.kernels.hadamard import SIZES, Hadamard, Mixing, mixed
 
+from benchmarks.harness import DOCS
+from benchmarks.rounding_errors import DIFFERENCES, GRADIENTS, KINDS
 from megazero.comm.codec import Blockwise
 
 BITS = st.sampled_from([2, 4, 8])
@@ -126,3 +128,10 @@ def test_what_it_refuses() -> None:
         ValueError, match="Hadamard blocks of 64 in blocks of 32 that share a scale.*nearest: 32"
     ):
         Blockwise(4, 32, transform=Hadamard(64))
+
+
+def test_the_page_of_rounding_errors_has_every_format_and_layer() -> None:
+    page = (DOCS / "rounding.md").read_text()
+    for codecs in (GRADIENTS, DIFFERENCES):
+        assert f"| layer | {' | '.join(codecs)} |" in page
+    assert all(page.count(f"| {kind} |") == 2 for kind in KINDS)
