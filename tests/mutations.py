@@ -139,9 +139,11 @@ megazero/zero/rounding.py
   every step draws the same noise
 
 megazero/zero/rounding.py
-- old.copy_(new).div_(divisor)
-+ old.copy_(new)
+- new[others].div_(divisor)
++ new[others]
   residuals are kept in units of the sum
+-     residual.clear_padding()  # as a checkpoint has it
+  what a transform leaves in padding is lost by a resume
 
 megazero/zero/reduce.py
 - f"end {ends.index}"
