@@ -35,6 +35,7 @@ and its cuobjdump reads the machine code.
 
 - *registers*: per thread; a program has 128 threads. *spilled*: bytes of a thread's stack, used when registers run
   out.
+- *rounding*: how values are rounded; *Hadamard* also transforms each block, to nearest.
 - *shared*: bytes of shared memory per program, through which its threads find a block's absmax or change the layout
   between loads and stores.
 - *warps*: how many a multiprocessor holds at once, of 64, as registers and shared memory allow.

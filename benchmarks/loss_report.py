@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megazero.kernels.format import DEFAULT_BLOCK
+
 from benchmarks import harness
 from benchmarks.loss_plan import Record, Results
 from benchmarks.loss_run import NODE, NUDGE, RANKS, TRACE, Settings
@@ -252,7 +254,9 @@ def describe(variant: Variant) -> tuple[str, str]:
     codecs = variant.codecs
     weights, gradients = _name(codecs.weights, "bf16"), _name(codecs.gradients_inter, "fp32")
     weights += " of differences" if codecs.delta else ""
-    return weights, gradients + (", error feedback" if codecs.feedback else "")
+    gradients += f"; {_name(codecs.gradients_intra, '')} inside nodes" if codecs.gradients_intra else ""
+    feedback = f", error feedback{' averaged' if codecs.feedback_beta else ''}" if codecs.feedback else ""
+    return weights, gradients + feedback
 
 
 def _name(codec: Codec | None, exact: str) -> str:
@@ -260,7 +264,9 @@ def _name(codec: Codec | None, exact: str) -> str:
         return exact
     name = f"INT{codec.bits}" if codec.bits > 2 else f"{codec.bits} bits"
     name += ", stochastic" if codec.stochastic else ""
-    return name + (f", clip of {codec.clip} scales" if codec.clip else "")
+    name += f", clip of {codec.clip} scales" if codec.clip else ""
+    name += f", blocks of {codec.form.block}" if codec.form.block != DEFAULT_BLOCK[codec.bits] else ""
+    return name + (f", Hadamard of {codec.transform.size}" if codec.transform else "")
 
 
 def _bounds(found: Difference) -> str:

@@ -18,6 +18,7 @@ from benchmarks.contestants import llama
 from benchmarks.loss_data import evaluation_samples, train_samples
 from benchmarks.loss_variants import VARIANTS, Variant
 from megazero import zero
+from megazero.comm.codec import Blockwise
 from megazero.config.options.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
@@ -104,8 +105,15 @@ def shard(
     """The decoder under an engine of its own mesh. init: by default that of ``seed``."""
     mesh = create_mesh(shards=variant.factors(RANKS, NODE), ranks_per_node=NODE)
     model = settings.decoder()
+    codecs = variant.codecs
+    coded = [
+        c
+        for c in (codecs.weights, codecs.gradients_intra, codecs.gradients_inter)
+        if isinstance(c, Blockwise)
+    ]
     policy = zero.Policy(
-        codecs=variant.codecs,
+        block=max([zero.Policy.block, *(codec.form.block for codec in coded)]),
+        codecs=codecs,
         exact_numel=EXACT if variant.quantised else 0,
         seed=seed,
         loss_scaled=settings.dtype == "fp16",
@@ -219,13 +227,7 @@ def one_step(
 ) -> zero.StepInfo:
     """Step number ``step``, from 1. scaling: that of the run; by default losses are not scaled."""
     scaling = scaling or LossScaling()
-    rate = LearningRate(
-        peak=settings.peak,
-        decay=settings.steps,
-        warmup=settings.warmup,
-        warmup_init=settings.peak / settings.warmup,
-        style="linear",
-    )
+    rate = learning_rate(settings)
     for group in engine.optimizer.torch.param_groups:
         group["lr"] = rate(step - 1 - scaling.skipped(by_samples=False))
     (batch,) = batches.next_step(1)
@@ -235,6 +237,16 @@ def one_step(
     info = engine.step()
     scaling.update(info.skipped, RANKS * settings.micro_batch)
     return info
+
+
+def learning_rate(settings: Settings) -> LearningRate:
+    return LearningRate(
+        peak=settings.peak,
+        decay=settings.steps,
+        warmup=settings.warmup,
+        warmup_init=settings.peak / settings.warmup,
+        style="linear",
+    )
 
 
 class _Trace:

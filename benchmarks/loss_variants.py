@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from megazero.comm.codec import Blockwise, Codec
+from megazero.comm.codec import Blockwise, Codec, Hadamard
 from megazero.zero import Codecs
 
 BASELINE = "zero3"
@@ -36,7 +37,20 @@ def _crossing(codec: Codec, feedback: bool = False) -> Variant:
     return Variant("hhd", Codecs(gradients_inter=codec, feedback=feedback))
 
 
-INT8, INT4 = Blockwise(8), Blockwise(4)
+def _both(weights: Blockwise, gradients: Blockwise, inside: Blockwise | None = None, **more: Any) -> Variant:
+    """Differences of weights and gradients across nodes; ``inside`` a node gradients too, if given."""
+    return Variant(
+        "hhd", Codecs(weights=weights, delta=True, gradients_intra=inside, gradients_inter=gradients, **more)
+    )
+
+
+def mixing(codec: Blockwise, size: int | None = None) -> Blockwise:
+    """The codec after a Hadamard transform of ``size`` elements, by default of its block."""
+    return replace(codec, transform=Hadamard(size or codec.form.block))
+
+
+INT8, INT4, INT2 = Blockwise(8), Blockwise(4), Blockwise(2)
+CLIPPED = Blockwise(2, clip=8)
 VARIANTS: dict[str, Variant] = {
     BASELINE: Variant("ddd", Codecs()),
     "hpz": Variant("hdd", Codecs(), target=0.0),
@@ -48,9 +62,26 @@ VARIANTS: dict[str, Variant] = {
     "int4-stochastic": _crossing(Blockwise(4, stochastic=True)),
     "int4-clip": _crossing(Blockwise(4, clip=8)),
     "int4-feedback": _crossing(INT4, feedback=True),
-    "int2": _crossing(Blockwise(2)),
-    "int2-clip": _crossing(Blockwise(2, clip=8)),
-    "int2-feedback": _crossing(Blockwise(2), feedback=True),
+    "int2": _crossing(INT2),
+    "int2-clip": _crossing(CLIPPED),
+    "int2-feedback": _crossing(INT2, feedback=True),
+    "int4-hadamard": _crossing(mixing(INT4)),
+    "int2-hadamard-feedback": _crossing(mixing(INT2), feedback=True),
+    "int2-hadamard-clip-feedback": _crossing(mixing(CLIPPED), feedback=True),
+    # The ladder of bytes, of a step without what is always exact, over 2N: 0.27, 0.20 and 0.14.
+    "zeropp-hadamard": _both(INT4, mixing(INT4)),
+    "zeropp-0.20": _both(INT4, mixing(CLIPPED), feedback=True),
+    "zeropp-0.14": _both(CLIPPED, mixing(CLIPPED), feedback=True),
+    # SDP4Bit (Jia et al. 2024): gradients with 8 bits inside the node and 4 across, a Hadamard transform of 32
+    # elements, differences in blocks of 2048. "sdp4bit-ulq" is the same without the transform.
+    "sdp4bit": _both(Blockwise(4, 2048), mixing(Blockwise(4, 128), 32), mixing(Blockwise(8, 128), 32)),
+    "sdp4bit-ulq": _both(Blockwise(4, 2048), Blockwise(4, 128), Blockwise(8, 128)),
+    # LoCo (Xie et al. 2024): error averages as DeepSpeed has them by default. Their scale is one constant; ours has
+    # the widest block. They keep the averages in 8 bits.
+    "loco": Variant(
+        "hhd",
+        Codecs(gradients_inter=Blockwise(4, 2048), feedback=True, feedback_beta=0.8, feedback_reset=1024),
+    ),
 }
 DEFAULT = (BASELINE, "hpz", "qwz", "qgz", "zeropp-int8", "zeropp")
 

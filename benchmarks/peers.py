@@ -24,17 +24,21 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import volume
 from benchmarks.contestants import ADAMW, CLIP, AdamW, Shape, Step, batches, decoder, ours, torch_step
 from benchmarks.harness import device
-from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
-from megazero.config.layout.wire import Coding, Wire, asked_for
+from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import ZeroConfig
-from megazero.zero import Codecs, Policy
+from megazero.train.parallelize import make_codecs
+from megazero.zero import Policy
 
 INT8 = asked_for(
     ZeroConfig(zero_preset="zeropp", zero_quantized_weights_delta=False)
 )  # the formats that flags give
 DELTA = asked_for(ZeroConfig(zero_preset="zeropp"))  # the default
+MIXED = ZeroConfig(zero_preset="zeropp", zero_gradient_transform="hadamard")
+TWO_BITS = replace(
+    MIXED, zero_gradient_bits=2, zero_gradient_rounding="feedback", zero_gradient_clip_search=8
+)
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,7 @@ class Contestant:
 
 
 def policy_of(wire: Wire) -> Policy:
-    def codec(coding: Coding | None) -> Blockwise | None:
-        return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip) if coding else None
-
-    formats = (codec(c) for c in (wire.weights, wire.gradients_intra, wire.gradients_inter))
-    return Policy(
-        block=wire.block,
-        exact_numel=wire.exact_numel,
-        codecs=Codecs(*formats, delta=wire.delta, feedback=wire.feedback),
-    )
+    return Policy(block=wire.block, exact_numel=wire.exact_numel, codecs=make_codecs(wire))
 
 
 def megazero(shards: str, wire: Wire | None = None) -> Contestant:
@@ -179,6 +175,11 @@ def deepspeed_zero(stage: int) -> Contestant:
 CONTESTANTS: dict[str, Contestant] = {
     "megazero zeropp INT8": megazero("zeropp", INT8),
     "megazero zeropp": megazero("zeropp", DELTA),
+    "megazero zeropp Hadamard": megazero("zeropp", asked_for(MIXED)),
+    "megazero zeropp 0.20": megazero("zeropp", asked_for(TWO_BITS)),
+    "megazero zeropp 0.14": megazero(
+        "zeropp", asked_for(replace(TWO_BITS, zero_weight_bits=2, zero_weight_clip_search=8))
+    ),
     "megazero 1,1,d INT8": megazero("1,1,d", INT8),
     "megazero 1,1,d delta": megazero("1,1,d", DELTA),
     **{f"megazero {preset}": megazero(preset) for preset in ("ddp", "zero1", "mics", "hpz", "zero3")},

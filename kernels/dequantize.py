@@ -15,6 +15,8 @@ from megazero.kernels.accumulate import accumulate
 from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
+from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
+from megazero.kernels.noise import drawing_jit
 from megazero.kernels.values import load_values, raw, scales_at, store_values
 
 
@@ -42,6 +44,7 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
     with SCRATCH.frame(out.device) as frame:
         buffer = frame.take(0 if direct else size, dtype)
         unpacking = Unpacking(frame.take, size, form, dtype)
+        mixing = Mixing(form.transform, size, frame.take, dtype) if form.transform is not None else None
         for row in range(len(messages)):
             for low in range(0, n, size):
                 high = min(n, low + size)
@@ -50,6 +53,8 @@ def reference(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool
                 digits = piece if direct else buffer[: high - low]
                 unpacking.digits(payload[row, blocks], digits)
                 digits.view(-1, form.block).mul_(unpacking.scales(scales[row, blocks]))
+                if mixing is not None:
+                    mixing.inverse(digits)
                 if add:
                     accumulate(digits, piece)
                 if not direct:
@@ -110,10 +115,10 @@ def load_tile(
     return digits.to(tl.float32) * scale[:, None, None]
 
 
-@jit
+@drawing_jit
 def _kernel(
     messages: tl.tensor, halves: tl.tensor, out: tl.tensor, total: tl.tensor, row_blocks: tl.tensor,
-    row_bytes: tl.tensor, row_stride: tl.tensor,
+    row_bytes: tl.tensor, row_stride: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
@@ -121,6 +126,7 @@ def _kernel(
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     valid = g < total
     values = load_tile(messages, halves, g, valid, row_bytes, row_blocks, BITS, BLOCK)
+    values = inverse_tile(values, sign0, sign1, SIZE)
     start = (g // row_blocks) * row_stride + (g % row_blocks) * BLOCK
     p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
     at = start[:, None, None] + p * PART + j
@@ -135,6 +141,7 @@ def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, add: bool) 
     total, r = row_blocks * len(messages), blocks_per_program(form.block)
     _kernel[(-(-total // r),)](
         messages.view(torch.int8), messages.view(torch.int16), raw(out),
-        total, row_blocks, messages.shape[1], out.stride(0), form.bits, form.block, add, r,
+        total, row_blocks, messages.shape[1], out.stride(0), *transform_arguments(form.transform),
+        form.bits, form.block, add, r,
         enable_fp_fusion=False,
     )  # fmt: skip

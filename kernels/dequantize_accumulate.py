@@ -2,6 +2,7 @@
 
 It computes out (+)= messages[0] + messages[1] + ... in this order. Products q * s are exact in fp32 and each addition
 is rounded once, so the sum has the same bits on every implementation. Where out is fp64, the sum is taken in fp64.
+Under a transform (hadamard.py) the messages are summed first, transformed back once, and then added to out.
 
 For each element of out, the one pass reads k x (bits / 8 + 2 / block) bytes and writes 4. If it accumulates, it
 reads 4 more.
@@ -14,6 +15,8 @@ from megazero.kernels.arena import SCRATCH, Take
 from megazero.kernels.dequantize import Unpacking, load_tile
 from megazero.kernels.dispatch import CHUNK, blocks_per_program, jit, tl, use_kernel
 from megazero.kernels.format import Format
+from megazero.kernels.hadamard import Mixing, inverse_tile, transform_arguments
+from megazero.kernels.noise import drawing_jit
 
 
 def dequantize_accumulate(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate: bool) -> None:
@@ -49,9 +52,16 @@ class Summed:
         self.form, self.size = form, min(n, max(CHUNK, form.block))
         self.payload, self.scales = form.payload(messages, n), form.scales(messages, n)
         self.digits, self.unpacking = take(self.size, dtype), Unpacking(take, self.size, form, dtype)
+        self.mixing = Mixing(form.transform, self.size, take, dtype) if form.transform is not None else None
+        self.sums = take(self.size if self.mixing is not None else 0, dtype)
 
     def add(self, low: int, high: int, out: torch.Tensor, accumulate: bool) -> None:
         """Compute out [high - low] (+)= the elements low .. high of every message."""
+        if self.mixing is not None and accumulate:
+            sums = self.sums[: high - low]
+            self.add(low, high, sums, accumulate=False)
+            out.add_(sums)
+            return
         blocks = slice(low // self.form.block, high // self.form.block)
         sums, digits = out.view(-1, self.form.block), self.digits[: high - low].view(-1, self.form.block)
         for k, (payload, scales) in enumerate(zip(self.payload, self.scales, strict=True)):
@@ -62,6 +72,8 @@ class Summed:
                 sums.mul_(scale)
             else:
                 sums.addcmul_(digits, scale)
+        if self.mixing is not None:
+            self.mixing.inverse(out)
 
 
 @jit
@@ -76,10 +88,10 @@ def sum_tile(
     return acc
 
 
-@jit
+@drawing_jit
 def _kernel(
     messages: tl.tensor, halves: tl.tensor, out: tl.tensor, sources: tl.tensor, row_blocks: tl.tensor,
-    row_bytes: tl.tensor,
+    row_bytes: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
@@ -89,9 +101,15 @@ def _kernel(
     p, j = tl.arange(0, PACK)[None, :, None], tl.arange(0, PART)[None, None, :]
     at = g[:, None, None] * BLOCK + p * PART + j
     acc = tl.zeros((R, PACK, PART), tl.float32)
-    if ACCUMULATE:
-        acc = tl.load(out + at, mask=valid[:, None, None], other=0.0)
+    if ACCUMULATE or SIZE > 0:
+        # Messages that are to be transformed are summed from zeros: masked loads, which give the sum the layout of
+        # wide accesses. Constants leave it one element a thread, with up to 255 registers and a stack of 56 bytes.
+        starts = valid & ((SIZE == 0) | (sources < 0))
+        acc = tl.load(out + at, mask=starts[:, None, None], other=0.0)
     acc = sum_tile(acc, messages, halves, sources, g, valid, row_bytes, row_blocks, BITS, BLOCK)
+    acc = inverse_tile(acc, sign0, sign1, SIZE)
+    if ACCUMULATE and SIZE > 0:
+        acc += tl.load(out + at, mask=valid[:, None, None], other=0.0)
     tl.store(out + at, acc, mask=valid[:, None, None])
 
 
@@ -99,6 +117,7 @@ def _launch(messages: torch.Tensor, out: torch.Tensor, form: Format, accumulate:
     row_blocks, r = form.blocks(out.numel()), blocks_per_program(form.block)
     _kernel[(-(-row_blocks // r),)](
         messages.view(torch.int8), messages.view(torch.int16), out,
-        len(messages), row_blocks, messages.shape[1], form.bits, form.block, accumulate, r,
+        len(messages), row_blocks, messages.shape[1], *transform_arguments(form.transform),
+        form.bits, form.block, accumulate, r,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -10,11 +10,14 @@ format. Two separate passes would move 8 bytes more, because they write and read
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from megazero.kernels.arena import SCRATCH
 from megazero.kernels.dequantize_accumulate import Summed, sum_tile
 from megazero.kernels.dispatch import TILE, tl, use_kernel
 from megazero.kernels.format import Format
+from megazero.kernels.hadamard import forward_tile, inverse_tile, transform_arguments
 from megazero.kernels.noise import Noise, drawing_jit, launch_arguments, word_tile
 from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
 
@@ -31,7 +34,7 @@ def dequantize_sum_quantize(
 
     ``messages`` is uint8 [k, m], and the coded part of each row holds n elements. ``out`` is uint8 [rows, m2] and
     contiguous, and the coded part of each row gets n / rows elements. ``noise`` means the same as in quantize; its
-    start is the global index of the sum's element 0.
+    start is the global index of the sum's element 0. If both formats have one transform, the sum stays transformed.
     """
     if noise is not None:
         noise.check(n)
@@ -54,6 +57,7 @@ def reference(
 ) -> None:
     """Do the same as ``dequantize_sum_quantize`` in torch, on any device."""
     share = n // len(out)
+    form, next_form = _untransformed(form, next_form)
     with SCRATCH.frame(out.device) as frame:
         total = Summed(messages, n, form, torch.float32, frame.take)
 
@@ -64,11 +68,19 @@ def reference(
         encode_rows(load, out, share, next_form, noise)
 
 
+def _untransformed(form: Format, next_form: Format) -> tuple[Format, Format]:
+    """Return the formats without their transforms if they have one: their sum stays as it is."""
+    if form.transform == next_form.transform:
+        return replace(form, transform=None), replace(next_form, transform=None)
+    return form, next_form
+
+
 @drawing_jit
 def _kernel(
     messages: tl.tensor, halves: tl.tensor, out: tl.tensor, out_halves: tl.tensor, sources: tl.tensor,
     row_blocks: tl.tensor, row_bytes: tl.tensor, out_blocks: tl.tensor, out_bytes: tl.tensor,
-    total: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
+    total: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
+    sign1: tl.tensor, SIZE: tl.constexpr, next_sign0: tl.tensor, next_sign1: tl.tensor, NEXT_SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, NEXT_BITS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
     CLIP: tl.constexpr, STOCHASTIC: tl.constexpr, LARGEST: tl.constexpr, ELEMENTS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -80,7 +92,9 @@ def _kernel(
     g = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     acc = tl.zeros((R, PACK, BLOCK // PACK), tl.float32)
     acc = sum_tile(acc, messages, halves, sources, g, g < row_blocks, row_bytes, row_blocks, BITS, BLOCK)
+    acc = inverse_tile(acc, sign0, sign1, SIZE)
     acc = tl.reshape(acc, (NEXT_R, NEXT_PACK, NEXT_PART))
+    acc = forward_tile(acc, next_sign0, next_sign1, NEXT_SIZE)
     h = tl.program_id(0).to(tl.int64) * NEXT_R + tl.arange(0, NEXT_R)
     word = word_tile(h, word0, NEXT_PACK, NEXT_PART)
     payload, scale = encode_tile(acc, word, key0, key1, NEXT_BITS, CLIP, STOCHASTIC, LARGEST)
@@ -95,11 +109,13 @@ def _launch(
     next_form: Format,
     noise: Noise | None,
 ) -> None:
+    form, next_form = _untransformed(form, next_form)
     elements = max(TILE, form.block, next_form.block)
     _kernel[(-(-n // elements),)](
         messages.view(torch.int8), messages.view(torch.int16), out.view(torch.int8), out.view(torch.int16),
         len(messages), form.blocks(n), messages.shape[1],
         next_form.blocks(n // len(out)), out.shape[1], next_form.blocks(n), *launch_arguments(noise),
+        *transform_arguments(form.transform), *transform_arguments(next_form.transform),
         form.bits, form.block, next_form.bits, next_form.block,
         next_form.clip, noise is not None, next_form.largest_scale, elements,
         enable_fp_fusion=False,

@@ -23,6 +23,7 @@ import struct
 from dataclasses import dataclass
 
 import torch
+from megazero.kernels.hadamard import Hadamard
 
 BITS = (2, 4, 8)
 # Squared error relative to the values' (1M normal; 1M of Student's t with 4 degrees, heavy-tailed as gradients are)
@@ -58,11 +59,13 @@ class Format:
     ``block`` elements share a scale; it is a power of two from 8 to 2048.
     ``clip`` is 0, or the number of scales that are tried per block, from absmax / qmax down to about half of it.
     The scale with the least squared rounding error (to nearest) is taken.
+    ``transform``, if there is one, mixes each block, or its parts, before it is encoded.
     """
 
     bits: int
     block: int
     clip: int = 0
+    transform: Hadamard | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -74,6 +77,11 @@ class Format:
         if not 0 <= self.clip <= 64:
             nearest = min(max(self.clip, 0), 64)
             raise ValueError(f"clip {self.clip}: 0 (absmax) to 64 scales tried; nearest: {nearest}")
+        if self.transform is not None and self.transform.size > self.block:
+            raise ValueError(
+                f"Hadamard blocks of {self.transform.size} in blocks of {self.block} that share a scale: at most as "
+                f"large; nearest: {self.block}"
+            )
 
     @property
     def qmax(self) -> int:

@@ -21,7 +21,7 @@ from megazero.kernels.dispatch import jit, tl
 LIMIT = 1 << 33  # elements of a stream: 2 per 32-bit counter
 # Decorates a kernel that draws. These arguments of it differ from step to step and from unit to unit; Triton would
 # make a constant of a 1, and compile anew for multiples of 16.
-drawing_jit = jit(do_not_specialize=("word0", "key0", "key1"))
+drawing_jit = jit(do_not_specialize=("word0", "key0", "key1", "sign0", "sign1", "next_sign0", "next_sign1"))
 NOISE_UNIT = 2.0**-16
 
 

@@ -17,6 +17,10 @@ clip (or a scale at the format's upper limit) cuts off. slack is s * qmax * 2 **
 to fp32 (2 ** -24, for fp64), the reciprocal and the product (2 ** -24 each), and the sum with the draw (2 ** -24),
 all relative to at most qmax.
 
+Under a transform of T elements (hadamard.py) that holds for the transformed values, and an element is T times that
+from what was encoded at most: D H adds up T errors. Rounding in the transform adds log2(T) * 2 ** -24 of absmax and
+T * 2 ** -150 (x / T below 2 ** -126) to each, and nothing on the way back.
+
 The bounds of hops add up. The sum of k decoded messages is within the sum of their bounds (and fp32's own rounding,
 which is (k - 1) * 2 ** -24 of the sum of absolute values). If that sum is encoded again for the second hop, the
 bound of the sum is added once more.
@@ -37,6 +41,7 @@ from megazero.kernels.format import (
     SMALLEST_SCALE,
     Format,
 )
+from megazero.kernels.hadamard import Mixing, forward_tile, mixed, transform_arguments
 from megazero.kernels.noise import (
     NOISE_UNIT,
     Draws,
@@ -96,16 +101,23 @@ def encode_rows(
         take = frame.take
         buffer, work = take(size, torch.float32), Work.of(take, size, form)
         draws = Draws(noise, size, take) if noise is not None else None
+        mixing = Mixing(form.transform, size, take) if form.transform is not None else None
         for row in range(len(messages)):
             base = row * n if origin is None else origin(row)
             for low in range(0, n, size):
                 high = min(n, low + size)
                 count = high - low
-                values = load(row, low, high, buffer[:count]).view(-1, form.block)
+                values = load(row, low, high, buffer[:count])
+                if mixing is not None:
+                    values = mixing.forward(values)
                 drawn = draws(base + low, count) if draws is not None else None
                 first, last = low // form.block, high // form.block
                 found = encode_blocks(
-                    values, work.of_blocks(last - first), form, drawn, payload[row, first:last]
+                    values.view(-1, form.block),
+                    work.of_blocks(last - first),
+                    form,
+                    drawn,
+                    payload[row, first:last],
                 )
                 scales[row, first:last].copy_(found)  # bits: a NaN's would not survive a conversion
 
@@ -168,10 +180,18 @@ def error_bound(x: torch.Tensor, form: Format, stochastic: bool) -> torch.Tensor
     16-bit output adds its own rounding, and it may overflow where a block comes within 0.8% of the dtype's largest
     value, since scales are rounded up.
     """
-    blocks = x.float().unflatten(1, (-1, form.block))
+    values, transform = x.float(), form.transform
+    absmax = values.abs().unflatten(1, (-1, form.block)).amax(2)
+    if transform is not None:
+        values = mixed(values, transform)
+    blocks = values.unflatten(1, (-1, form.block))
     scale = scales_of(blocks.flatten(0, 1), form).view(blocks.shape[:2])
     clipped = (blocks.abs().amax(2) - form.qmax * scale).clamp_(min=0.0)
-    return scale * ((1.0 if stochastic else 0.5) + form.qmax * 2.0**-21) + clipped
+    bound = scale * ((1.0 if stochastic else 0.5) + form.qmax * 2.0**-21) + clipped
+    if transform is None:
+        return bound
+    size = transform.size
+    return size * (bound + absmax * (size.bit_length() * 2.0**-24) + size * 2.0**-150)
 
 
 def _scaled(values: torch.Tensor, work: Work, form: Format) -> torch.Tensor:
@@ -300,7 +320,8 @@ def store_tile(
 @drawing_jit
 def _kernel(
     x: tl.tensor, messages: tl.tensor, halves: tl.tensor, total: tl.tensor, row_blocks: tl.tensor,
-    row_bytes: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor,
+    row_bytes: tl.tensor, word0: tl.tensor, key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor,
+    sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -310,7 +331,7 @@ def _kernel(
     valid = g < total
     p = tl.arange(0, PACK)[None, :, None]
     at = g[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
-    values = load_values(x, at, valid[:, None, None])
+    values = forward_tile(load_values(x, at, valid[:, None, None]), sign0, sign1, SIZE)
     word = word_tile(g, word0, PACK, PART)
     payload, scale = encode_tile(values, word, key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
     store_tile(payload, scale, g, valid, messages, halves, row_bytes, row_blocks, PART)
@@ -321,7 +342,7 @@ def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, noise: Noise 
     total, r = row_blocks * len(x), blocks_per_program(form.block)
     _kernel[(-(-total // r),)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
-        total, row_blocks, messages.shape[1], *launch_arguments(noise),
+        total, row_blocks, messages.shape[1], *launch_arguments(noise), *transform_arguments(form.transform),
         form.bits, form.block, form.clip, noise is not None, form.largest_scale, r,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from megazero.kernels.dispatch import blocks_per_program, tl, use_kernel
 from megazero.kernels.format import Format
+from megazero.kernels.hadamard import forward_tile, transform_arguments
 from megazero.kernels.noise import Noise, drawing_jit, launch_arguments, word_tile
 from megazero.kernels.quantize import encode_rows, encode_tile, store_tile
 from megazero.kernels.values import load_values, raw
@@ -102,7 +103,7 @@ def reference(
 def _kernel(
     x: tl.tensor, messages: tl.tensor, halves: tl.tensor, total: tl.tensor, row_blocks: tl.tensor,
     row_bytes: tl.tensor, nodes: tl.tensor, node_size: tl.tensor, stages: tl.tensor, word0: tl.tensor,
-    key0: tl.tensor, key1: tl.tensor,
+    key0: tl.tensor, key1: tl.tensor, sign0: tl.tensor, sign1: tl.tensor, SIZE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr, STOCHASTIC: tl.constexpr,
     LARGEST: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -116,7 +117,7 @@ def _kernel(
     source = ((node * node_size + local) * stages + stage) * row_blocks + g % row_blocks
     p = tl.arange(0, PACK)[None, :, None]
     at = source[:, None, None] * BLOCK + p * PART + tl.arange(0, PART)[None, None, :]
-    values = load_values(x, at, valid[:, None, None])
+    values = forward_tile(load_values(x, at, valid[:, None, None]), sign0, sign1, SIZE)
     word = word_tile(source, word0, PACK, PART)
     payload, scale = encode_tile(values, word, key0, key1, BITS, CLIP, STOCHASTIC, LARGEST)
     store_tile(payload, scale, g, valid, messages, halves, row_bytes, row_blocks, PART)
@@ -128,7 +129,7 @@ def _launch(x: torch.Tensor, messages: torch.Tensor, form: Format, order: Order,
     _kernel[(-(-total // r),)](
         raw(x), messages.view(torch.int8), messages.view(torch.int16),
         total, row_blocks, messages.shape[1], order.nodes, order.node_size, order.stages,
-        *launch_arguments(noise),
+        *launch_arguments(noise), *transform_arguments(form.transform),
         form.bits, form.block, form.clip, noise is not None, form.largest_scale, r,
         enable_fp_fusion=False,
     )  # fmt: skip

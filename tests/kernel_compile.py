@@ -29,6 +29,7 @@ from megazero.kernels import (  # noqa: E402
     sum_rows,
 )
 from megazero.kernels.format import Format  # noqa: E402
+from megazero.kernels.hadamard import Hadamard  # noqa: E402
 from megazero.kernels.noise import Noise  # noqa: E402
 from megazero.kernels.reorder_quantize import Order  # noqa: E402
 
@@ -107,6 +108,9 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
         rates = adamw.Rates.of(*((1, 1.0) if noise is DRAWN[0] else (7, 16.0)), (0.9, 0.5), 1e-8, 0.0, 1.0)
         adamw.adamw(*state, rates, refresh)
 
+    def mixed(noise: Noise) -> Format:
+        return Format(4, 64, transform=Hadamard(64, noise.start))
+
     half = torch.bfloat16
     beside = values(eight, half).view(-1)
     decode, accumulate = dequantize.dequantize, dequantize_accumulate.dequantize_accumulate
@@ -118,6 +122,13 @@ def launches(rows: int, blocks: int, ranks: int) -> dict[str, Callable[[Noise], 
             values(clipped, torch.float16), encoded(clipped), clipped, noise
         ),
         "reorder_quantize": reorder,
+        "quantize and mix": lambda noise: quantize.quantize(
+            values(four, torch.float32), encoded(four), mixed(noise)
+        ),
+        "dequantize and mix": lambda noise: decode(encoded(four), values(four, half), mixed(noise)),
+        "accumulate and mix": lambda noise: accumulate(
+            encoded(four), values(four, torch.float32)[0], mixed(noise), True
+        ),
         "dequantize": lambda _: decode(encoded(eight), values(eight, half), eight),
         "dequantize and add": lambda _: decode(encoded(eight), values(eight, half), eight, add=True),
         "accumulate": lambda _: accumulate(encoded(four), values(four, torch.float32)[0], four, True),

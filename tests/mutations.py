@@ -109,10 +109,10 @@ megazero/zero/reduce.py
   one unit's staging more than allowed
 
 megazero/zero/unit.py
-- for low, high in self.layout.gaps():  # a block
-+ for low, high in ():  # a block
+-             Slice(self.layout, buffer, 0).clear_padding()
++             pass
   padding that was not finite stays so, G = 1
-- self.staging[low:high].zero_()
+- Slice(self.layout, self.staging, 0).clear_padding()
 + pass
   padding of the gradients is what the buffer held
 -         self.touched.clear()
@@ -149,9 +149,11 @@ megazero/zero/rounding.py
   every step draws the same noise
 
 megazero/zero/rounding.py
-- old.copy_(new).div_(divisor)
-+ old.copy_(new)
+- new[others].div_(divisor)
++ new[others]
   residuals are kept in units of the sum
+-     residual.clear_padding()  # as a checkpoint has it
+  what a transform leaves in padding is lost by a resume
 
 megazero/zero/reduce.py
 - f"end {ends.index}"
@@ -202,6 +204,16 @@ megazero/comm/lane.py
 - += until - stood
 + += until
   a wait is billed to every hop before its end
+
+kernels/dequantize_sum_quantize.py
+- if form.transform == next_form.transform:
++ if form.transform and next_form.transform:
+  sums under one transform's signs are sent as another's
+
+kernels/dequantize_accumulate.py
+- if self.mixing is not None and accumulate:
++ if False:
+  what was there is transformed with the messages
 
 megazero/comm/codec.py
 - accumulate = accumulate or bool(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -12,6 +13,7 @@ from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.hadamard import Hadamard
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import quantize
 from megazero.kernels.sum_rows import sum_rows
@@ -71,6 +73,16 @@ def operations(n: int, bits: int, device: torch.device) -> Iterator[Operation]:
             "decode-sum-encode", rounding, coded + form.coded_bytes(n),
             lambda noise=noise: dequantize_sum_quantize(messages, n, form, onward, form, noise),
         )  # fmt: skip
+    mixed = replace(form, transform=Hadamard(form.block))
+    yield "encode fp32", "Hadamard", exact.nbytes + coded, lambda: quantize(exact, messages, mixed)
+    yield (
+        "decode-add bf16", "Hadamard", 2 * half.nbytes + coded,
+        lambda: dequantize(messages, half, mixed, add=True),
+    )  # fmt: skip
+    yield (
+        "decode-sum fp32", "Hadamard", coded + 2 * sums.nbytes,
+        lambda: dequantize_accumulate(messages, sums, mixed, True),
+    )  # fmt: skip
     yield "decode bf16", "-", half.nbytes + coded, lambda: dequantize(messages, half, form)
     yield "decode-add bf16", "-", 2 * half.nbytes + coded, lambda: dequantize(messages, half, form, add=True)
     yield (

@@ -27,11 +27,12 @@ from megazero.kernels.dequantize import dequantize
 from megazero.kernels.dequantize_accumulate import dequantize_accumulate
 from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
 from megazero.kernels.format import DEFAULT_BLOCK, Format
+from megazero.kernels.hadamard import Hadamard, mixed
 from megazero.kernels.noise import Noise
 from megazero.kernels.quantize import error_bound, quantize
 from megazero.kernels.sum_rows import sum_rows
 
-__all__ = ["Blockwise", "Codec", "Identity", "Noise", "decoded", "encoded"]
+__all__ = ["Blockwise", "Codec", "Hadamard", "Identity", "Noise", "decoded", "encoded"]
 
 ALIGN = 16  # bytes: messages and exact regions start at multiples of it
 
@@ -167,6 +168,8 @@ class Blockwise:
     clip: how many scales are tried per block; with 0, absmax decides. Clipping is biased, so it is refused
         together with stochastic rounding (ValueError).
     exact_dtype: the dtype of the exact region.
+    transform: mixes each block, or its parts, before it is encoded (kernels/hadamard.py). Blocks that are partly
+        padding decode to values there too, which the caller clears.
 
     Bytes: the codes and scales take n * bits / 8 + 2 n / block bytes. They and the exact region are each
     filled up to a multiple of 16. With the default blocks one element takes 1.016 bytes at 8 bits, 0.531 at
@@ -178,6 +181,7 @@ class Blockwise:
     stochastic: bool = False
     clip: int = 0
     exact_dtype: torch.dtype = torch.float32
+    transform: Hadamard | None = None
 
     def __post_init__(self) -> None:
         if self.stochastic and self.clip:
@@ -190,7 +194,7 @@ class Blockwise:
     @cached_property
     def form(self) -> Format:
         block = DEFAULT_BLOCK.get(self.bits, 64) if self.block is None else self.block
-        return Format(self.bits, block, self.clip)
+        return Format(self.bits, block, self.clip, self.transform)
 
     @cached_property
     def spent(self) -> list[float]:
@@ -207,6 +211,13 @@ class Blockwise:
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Return fp32 [k, n / block]: the most by which elements of x [k, n] and their decoded fp32 values differ."""
         return error_bound(x, self.form, self.stochastic)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [k, n], fp32 or fp64, as it is rounded: transformed where the codec transforms, else x itself.
+
+        There an error is within ``error_bound`` / T, for a transform of T elements.
+        """
+        return x if self.transform is None else mixed(x, self.transform)
 
     @_counted
     def encode(
@@ -286,7 +297,8 @@ class Blockwise:
         messages [k, m] (uint8) hold n coded and ``exact`` exact elements. The sum is encoded with next_codec
         as ``rows`` slices of n / rows elements (and exact / rows). Returns uint8 [rows, next m], ``out`` if it is
         given. Raises ValueError if n or exact does not cut into equal rows.
-        noise: next_codec's; its start is the global index of the sum's first element.
+        noise: next_codec's; its start is the global index of the sum's first element. Where both codecs have one
+        transform, the sum is encoded as it comes, without a transform.
         """
         if n % rows or exact % rows:
             raise ValueError(f"{n} coded and {exact} exact elements do not cut into {rows} equal slices")

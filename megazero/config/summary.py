@@ -98,7 +98,7 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
         often, once = (link in _links(axes, roles) for roles in (frequent, final))
         if often or once:
             when = " and ".join(["with every micro-batch"] * often + ["once per step"] * once)
-            rounding = "nearest, error feedback" if wire.feedback and link == INTER else "nearest"
+            rounding = f"nearest, {_feedback(wire)}" if wire.feedback and link == INTER else "nearest"
             details = _details(coding, "stochastic" if coding.stochastic else rounding) if coding else ""
             hops.append(f"{WHERE[link]} {_name(coding)} {when}{details}")
     if wire.gradients_inter or wire.gradients_intra:
@@ -110,9 +110,16 @@ def _gradients(zero: ZeroConfig, wire: Wire, axes: Collection[AxisSpec], whole: 
     return f"gradients{why}: {', '.join(hops)}"
 
 
+def _feedback(wire: Wire) -> str:
+    average = f" averaged with beta {wire.feedback_beta:g}" if wire.feedback_beta else ""
+    reset = f" and dropped every {wire.feedback_reset} updates" if wire.feedback_reset else ""
+    return f"error feedback{average}{reset}"
+
+
 def _details(coding: Coding, rounding: str = "nearest") -> str:
     scales = f", best of {coding.clip} scales" if coding.clip else ""
-    return f" (blocks of {coding.block}, {rounding}{scales})"
+    mixed = f", Hadamard transform of {coding.hadamard}" if coding.hadamard else ""
+    return f" (blocks of {coding.block}, {rounding}{scales}{mixed})"
 
 
 def _why(zero: ZeroConfig, what: str, asked: Coding | None, sent: Coding | None) -> str:

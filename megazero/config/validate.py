@@ -10,7 +10,15 @@ from collections.abc import Collection, Iterator
 
 from megazero.config.layout.pipeline_rules import OF_PIPELINES
 from megazero.config.layout.shards import AUTO, resolve_shards
-from megazero.config.layout.wire import quantizes_gradients, quantizes_weights
+from megazero.config.layout.wire import (
+    OF_BOTH,
+    OF_FEEDBACK,
+    OF_GRADIENTS,
+    OF_WEIGHTS,
+    quantizes_gradients,
+    quantizes_weights,
+    rounding,
+)
 from megazero.config.model.published import is_published
 from megazero.config.model.rules import conditions
 from megazero.config.options.fields import fault, without_effect
@@ -136,14 +144,13 @@ def _conditions_of_messages(config: RunConfig) -> Iterator[Condition]:
     """Yield what the options of quantised messages need."""
     planned = config.zero.zero_preset == AUTO and config.planning.loss_policy != "exact"
     weights, gradients = (f(config.zero) or planned for f in (quantizes_weights, quantizes_gradients))
-    of_weights = ["zero_weight_bits", "zero_weight_clip_search", "zero_weight_error_bound"]
-    of_gradients = ["zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"]
-    of_gradients += [f"zero_gradient_{name}" for name in ("clip_search", "error_bound")]
-    of_gradients += ["zero_quantized_gradients_until"]
+    of_weights = [*OF_WEIGHTS, "zero_weight_error_bound"]
+    of_gradients = [*OF_GRADIENTS, "zero_gradient_error_bound", "zero_quantized_gradients_until"]
     either = "--zero-quantized-weights or --zero-quantized-gradients"
     yield of_weights, weights, "--zero-quantized-weights"
     yield of_gradients, gradients, "--zero-quantized-gradients"
-    yield ["zero_block_size", "zero_exact_numel"], weights or gradients, either
+    yield [*OF_FEEDBACK], rounding(config.zero) == "feedback", "--zero-gradient-rounding feedback"
+    yield [*OF_BOTH], weights or gradients, either
 
 
 def _shard_chain(zero: ZeroConfig, shard: tuple[int, ...]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config import RunConfig
+from megazero.config.layout.wire import Coding
 from megazero.config.model.attention import BAND, needs_mask, planned
 from megazero.config.options.cluster import Cluster, MeasuredLayer
 from megazero.families.layer_kinds import layer_kinds
@@ -239,6 +240,9 @@ class Coder:
         rows = self.compute.cluster.codecs
         return float(getattr(min(rows, key=lambda row: abs(row.bits - bits)), column))
 
+    def _transform_ns(self, coding: Coding) -> float:
+        return self._ns(coding.bits, "transform_ns") if coding.hadamard else 0.0
+
     @property
     def measured(self) -> bool:
         return bool(self.compute.cluster.codecs)
@@ -252,9 +256,13 @@ class Coder:
         own, copy = elements / self.os, self._ns(32, "encode_ns")
         if weights is None or not coded:
             return (own * self._ns(8 * width, "encode_ns") if width < self.formats.sums else 0.0) * 1e-9, 0.0
-        before = own * (self._ns(weights.bits, "encode_ns") + (2 * copy if self.formats.delta else 0.0))
+        mixed = self._transform_ns(weights)
+        before = own * (
+            self._ns(weights.bits, "encode_ns") + mixed + (2 * copy if self.formats.delta else 0.0)
+        )
         decoded = self.formats.delta or not gathered  # else the messages stay as they came
-        return before * 1e-9, elements / self.p * self._ns(weights.bits, "decode_ns") * decoded * 1e-9
+        after = elements / self.p * (self._ns(weights.bits, "decode_ns") + mixed) * decoded
+        return before * 1e-9, after * 1e-9
 
     def gather(self, unit: UnitShape) -> float:
         """Return what is spent after a gather came."""
@@ -263,7 +271,9 @@ class Coder:
             return 0.0
         if not self.measured:
             return self.compute.moved(elements * 1.5 * self.formats.width)
-        return 0.0 if self.formats.delta else elements * self._ns(weights.bits, "decode_ns") * 1e-9
+        if self.formats.delta:
+            return 0.0
+        return elements * (self._ns(weights.bits, "decode_ns") + self._transform_ns(weights)) * 1e-9
 
     def exchange(self, unit: UnitShape, axis: AxisSpec, left: float, raw: bool) -> tuple[float, float]:
         """Return what is spent before and after an exchange of ``left`` elements over ``axis``.
@@ -275,11 +285,10 @@ class Coder:
             return 0.0, self.compute.moved(left * (width + sums) / 2)
         coding = (self.formats.gradients or {}).get(axis.link) if unit.quantised else None
         bits = coding.bits if coding else 8 * (width if raw else sums)
-        others = left * (axis.size - 1) / axis.size
-        before = (
-            others * self._ns(bits, "encode_ns") if coding else 0.0
-        )  # exact ones are sent from where they lie
-        after = others * self._ns(bits, "sum_ns") + left / axis.size * self._ns(8 * sums, "sum_ns")
+        others, mixed = left * (axis.size - 1) / axis.size, self._transform_ns(coding) if coding else 0.0
+        # Exact ones are sent from where they lie. Sums are transformed back once, not every message.
+        before = others * (self._ns(bits, "encode_ns") + mixed) if coding else 0.0
+        after = others * self._ns(bits, "sum_ns") + left / axis.size * (self._ns(8 * sums, "sum_ns") + mixed)
         return before * 1e-9, after * 1e-9
 
     def staged(self, unit: UnitShape, added: bool) -> float:

@@ -37,6 +37,8 @@ FORMATS = (
     "zero_gradient_bits",
     "zero_gradient_bits_intra_node",
     "zero_gradient_rounding",
+    "zero_weight_transform",
+    "zero_gradient_transform",
 )
 CHOSEN = (
     *PARALLEL,

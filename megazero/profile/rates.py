@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megazero.comm.codec import Blockwise, Codec, Identity
+from megazero.comm.codec import Blockwise, Codec, Hadamard, Identity
 from megazero.config import RunConfig
 from megazero.ops.health import gather
 from megazero.plan.compute import UPDATE_BYTES
@@ -114,11 +115,17 @@ def measure_codecs(config: RunConfig, clock: Clock) -> Iterator[dict[str, Any]]:
         encode = clock(lambda c=codec, out=message: c.encode(sums, out=out), slowest=False)  # type: ignore[misc]
         decode = clock(lambda c=codec, x=message: c.decode(x, parameters), slowest=False)  # type: ignore[misc]
         add = clock(lambda c=codec, x=message: c.decode_sum(x, sums[0], True), slowest=False)  # type: ignore[misc]
+        mixed = 0.0
+        if isinstance(codec, Blockwise):
+            mixing = replace(codec, transform=Hadamard(codec.form.block))
+            mixed = clock(lambda c=mixing, out=message: c.encode(sums, out=out), slowest=False).median  # type: ignore[misc]
+            mixed = max(mixed - encode.median, 0.0)
         yield {
             "bits": bits,
             "encode_ns": encode.median / elements * 1e9,
             "decode_ns": decode.median / elements * 1e9,
             "sum_ns": add.median / elements * 1e9,
+            "transform_ns": mixed / elements * 1e9,
             "spread": max(encode.spread, decode.spread, add.spread),
         }
 

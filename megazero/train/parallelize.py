@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megazero import zero
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, Hadamard
 from megazero.comm.hops import Traffic
 from megazero.comm.timing import Waits, no_timing
 from megazero.config import RunConfig, World
@@ -108,26 +108,31 @@ def make_policy(config: RunConfig, mesh: Mesh) -> zero.Policy:
         block=wire.block,
         exact_numel=wire.exact_numel,
         loss_scaled=config.precision.params_dtype == "fp16",  # train/schedule/loss_scaling.py
-        codecs=make_codecs(wire),
+        codecs=make_codecs(wire, config.training.seed),
         seed=config.training.seed,
         weight_error_bound=config.zero.zero_weight_error_bound,
         gradient_error_bound=config.zero.zero_gradient_error_bound,
     )
 
 
-def make_codecs(wire: Wire) -> zero.Codecs:
-    """Return the codecs of the configuration's formats."""
+def make_codecs(wire: Wire, seed: int = 0) -> zero.Codecs:
+    """Return the codecs of the configuration's formats. seed: that of the signs of transforms."""
     return zero.Codecs(
-        weights=_codec(wire.weights),
-        gradients_intra=_codec(wire.gradients_intra),
-        gradients_inter=_codec(wire.gradients_inter),
+        weights=_codec(wire.weights, seed),
+        gradients_intra=_codec(wire.gradients_intra, seed),
+        gradients_inter=_codec(wire.gradients_inter, seed),
         delta=wire.delta,
         feedback=wire.feedback,
+        feedback_beta=wire.feedback_beta,
+        feedback_reset=wire.feedback_reset,
     )
 
 
-def _codec(coding: Coding | None) -> Blockwise | None:
-    return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip) if coding else None
+def _codec(coding: Coding | None, seed: int) -> Blockwise | None:
+    if coding is None:
+        return None
+    transform = Hadamard(coding.hadamard, seed) if coding.hadamard else None
+    return Blockwise(coding.bits, coding.block, coding.stochastic, coding.clip, transform=transform)
 
 
 def _refuse_all_exact(decoder: Decoder, mesh: Mesh, policy: zero.Policy, replicated: Collection[str]) -> None:

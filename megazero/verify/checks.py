@@ -239,7 +239,7 @@ def _rounding_checks(records: Sequence[RankRecord], wire: Wire) -> Iterator[Chec
     gradients = (wire.gradients_intra, wire.gradients_inter)
     sent = [(WEIGHTS, wire.weights), *((GRADIENTS, coding) for coding in gradients)]
     # A format that no message had fails its check: nothing would have been proven.
-    merged = {(kind, rounded_name(c.bits, c.block)): RoundingRecord() for kind, c in sent if c}
+    merged = {(kind, rounded_name(c.bits, c.block, c.hadamard)): RoundingRecord() for kind, c in sent if c}
     for o in records:
         for key, part in o.rounded.items():
             held = merged.setdefault(key, RoundingRecord())

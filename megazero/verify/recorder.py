@@ -164,14 +164,22 @@ class Recorder:
                 coded = coded.to(unit.dtype).to(unit.sum_dtype) - held[:n].view(1, -1)
                 sent = sent - held[:n].view(1, -1)
         block = codec.form.block
-        bound = codec.error_bound(coded).double().unsqueeze(-1)
+        mixes = codec.transform.size if codec.transform else 0
+        bound = codec.error_bound(coded).double().unsqueeze(-1) / max(mixes, 1)
         error = (sent.double() - coded.double()).unflatten(1, (-1, block))
         # What is decoded into a 16-bit parameter is rounded once more, by half a unit of its last place.
         value = used_weights(unit)[: error.numel()].view(error.shape) if kind == WEIGHTS else error
         place = 0.51 * torch.finfo(unit.dtype).eps * value.abs().double() if kind == WEIGHTS else 0.0
-        note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block)), RoundingRecord())
+        whole = torch.ones(error.shape[1], dtype=torch.bool)
+        if mixes and isinstance(place, Tensor):
+            place = place.amax(-1, keepdim=True)  # a mixed error has the mean of its block's
+            # Padding was cleared since: its blocks' errors are not of what was sent.
+            for low, high in unit.layout.gaps(unit.levels.os):
+                whole[low // block : -(-high // block)] = False
+        note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block, mixes)), RoundingRecord())
         note.elements += error.numel()
-        note.worst = max(note.worst, float((error.abs() / (bound + place).clamp(min=1e-300)).max()))
+        worst = codec.mixed(error).abs() / (bound + place).clamp(min=1e-300)
+        note.worst = max(note.worst, float(worst[:, whole].max()))
         note.error += float(error.square().sum())
         note.norm += float(coded.double().square().sum())
 
@@ -195,8 +203,8 @@ def _gradient(unit: Unit) -> Tensor:
     )
 
 
-def rounded_name(bits: int, block: int) -> str:
-    return f"INT{bits}, blocks of {block}"
+def rounded_name(bits: int, block: int, mixes: int) -> str:
+    return f"INT{bits}, blocks of {block}" + (f", Hadamard transform of {mixes}" if mixes else "")
 
 
 def fingerprint(x: Tensor) -> str:

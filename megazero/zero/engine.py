@@ -353,6 +353,7 @@ class Engine:
                 unit.drop_copy()
             if updated:
                 unit.master_version += 1
-                commit_residual(unit, self.mesh.data_axes, self.divisor, self.reducer.exact)
+                exact, updates = self.reducer.exact, self.rounding.updates + 1
+                commit_residual(unit, self.mesh.data_axes, self.divisor, exact, updates)
         self.rounding.updates += int(updated)
         self.hooks.close_step()

@@ -135,15 +135,17 @@ class UnitLayout:
                 out.append((slot, low - slot.start, high - slot.start, piece.compact + low - piece.start))
         return out
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Return the padding: runs (start, end) of the unit buffer that belong to no parameter."""
-        out, at = [], 0
-        for slot in self.slots:
-            if slot.start > at:
-                out.append((at, slot.start))
-            at = slot.start + slot.numel
-        if at < self.numel:
-            out.append((at, self.numel))
+    def gaps(self, level: int = 0) -> list[tuple[int, int]]:
+        """Return the padding: runs (start, end) of the level's compact buffer that belong to no parameter."""
+        out = []
+        for piece in self.pieces(level):
+            at = piece.compact
+            for _, low, high, start in self.ranges_of(piece):
+                if start > at:
+                    out.append((at, start))
+                at = start + high - low
+            if at < piece.compact + piece.numel:
+                out.append((at, piece.compact + piece.numel))
         return out
 
 
@@ -189,3 +191,8 @@ class Slice:
         """Return views [count, -1] of a deeper level's slice of this rank, one per region, in the buffer's dtype."""
         within = self.layout.within(level, self.level)
         return [self.buffer[p.span].view(count, -1) for p in within]
+
+    def clear_padding(self) -> None:
+        """Make padding zero again, after messages whose codec mixes it with values (kernels/hadamard.py)."""
+        for low, high in self.layout.gaps(self.level):
+            self.buffer[low:high].zero_()

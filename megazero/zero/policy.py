@@ -25,6 +25,9 @@ class Codecs:
         unit.py). The gathers inside P then send R in the parameters' dtype. This takes effect where P < OS.
     feedback: what a gradient lost by rounding at its crossing is added to the next step's gradient at the sender
         (error feedback, Seide et al. 2014). This is done only for hops across nodes that run once per step.
+    feedback_beta: the residual is beta times what it was plus 1 - beta times what the step lost (LoCo, Xie et al.
+        2024). With 0 it is what the step lost.
+    feedback_reset: after so many updates residuals start from zero again. 0: never.
     """
 
     weights: Codec | None = None
@@ -32,6 +35,8 @@ class Codecs:
     gradients_inter: Codec | None = None
     delta: bool = False
     feedback: bool = False
+    feedback_beta: float = 0.0
+    feedback_reset: int = 0
 
     def gradients(self, link: str) -> Codec | None:
         return self.gradients_intra if link == INTRA else self.gradients_inter
@@ -116,6 +121,11 @@ class Policy:
             problems.append("codecs.delta needs codecs.weights, what differences are encoded with")
         if codecs.feedback and codecs.gradients_inter is None:
             problems.append("codecs.feedback needs codecs.gradients_inter, whose rounding is fed back")
+        if not 0 <= codecs.feedback_beta < 1 or codecs.feedback_reset < 0:
+            problems.append(
+                f"codecs.feedback_beta={codecs.feedback_beta} must be in [0, 1), and "
+                f"codecs.feedback_reset={codecs.feedback_reset} at least 0"
+            )
         for name in ("weight_error_bound", "gradient_error_bound"):
             bound = getattr(self, name)
             if bound is not None and not bound > 0:

@@ -168,8 +168,9 @@ def lost_slice(unit: Unit) -> Slice:
     return Slice(unit.layout, unit.lost, unit.crossing)
 
 
-def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: bool) -> None:
-    """After an update, make the step's rounding errors, divided as the gradients were, the new residual.
+def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: bool, updates: int) -> None:
+    """After an update, the ``updates``-th, take the step's rounding errors, divided as the gradients were, into the
+    residual. Own rows, of which nothing is lost, are zero and stay so.
 
     exact: codecs were off in this step. Then, and after a fallback, the residual has been sent: nothing is kept, and
         raw gradients may travel in their own dtype again.
@@ -180,7 +181,10 @@ def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: boo
     if unit.residual is None:
         return
     assert unit.crossing is not None
-    unit.residual.zero_()
+    codecs = unit.codecs
+    if codecs.feedback_reset and updates % codecs.feedback_reset == 0:
+        unit.residual.zero_()
+        return
     errors, residual = lost_slice(unit), Slice(unit.layout, unit.residual, unit.crossing)
     for level in range(unit.crossing + 1, unit.levels.all + 1):
         axis = axes[level - 1]
@@ -188,5 +192,7 @@ def commit_residual(unit: Unit, axes: Sequence[Axis], divisor: float, exact: boo
             continue
         lost, kept = errors.rows(level - 1, axis.size), residual.rows(level - 1, axis.size)
         for new, old in zip(lost, kept, strict=True):
-            old.copy_(new).div_(divisor)
-            old[axis.index].zero_()
+            for others in (slice(axis.index), slice(axis.index + 1, None)):
+                # A weight of 1 gives the new value to the bit.
+                old[others].lerp_(new[others].div_(divisor), 1.0 - codecs.feedback_beta)
+    residual.clear_padding()  # as a checkpoint has it

@@ -295,8 +295,7 @@ class Unit:
         if self.levels.g:
             if self.staging is None:
                 self.staging = self._new_staging()
-                for low, high in self.layout.gaps():
-                    self.staging[low:high].zero_()
+                Slice(self.layout, self.staging, 0).clear_padding()
             target = self.staging[slot.start : slot.start + slot.numel].view(slot.shape)
             target.copy_(param.grad)
         else:
@@ -335,8 +334,8 @@ class Unit:
         else:
             assert self.grad is not None
             missing, buffer = set(self.slots) - self.touched, self.grad
-            for low, high in self.layout.gaps():  # a block that was not finite came back so with its padding
-                buffer[low:high].zero_()
+            # A block that was not finite came back so with its padding.
+            Slice(self.layout, buffer, 0).clear_padding()
         for name in missing:
             slot = self.slots[name]
             buffer[slot.start : slot.start + slot.numel].zero_()

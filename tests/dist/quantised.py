@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from megazero import zero
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, Hadamard
 from megazero.mesh.grid import INTRA
 from megazero.mesh.mesh import Mesh, create_mesh
 from megazero.zero.unit import Unit
 
 Q8, Q4, Q2 = Blockwise(8, 16), Blockwise(4, 16), Blockwise(2, 8)
+H8, H4 = (Blockwise(bits, 16, transform=Hadamard(16)) for bits in (8, 4))
 S8, S4 = Blockwise(8, 16, stochastic=True), Blockwise(4, 16, stochastic=True)
 # Two units: parameters that end inside a block, one below the threshold of EXACT; a unit of one parameter.
 UNITS = (((5, 9), (7, 13), (5,)), ((33, 9),))
@@ -228,6 +229,15 @@ def expected_at_both(
     return found
 
 
+def bound_of_any(codec: Blockwise, largest: torch.Tensor) -> torch.Tensor:
+    """Per block of [n]: the most that the codec loses of any values whose magnitudes are at most these."""
+    if codec.transform is None:
+        return codec.error_bound(largest.float()[None])[0].double()
+    size = codec.transform.size
+    mixed = largest.view(-1, size).mean(1).repeat_interleave(size)  # of all signs
+    return size * (1 + 2**-16) * bound_of_any(replace(codec, transform=None), mixed)
+
+
 class _Model:
     def __init__(self, case: Case, unit: Unit, axes: list[tuple[int, str]]) -> None:
         self.case, self.layout, self.levels, self.axes = case, unit.layout, unit.levels, axes
@@ -261,7 +271,7 @@ class _Model:
         out, codec = torch.zeros_like(held.bound), self.codec(link)
         if codec is not None and self.coded:
             largest = (held.value.abs() + held.bound + held.slack)[: self.coded] * (1 + 2**-20)
-            bound = codec.error_bound(largest.float()[None])[0].double()
+            bound = bound_of_any(codec, largest)
             out[: self.coded] = bound.repeat_interleave(codec.form.block)
         return out
 

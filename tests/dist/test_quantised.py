@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megazero import zero
-from megazero.comm.codec import Blockwise
+from megazero.comm.codec import Blockwise, Hadamard
 from megazero.zero import reduce
 from tests.dist.pool import by_case, run_ranks
 from tests.dist.quantised import (
     ADAMW,
+    H4,
+    H8,
     Q2,
     Q4,
     Q8,
@@ -48,6 +51,8 @@ CODECS = {
     "both, stochastic": BOTH,
     "inside": zero.Codecs(gradients_intra=Q4),
     "other blocks": zero.Codecs(gradients_intra=Q4, gradients_inter=Q2),
+    "both, mixed": zero.Codecs(gradients_intra=H8, gradients_inter=H4),
+    "one mixed, feedback": zero.Codecs(gradients_intra=Q8, gradients_inter=H4, feedback=True),
     "feedback": zero.Codecs(gradients_intra=Q8, gradients_inter=Q4, feedback=True),
 }
 
@@ -96,8 +101,10 @@ def test_reductions_are_within_the_derived_bound(place):
         for name in names
     ]
     for case, worst in by_case(world, several, against_the_bound, cases):
-        # Nothing is rounded inside a node unless asked for; what is, comes near its bound: it is not slack.
-        assert 0.3 < max(worst) <= 1, (case, worst)
+        # Nothing is rounded inside a node unless asked for; what is, comes near its bound: it is not slack. 16 errors
+        # that a transform adds up are not all at theirs.
+        least = 0.05 if case.codecs.gradients_inter and case.codecs.gradients_inter.transform else 0.3
+        assert least < max(worst) <= 1, (case, worst)
 
 
 # -- bias and draws -------------------------------------------------------------------------------
@@ -235,6 +242,7 @@ def poisoned(case: Case) -> None:
 FINITE = [
     zero.Codecs(weights=Q4, gradients_intra=Q8, gradients_inter=Q4),
     zero.Codecs(weights=Q4, gradients_inter=Q4, delta=True, feedback=True),
+    zero.Codecs(weights=H4, gradients_intra=H8, gradients_inter=H4, delta=True),
 ]
 
 
@@ -245,6 +253,38 @@ def test_what_is_not_finite_reaches_the_norm_and_nothing_else():
         for codecs in FINITE
     ]
     run_ranks(4, several, poisoned, cases, timeout=300)
+
+
+# -- error averages ---------------------------------------------------------------------------------
+
+
+def averaged(case: Case, beta: float) -> None:
+    """Residuals after a step, after one without gradients, and after the third, which drops them."""
+    model, engine = make(case)
+    (plain_model, plain) = make(case.but(codecs=replace(case.codecs, feedback_beta=0.0, feedback_reset=0)))
+    step_with(case, model, engine, divisor=4.0)
+    step_with(case, plain_model, plain, divisor=4.0)
+    first = [unit.residual.clone() for unit in engine.units]
+    assert any(lost.any() for lost in first)
+    for lost, whole in zip(first, plain.units, strict=True):
+        torch.testing.assert_close(lost, (1 - beta) * whole.residual, rtol=1e-6, atol=0)
+    nothing = [[torch.zeros(shape, dtype=case.dtype) for shape in shapes] for shapes in case.units]
+    take_step(case, model, engine, lambda m: nothing, divisor=4.0)
+    for unit, owed in zip(engine.units, first, strict=True):
+        codec, n = unit.codecs.gradients_inter, unit.layout.pieces(unit.crossing)[0].numel
+        sent = torch.zeros(1, n)
+        codec.decode(codec.encode(owed[:n].view(1, -1)), sent)
+        wanted = torch.zeros_like(owed)
+        wanted[:n] = beta * owed[:n] + (1 - beta) * (owed[:n] - sent[0])
+        wanted[n:] = beta * owed[n:]
+        torch.testing.assert_close(unit.residual, wanted, rtol=1e-5, atol=1e-7)
+    step_with(case, model, engine, 2, divisor=4.0)
+    assert not any(unit.residual.any() for unit in engine.units)
+
+
+def test_error_feedback_averages_and_is_reset():
+    codecs = zero.Codecs(gradients_inter=Q4, feedback=True, feedback_beta=0.8, feedback_reset=3)
+    run_ranks(4, averaged, Case("hhd", 2, codecs), 0.8, timeout=120)
 
 
 # -- any size -------------------------------------------------------------------------------------
@@ -287,7 +327,8 @@ def any_size(cases) -> None:
 
 def codec_of(block: int):
     bits, inner = st.sampled_from([2, 4, 8]), st.sampled_from([b for b in (8, 16, 32) if block % b == 0])
-    return st.none() | st.builds(Blockwise, bits, inner, st.booleans())
+    transform = st.none() | st.just(Hadamard(8))
+    return st.none() | st.builds(Blockwise, bits, inner, st.booleans(), transform=transform)
 
 
 @st.composite

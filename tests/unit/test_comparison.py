@@ -23,6 +23,9 @@ def case(micro_batches: int, nodes: int = 2, ranks_per_node: int = 2) -> volume.
     [  # bytes / 2N on 2 x 2 ranks, as measured by the interface (within 1%)
         ("megazero zeropp INT8", 0.387, 0.387),
         ("megazero zeropp", 0.2656, 0.2656),
+        ("megazero zeropp Hadamard", 0.2656, 0.2656),
+        ("megazero zeropp 0.20", 0.2031, 0.2031),
+        ("megazero zeropp 0.14", 0.1406, 0.1406),
         ("megazero 1,1,d INT8", 0.387, 0.387),
         ("megazero 1,1,d delta", 0.2656, 0.2656),
         ("megazero ddp", 2.0, 2.0),

@@ -21,8 +21,8 @@ CHOICES = (
 )
 
 
-def run(text: str) -> RunConfig:
-    return parse(f"{REST} {text}".split(), World(1, 1))
+def run(text: str, ranks: int = 1) -> RunConfig:
+    return parse(f"{REST} {text}".split(), World(ranks, min(ranks, 2)))
 
 
 def errors(text: str) -> tuple[str, ...]:
@@ -155,3 +155,29 @@ def test_a_checkpoint_that_is_named_decides_and_is_not_passed_over(tmp_path):
     assert "is no complete checkpoint" in errors(f"--load {tmp_path} --ckpt-step 10")[0]
     assert "--load is not given" in errors(f"{MODEL} --ckpt-step 10")[0]
     assert "is a Hugging Face folder" in errors(f"{MODEL} --load hf:x --ckpt-step 10")[-1]
+
+
+def test_a_resume_keeps_how_messages_were_coded(tmp_path):
+    """Where flags do not say how, and the run codes such messages."""
+    said = (
+        "--zero-preset zeropp --zero-gradient-bits 2 --zero-gradient-transform hadamard --zero-weight-clip-search 8 "
+        "--zero-gradient-rounding feedback --zero-gradient-feedback-beta 0.8"
+    )
+    before = run(f"{MODEL} {said}", 4)
+    save(tmp_path, before)
+
+    def again(flags: str) -> RunConfig:
+        return run(f"--load {tmp_path} --zero-preset {flags}", 4)
+
+    bare = again("zeropp")
+    assert bare.zero == before.zero
+    assert sum("--zero-gradient-transform hadamard" in note for note in bare.notes) == 1
+    named = again("zeropp --zero-gradient-transform none --zero-gradient-bits 4").zero
+    assert (named.zero_gradient_transform, named.zero_gradient_bits) == ("none", 4)
+    assert named.zero_gradient_feedback_beta == 0.8
+    nearest = again("zeropp --zero-gradient-rounding nearest").zero
+    assert (nearest.zero_gradient_feedback_beta, nearest.zero_gradient_transform) == (0.0, "hadamard")
+    weights = again("zeropp --no-zero-quantized-gradients").zero
+    assert (weights.zero_weight_clip_search, weights.zero_gradient_bits) == (8, None)
+    for other in ("zero3", "zeropp --finetune"):
+        assert again(other).zero.zero_gradient_transform == "none", other

@@ -321,10 +321,12 @@ def test_deepspeed_loco_is_error_feedback(tmp_path):
         "feedback needs gradients that cross nodes once per step" in fault and "--zero-shard 4,4,8" in fault
     )
     config = run(f"{path} --zero-preset zeropp")
-    assert config.wire(WORLD).feedback
-    assert any(
-        "zeropp_loco_param" in note and "err_beta and reset_T are not taken" in note for note in config.notes
-    )
+    wire = config.wire(WORLD)
+    assert wire.feedback and (wire.feedback_beta, wire.feedback_reset) == (0.8, 1024)
+    assert any("zeropp_loco_param" in note and "not inside a node" in note for note in config.notes)
+    zero["zeropp_loco_param"] = {"err_beta": 0.5}
+    wire = run(f"{deepspeed(tmp_path, {'zero_optimization': zero})} --zero-preset zeropp").wire(WORLD)
+    assert (wire.feedback_beta, wire.feedback_reset) == (0.5, 1024)
 
 
 def test_deepspeed_accumulation_is_checked_and_flags_replace_it(tmp_path):

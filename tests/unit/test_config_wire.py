@@ -2,9 +2,10 @@
 
 import pytest
 from megazero.kernels import format as kernel_format
+from megazero.kernels import hadamard as kernel_hadamard
 
 from megazero.config import ConfigError, World, make_config
-from megazero.config.layout.wire import DEFAULT_BLOCK, Coding
+from megazero.config.layout.wire import DEFAULT_BLOCK, MIXED, Coding
 from megazero.config.layout.wire_rules import LARGEST_BLOCK, LEAST_BLOCK
 from tests.sizes import SMALL
 
@@ -112,6 +113,22 @@ def test_every_choice_arrives():
     assert random.gradients_intra == random.gradients_inter == Coding(4, 64, stochastic=True)
     assert random.weights == Coding(8, 128) and not random.feedback
     assert wire(**ZEROPP, zero_block_size=16).block == 64
+    averaged = {"zero_gradient_rounding": "feedback", "zero_gradient_feedback_beta": 0.8}
+    loco = wire(**ZEROPP, **averaged, zero_gradient_feedback_reset=512)
+    assert (loco.feedback, loco.feedback_beta, loco.feedback_reset) == (True, 0.8, 512)
+
+
+def test_a_transform_mixes_the_smallest_block_of_its_hops():
+    """Between two hops with one transform nothing is transformed."""
+    mixed = wire(**ZEROPP, zero_gradient_transform="hadamard", zero_gradient_bits_intra_node=8)
+    assert mixed.gradients_inter == Coding(4, 64, hadamard=64) and mixed.weights == Coding(4, 64)
+    assert mixed.gradients_intra == Coding(8, 128, hadamard=64)
+    alone = wire(**INT8, zero_weight_transform="hadamard")
+    assert alone.weights == Coding(8, 128, hadamard=128) and alone.gradients_inter == Coding(4, 64)
+    for block, size in ((8, 8), (128, 128), (2048, 128)):
+        sized = wire(**ZEROPP, zero_gradient_transform="hadamard", zero_block_size=block).gradients_inter
+        assert sized == Coding(4, block, hadamard=size)
+        assert kernel_hadamard.Hadamard(size).size == size == min(MIXED, block)
 
 
 def test_delta_refresh_implies_quantised_weights_and_resident_copies():
@@ -173,6 +190,8 @@ def test_each_format_needs_its_own_hop():
             "of 100 iterations is less than one of them; nearest: 0.01",
         ),
         ({**ZEROPP, "zero_weight_clip_search": 65}, "must be at most 64"),
+        ({**ZEROPP, "zero_gradient_transform": "dct"}, "is not one of none, hadamard"),
+        ({**ZEROPP, "zero_gradient_feedback_beta": 1.0}, "--zero-gradient-feedback-beta 1 must be below 1"),
         ({**ZEROPP, "zero_gradient_rounding": "random"}, "is not one of nearest, stochastic, feedback"),
         (
             {**ZEROPP, "zero_gradient_rounding": "stochastic", "zero_gradient_clip_search": 8},
@@ -316,6 +335,19 @@ def test_summary_of_zeropp(changes, lifetime, weights):
             ],
         ),
         ({**ZEROPP, "zero_gradient_rounding": "stochastic"}, ["(blocks of 64, stochastic)"]),
+        (
+            {**ZEROPP, "zero_gradient_transform": "hadamard"},
+            ["across nodes INT4 once per step (blocks of 64, nearest, Hadamard transform of 64)"],
+        ),
+        (
+            {
+                **ZEROPP,
+                "zero_gradient_rounding": "feedback",
+                "zero_gradient_feedback_beta": 0.8,
+                "zero_gradient_feedback_reset": 512,
+            },
+            ["error feedback averaged with beta 0.8 and dropped every 512 updates)"],
+        ),
         ({**ZEROPP, "zero_quantized_gradients_until": 0.5}, [", exact after 0.5 of the training"]),
         (
             {**INT8, "zero_weight_error_bound": 0.02},

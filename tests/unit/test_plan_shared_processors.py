@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,25 @@ def layout(on: Cluster, **values: object) -> Layout:
     world = World(4, 2)
     config = make_config({**MODEL, **values}, world)
     return Layout(BaseLayout(config, world, on, Collectives(on)), config.zero)
+
+
+def test_a_transform_costs_once_for_what_is_sent_and_once_for_the_sum() -> None:
+    """Not once for every message of the sum. Weights go through none unless asked for."""
+    on = replace(lab(None), codecs=tuple(replace(row, transform_ns=5.0) for row in CODECS))
+
+    def seconds(**values: object) -> tuple[float, float, float]:
+        plan = layout(on, zero_preset="zeropp", zero_exact_numel=0, **values)
+        unit = next(unit for unit in plan.units(0).shapes if unit.quantised)
+        chains = plan.chains_of(unit)
+        return unit.elements, *(sum(hop.seconds for hop in c) for c in (chains.refresh, chains.last))  # type: ignore
+
+    n, refresh, last = seconds()
+    _, same, mixed = seconds(zero_gradient_transform="hadamard")
+    # Half of a node's half goes across nodes; the sum of as much comes back.
+    assert same == refresh and mixed - last == pytest.approx((n / 4 + n / 4) * 5e-9)
+    _, differences, _ = seconds(zero_weight_transform="hadamard")
+    # An OS slice is encoded, a P slice decoded.
+    assert differences - refresh == pytest.approx((n / 4 + n / 2) * 5e-9)
 
 
 def test_all_get_an_equal_share_at_most() -> None:

@@ -32,6 +32,12 @@ LOSS_SCALE: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "fp16.min_loss_scale": ("min_loss_scale", 1),
     }
 )
+LOCO: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "err_beta": ("zero_gradient_feedback_beta", 0.8),
+        "reset_T": ("zero_gradient_feedback_reset", 1024),
+    }
+)
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types")
 # What asks for nothing where fp16 is off.
 FP16_TUNING = (
@@ -284,8 +290,8 @@ def _loco(layer: Layer, where: str, value: Any) -> None:
     if not isinstance(value, dict | None):
         layer.errors.append(f"{where} takes an object, got {value!r}")
     elif value:
-        layer.put(all_options()["zero_gradient_rounding"], "feedback", where)
-        layer.notes.append(
-            f"{where} is --zero-gradient-rounding feedback; err_beta and reset_T are not taken: the whole of a "
-            "step's rounding error goes into the next step, none is reset"
-        )
+        taken: dict[str, Any] = {"zero_gradient_rounding": "feedback"}
+        taken |= {name: value.get(key, default) for key, (name, default) in LOCO.items()}
+        for name, word in taken.items():
+            layer.put(all_options()[name], word, where)
+        layer.notes.append(f"{where}: errors are fed back where gradients cross nodes, not inside a node")

@@ -7,15 +7,25 @@ Gradients have a format for the hops inside a node and one for those across node
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megazero.config.layout.shards import QUANTISED, Shards, gradients_cross, weights_cross
 from megazero.config.options.sections import ZeroConfig
 
 DEFAULT_BLOCK = {8: 128, 4: 64, 2: 64}  # of kernels/format.py, which needs torch; a test keeps the two equal
+# The options that say how messages are coded.
+OF_WEIGHTS = ("zero_weight_bits", "zero_weight_clip_search", "zero_weight_transform")
+OF_GRADIENTS = (
+    *("zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_rounding"),
+    *("zero_gradient_clip_search", "zero_gradient_transform"),
+)
+OF_FEEDBACK = ("zero_gradient_feedback_beta", "zero_gradient_feedback_reset")
+OF_BOTH = ("zero_block_size", "zero_exact_numel")
 WEIGHT_BITS, DELTA_BITS, GRADIENT_BITS = 8, 4, 4
 ROUNDING = "nearest"
 EXACT_NUMEL = 16384
+MIXED = 128  # the most elements that a Hadamard transform mixes, of kernels/hadamard.py
 LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is quantised
 
 
@@ -23,13 +33,15 @@ LEAST_BLOCK = 64  # elements that parameters are aligned to where nothing is qua
 class Coding:
     """This is a quantised format, in which ``block`` elements share a scale.
 
-    ``clip`` is the number of scales that are tried per block; with 0, absmax decides.
+    ``clip`` is the number of scales that are tried per block; with 0, absmax decides. ``hadamard`` is the number of
+    elements that a Hadamard transform mixes before they are encoded; with 0, none does.
     """
 
     bits: int
     block: int
     clip: int = 0
     stochastic: bool = False
+    hadamard: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,8 @@ class Wire:
     """This has the formats by hop. None means that the hop is exact.
 
     With ``delta``, ``weights`` codes the change since the last refresh. With ``feedback``, what rounding across
-    nodes lost is added to the next step's gradient. Parameters with at most ``exact_numel`` elements are never
+    nodes lost is added to the next step's gradient: as an average with ``feedback_beta``, dropped every
+    ``feedback_reset`` updates (0: never). Parameters with at most ``exact_numel`` elements are never
     quantised.
     """
 
@@ -47,6 +60,8 @@ class Wire:
     delta: bool
     feedback: bool
     exact_numel: int
+    feedback_beta: float = 0.0
+    feedback_reset: int = 0
 
     @property
     def codings(self) -> list[Coding]:
@@ -91,20 +106,33 @@ def rounding(zero: ZeroConfig) -> str:
     return zero.zero_gradient_rounding or ROUNDING
 
 
+def format_options(zero: ZeroConfig) -> list[str]:
+    """Return the options that say how this run's messages are coded, which others would have no effect beside."""
+    names = [*OF_WEIGHTS] if quantizes_weights(zero) else []
+    if quantizes_gradients(zero):
+        clips = rounding(zero) != "stochastic"
+        names += [name for name in OF_GRADIENTS if clips or name != "zero_gradient_clip_search"]
+        names += OF_FEEDBACK if rounding(zero) == "feedback" else ()
+    return [*names, *OF_BOTH] if names else []
+
+
 def asked_for(zero: ZeroConfig) -> Wire:
     """Return the formats that are asked for, as if every hop existed."""
     weights = intra = inter = None
     if quantizes_weights(zero):
         bits = zero.zero_weight_bits or (DELTA_BITS if quantizes_changes(zero) else WEIGHT_BITS)
         weights = _coding(zero, bits, zero.zero_weight_clip_search)
+        (weights,) = _mixed([weights], zero.zero_weight_transform)
     if quantizes_gradients(zero):
         clip, stochastic = zero.zero_gradient_clip_search, rounding(zero) == "stochastic"
         inter = _coding(zero, zero.zero_gradient_bits or GRADIENT_BITS, clip, stochastic)
         if zero.zero_gradient_bits_intra_node:
             intra = _coding(zero, zero.zero_gradient_bits_intra_node, clip, stochastic)
+        inter, intra = _mixed([inter, intra], zero.zero_gradient_transform)
     feedback = inter is not None and rounding(zero) == "feedback"
     exact = EXACT_NUMEL if zero.zero_exact_numel is None else zero.zero_exact_numel
-    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact)
+    average = (zero.zero_gradient_feedback_beta, zero.zero_gradient_feedback_reset) if feedback else (0.0, 0)
+    return Wire(weights, intra, inter, quantizes_changes(zero), feedback, exact, *average)
 
 
 def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
@@ -122,16 +150,26 @@ def resolve_wire(zero: ZeroConfig, shards: Shards, d: int, h: int) -> Wire:
             f"--zero-shard {p},{h},{shards.os}{' (preset zeropp)' if (p, shards.os) == (h, d) else ''}, or "
             "--zero-gradients-lifetime step, or --zero-gradient-rounding stochastic"
         )
-    wire = Wire(
+    wire = replace(
+        asked,
         weights=asked.weights if refresh else None,
         gradients_intra=asked.gradients_intra if h > 1 else None,
         gradients_inter=asked.gradients_inter if reduction else None,
         delta=asked.delta and refresh,
         feedback=asked.feedback and reduction,
-        exact_numel=asked.exact_numel,
     )
     return wire if wire.codings else Wire(None, None, None, False, False, 0)
 
 
 def _coding(zero: ZeroConfig, bits: int, clip: int, stochastic: bool = False) -> Coding:
     return Coding(bits, zero.zero_block_size or DEFAULT_BLOCK[bits], clip, stochastic)
+
+
+def _mixed(codings: Sequence[Coding | None], transform: str) -> list[Coding | None]:
+    """Return the formats of successive hops with their transform.
+
+    It mixes the smallest of their blocks (the larger the better, see docs/rounding.md), so that it is the same on all
+    hops and nothing is transformed between them.
+    """
+    size = min(MIXED, *(c.block for c in codings if c)) if transform == "hadamard" else 0
+    return [c and replace(c, hadamard=size) for c in codings]

@@ -13,11 +13,13 @@ from megazero.checkpoint.manifest import read_manifest
 from megazero.config.foreign.derived import DERIVED, UNFUSED_GELU, complete_derived
 from megazero.config.foreign.megatron import accepted_note, unmet_conditions
 from megazero.config.layout.shards import DEFAULT_PRESET, IN_NODE, PARTITIONED, STAGE_PRESETS
+from megazero.config.layout.wire import format_options
 from megazero.config.model.loaded import batch_to_keep, continued, take_architecture
 from megazero.config.model.section import ModelConfig, complete, has_gelu
 from megazero.config.options.data_inputs import FILE_OPTIONS, SPLITS, TOKENIZERS, tokenizer_type
-from megazero.config.options.fields import show, stand_in, typed
+from megazero.config.options.fields import section_of, show, stand_in, typed
 from megazero.config.options.optimizers import of_schedule
+from megazero.config.options.sections import ZeroConfig
 from megazero.config.read.data_files import read_data_files
 from megazero.config.read.sources import Layer
 from megazero.config.run import RunConfig, World, all_options
@@ -48,6 +50,7 @@ def resolve(said: Layer, world: World | None) -> tuple[RunConfig, Collection[str
     notes += [*_unlike_megatron(values, said.facts), *unfused_gelu(values)]
     values = complete(values)
     errors += _complete_zero(values, notes)
+    _complete_formats(values, notes)
     values |= {name: None for name in ZERO_IS_OFF if values.get(name) == 0}
     if values.get("save_retain_interval") is not None and values.get("save_keep_last") is None:
         values["save_keep_last"] = 1
@@ -110,6 +113,22 @@ def _complete_schedule(values: dict[str, Any], facts: Collection[str], notes: li
             "--use-checkpoint-opt-param-scheduler takes the checkpoint's"
         )
     return []
+
+
+def _complete_formats(values: dict[str, Any], notes: list[str]) -> None:
+    """At a resume, code messages as the checkpoint's run did, where the options do not say how."""
+    try:
+        path = continued(values)
+        stored = read_manifest(path).configuration.get("zero", {}) if path else {}
+    except ValueError:  # as take_architecture has said
+        return
+    options, said = all_options(), {name: value for name, value in values.items() if value is not None}
+    rounded = {"zero_gradient_rounding": stored.get("zero_gradient_rounding")}
+    names = (name for name in format_options(section_of(ZeroConfig, rounded | said)) if name not in said)
+    kept = {n: stored[n] for n in names if stored.get(n) not in (None, options[n].default)}
+    if kept:
+        values |= kept
+        notes.append(f"from {path}: {' '.join(typed(options[n], v) for n, v in kept.items())}")
 
 
 def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""The Hadamard transform: orthogonal, exact where it is said to be, linear, and inside a codec's bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megazero.kernels.arena import SCRATCH
+from megazero.kernels.dequantize_sum_quantize import dequantize_sum_quantize
+from megazero.kernels.format import Format
+from megazero.kernels.hadamard import SIZES, Hadamard, Mixing, mixed
+
+from benchmarks.harness import DOCS
+from benchmarks.rounding_errors import DIFFERENCES, GRADIENTS, KINDS
+from megazero.comm.codec import Blockwise
+
+BITS = st.sampled_from([2, 4, 8])
+
+
+def matrix(size: int, seed: int = 0) -> torch.Tensor:
+    """D H as the definition has it: Sylvester's doubling, then the signs that the transform of ones shows."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    one = torch.zeros(1, size, dtype=torch.float64)
+    one[0, 0] = size  # H's first column is ones, so what comes back is D
+    with SCRATCH.frame(one.device) as frame:
+        signs = Mixing(Hadamard(size, seed), size, frame.take, torch.float64).inverse(one.view(-1)).clone()
+    assert set(signs.tolist()) <= {size, -size}
+    return signs[:, None] / size * h
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_defined_matrix_and_orthogonal(size: int) -> None:
+    dh = matrix(size)
+    assert torch.equal(dh @ dh.t(), size * torch.eye(size, dtype=torch.float64))
+    x = torch.randn(3, 4 * size, dtype=torch.float64)
+    sent = mixed(x, Hadamard(size))
+    assert torch.allclose(sent.view(-1, size), x.view(-1, size) @ dh / size, rtol=1e-14, atol=1e-14)
+    assert torch.allclose(sent.square().sum() * size, x.square().sum())
+    with SCRATCH.frame(x.device) as frame:
+        back = Mixing(Hadamard(size), x.numel(), frame.take, torch.float64).inverse(sent.view(-1))
+        assert torch.allclose(back.view(x.shape), x, rtol=1e-14, atol=1e-14)
+
+
+def test_signs_are_those_of_the_seed() -> None:
+    first, again, other = (matrix(128, seed)[:, 0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert 40 < (first > 0).sum() < 88 and 40 < (first == other).sum() < 88  # 4 standard deviations
+
+
+def round_trip(codec: Blockwise, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=dtype)
+    codec.decode(codec.encode(x), out)
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30), bits=BITS, size=st.sampled_from(SIZES), wider=st.sampled_from([1, 2, 4]),
+    magnitude=st.sampled_from([0.0, 1e-44, 1e-30, 1.0, 1e30, 1e38]), clip=st.sampled_from([0, 3]),
+)  # fmt: skip
+def test_errors_are_within_the_bounds(
+    seed: int, bits: int, size: int, wider: int, magnitude: float, clip: int
+) -> None:
+    """Of decoded values, and the sharper one of mixed errors."""
+    codec = Blockwise(bits, size * wider, clip=clip, transform=Hadamard(size, seed))
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(2, 3 * size * wider, generator=generator).double().clamp(-3, 3) * magnitude).float()
+    error = round_trip(codec, x, torch.float64) - x.double()
+    bound = codec.error_bound(x).double().repeat_interleave(codec.form.block, 1)
+    assert (error.abs() <= bound).all()
+    assert (codec.mixed(error).abs() <= bound / size * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_one_message_decodes_exactly(bits: int) -> None:
+    """fp32 holds s D H q without rounding: fp64 gives the same values."""
+    codec = Blockwise(bits, 128, transform=Hadamard(128))
+    x = torch.randn(4, 1 << 12).exp()
+    assert torch.equal(round_trip(codec, x).double(), round_trip(codec, x, torch.float64))
+
+
+def test_outliers_cost_less() -> None:
+    x = torch.randn(1, 1 << 14)
+    x[0, ::64] *= 20
+    plain, mixing = Blockwise(4, 64), Blockwise(4, 64, transform=Hadamard(64))
+    errors = [(round_trip(codec, x) - x).norm() / x.norm() for codec in (plain, mixing)]
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_sums_between_hops_stay_transformed() -> None:
+    """With one transform the next messages are those of the plain codec for the sum of what was sent."""
+    here, onward = Format(8, 128, transform=Hadamard(64, 5)), Format(4, 64, transform=Hadamard(64, 5))
+    x, n = torch.randn(3, 512), 512
+    messages = Blockwise(8, 128, transform=here.transform).encode(x)
+    out = torch.zeros(2, -(-onward.coded_bytes(n // 2) // 16) * 16, dtype=torch.uint8)
+    dequantize_sum_quantize(messages, n, here, out, onward)
+    sums = torch.empty(1, n)
+    Blockwise(8, 128).decode_sum(messages, sums[0], accumulate=False)  # without the inverse
+    assert torch.equal(out, Blockwise(4, 64).encode(sums.view(2, -1)))
+
+
+def test_messages_are_summed_before_the_inverse() -> None:
+    codec, x = Blockwise(4, 64, transform=Hadamard(64)), torch.randn(5, 256)
+    messages, own = codec.encode(x), torch.randn(256)
+    summed = own.clone()
+    codec.decode_sum(messages, summed, accumulate=True)
+    each = torch.empty(5, 256)
+    codec.decode(messages, each)
+    assert torch.allclose(summed, own + each.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_arrives(value: float) -> None:
+    codec, x = Blockwise(4, 128, transform=Hadamard(64)), torch.randn(1, 512)
+    x[0, 200] = value
+    decoded = round_trip(codec, x)
+    assert decoded[0, 128:256].isnan().all() and decoded[0, :128].isfinite().all()
+    assert decoded[0, 256:].isfinite().all()
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match="Hadamard blocks of 100: .* nearest: 128"):
+        Hadamard(100)
+    with pytest.raises(
+        ValueError, match="Hadamard blocks of 64 in blocks of 32 that share a scale.*nearest: 32"
+    ):
+        Blockwise(4, 32, transform=Hadamard(64))
+
+
+def test_the_page_of_rounding_errors_has_every_format_and_layer() -> None:
+    page = (DOCS / "rounding.md").read_text()
+    for codecs in (GRADIENTS, DIFFERENCES):
+        assert f"| layer | {' | '.join(codecs)} |" in page
+    assert all(page.count(f"| {kind} |") == 2 for kind in KINDS)
