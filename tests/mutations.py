@@ -28,7 +28,7 @@ from tests.unit.test_imports import ROOT, imports, module_name
 
 LIMIT_S = 60.0  # of tests for each mutation
 FILES = 12  # of tests at most: to collect more takes much of the limit
-TOPS = ("megazero", "kernels", "megatron_core_patch", "pretrain", "tools", "tests")
+TOPS = ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch", "pretrain", "tools", "tests")
 TESTS = ("tests/unit", "tests/dist")
 
 # By module: what stands there once (-), what it becomes (+, or nothing), and what that breaks.
