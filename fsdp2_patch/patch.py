@@ -125,9 +125,14 @@ class Patch:
     def _exact(self, raws: Iterable[tuple[str, Any, Any]]) -> set[int]:
         """Return the ids of the FSDPParams that are small, or replicated where others are split."""
         params = [p for *_, group in raws for p in group.fsdp_params]
-        split = any(torch_parts.beside_others(p) for p in params)
+        others = {id(p): torch_parts.other_placements(p) for p in params}
+        split = any(others.values())
         limit = self.options.zero_exact_numel
-        return {id(p) for p in params if _numel(p) <= limit or split and torch_parts.is_replicated(p)}
+        return {
+            id(p)
+            for p in params
+            if _numel(p) <= limit or split and not any(placement.is_shard() for placement in others[id(p)])
+        }
 
     def _names(self, raws: Iterable[tuple[str, Any, Any]]) -> dict[int, str]:
         """Return the names of the FSDPParams, by id."""

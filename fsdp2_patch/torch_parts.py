@@ -98,16 +98,14 @@ def top_modules(model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(name) for name in names]
 
 
-def is_replicated(parameter: Any) -> bool:
-    """Tell whether ranks beside the data-parallel ones (tensor-parallel ranks) hold all of an FSDPParam."""
-    sharded, mesh = parameter.sharded_param, parameter.mesh_info.mesh
-    own = set(mesh.mesh_dim_names or ())
-    names = sharded.device_mesh.mesh_dim_names or ()
-    return not any(
-        p.is_shard() for name, p in zip(names, sharded.placements, strict=False) if name not in own
-    )
-
-
-def beside_others(parameter: Any) -> bool:
-    """Tell whether an FSDPParam lies on a mesh that has more than the data-parallel dimensions."""
-    return parameter.sharded_param.device_mesh.ndim > parameter.mesh_info.mesh.ndim
+def other_placements(parameter: Any) -> list[Any]:
+    """Return an FSDPParam's placements on the dimensions that are not data-parallel ones (tensor-parallel)."""
+    sharded, info = parameter.sharded_param, parameter.mesh_info
+    own, dims = set(info.mesh.mesh_dim_names or ()), getattr(info, "dp_mesh_dims", None)
+    if dims is not None:  # parameters on one mesh of all dimensions, of which fully_shard was told its own
+        own |= {*dims.shard_names, *dims.replicate_names}
+    mesh = sharded.device_mesh
+    if mesh.mesh_dim_names is None:
+        return []
+    placed = zip(mesh.mesh_dim_names, range(mesh.ndim), sharded.placements, strict=True)
+    return [placement for name, dim, placement in placed if name not in own and mesh.size(dim) > 1]
