@@ -2,7 +2,7 @@
 
 A few cases run always. All of them, five minutes on 2 cores:
 
-    python -m pytest tests/dist/test_fsdp2_patch.py -m "slow or not slow"
+    python -m pytest tests/fsdp2/test_patch.py -m "slow or not slow"
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2_patch
-from tests.dist.fsdp2_job import RANKS, Case, Job, Run, patched, train, train_all
+from tests.fsdp2.job import RANKS, Case, Job, Run, patched, train, train_all
 from tests.dist.pool import run_ranks
 
 BF16, FP16 = (torch.bfloat16, torch.float32), (torch.float16, torch.float16)
