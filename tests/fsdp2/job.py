@@ -29,7 +29,8 @@ class Case:
     """A training. ``mesh``: '1d' (4 shards), '2d' (2 replicas x 2 shards) or 'tp' (2 shards x 2 tensor-parallel).
 
     dtypes: of parameters and of reductions, by MixedPrecisionPolicy. deferring: set_requires_all_reduce is called.
-    frozen: the embedding has no gradient. divide: the gradients' divide factor.
+    frozen: the embedding has no gradient. divide: the gradients' divide factor. nudge: numbers the element of the
+    embedding whose last bit is changed at the start (0: none).
     """
 
     mesh: str = "1d"
@@ -43,6 +44,7 @@ class Case:
     divide: float | None = None
     steps: int = 5
     seed: int = 1
+    nudge: int = 0
 
     @property
     def ranks_per_node(self) -> int:
@@ -98,6 +100,9 @@ def build(case: Case) -> nn.Module:
     torch.manual_seed(case.seed)
     model = Model(case.checkpointing)
     model.embedding.weight.requires_grad_(not case.frozen)
+    if case.nudge:
+        with torch.no_grad():
+            model.embedding.weight.view(torch.int32).view(-1)[case.nudge] ^= 1
     mesh = {
         "1d": lambda: init_device_mesh("cpu", (RANKS,)),
         "2d": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
@@ -137,8 +142,10 @@ class Job:
         generator = torch.Generator().manual_seed(
             1000 * self.case.seed + 100 * step + 10 * micro_batch + rank
         )
-        start = torch.randint(VOCABULARY, (4, 1), generator=generator)
-        return (start + torch.arange(LENGTH + 1) * 3) % VOCABULARY  # which a model can learn
+        tokens = [torch.randint(VOCABULARY, (4,), generator=generator)]
+        for _ in range(LENGTH):  # each of 8 that follow from the one before: a model can learn down to log 8
+            tokens.append((3 * tokens[-1] + torch.randint(8, (4,), generator=generator)) % VOCABULARY)
+        return torch.stack(tokens, dim=1)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.model(tokens[:, :-1])

@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2_patch
-from tests.fsdp2.job import RANKS, Case, Job, Run, patched, train, train_all
 from tests.dist.pool import run_ranks
+from tests.fsdp2.job import RANKS, Case, Job, Run, patched, train, train_all
 
 BF16, FP16 = (torch.bfloat16, torch.float32), (torch.float16, torch.float16)
 EXACT: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Runs torchtitan's trainer on CPU ranks: what it asks of a GPU is answered, and its debug model is small.
 
-    torchrun ... titan_on_cpu.py SCRIPT FOLDER OPTIONS: the script is torchtitan's own, or the page's that patches it.
+torchrun ... titan_on_cpu.py SCRIPT FOLDER OPTIONS: the script is torchtitan's own, or the page's that patches it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def answer_for_a_gpu() -> None:
         "memory_allocated": 0,
     }
     module = SimpleNamespace(
-        **{name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()}, Stream=torch.Stream
+        **{name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()},
+        Stream=torch.Stream,
     )
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda _: module
