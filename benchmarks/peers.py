@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import volume
 from benchmarks.contestants import ADAMW, CLIP, AdamW, Shape, Step, batches, decoder, ours, torch_step
 from benchmarks.harness import device
-from fsdp2_patch.options import PatchOptions
-from fsdp2_patch.patch import Patch
+from fsdp2_patch.options import Fsdp2Options
+from fsdp2_patch.patch import Fsdp2Patch
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
@@ -151,12 +151,12 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
 
 def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = False) -> Contestant:
     """FSDP2, or HSDP, across nodes once per step under fsdp2_patch."""
-    options = read_words(PatchOptions, weights, gradients)
+    options = read_words(Fsdp2Options, weights, gradients)
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
         model, where = sharded(shape, ranks_per_node, hybrid)
         # Not by enable(): several contestants are there at a time.
-        patch = Patch(model, replace(options, ranks_per_node=ranks_per_node))
+        patch = Fsdp2Patch(model, replace(options, ranks_per_node=ranks_per_node))
 
         def quiet(last: bool) -> AbstractContextManager:
             model.set_requires_all_reduce(last)

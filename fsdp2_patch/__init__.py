@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdp2_patch.patch import Patch
+    from fsdp2_patch.patch import Fsdp2Patch
     from megazero.comm.hops import Traffic
 
 __all__ = ["counters", "disable", "enable"]
 
-_patch: Patch | None = None
+_patch: Fsdp2Patch | None = None
 
 
 def enable(model: nn.Module, weights: str = "none", gradients: str = "none", **options: Any) -> None:
@@ -32,14 +32,14 @@ def enable(model: nn.Module, weights: str = "none", gradients: str = "none", **o
     Raises ConfigError, a ValueError, on every rank with all that is wrong with the options, the model, its meshes or
     the version of torch; then nothing is patched.
     """
-    from fsdp2_patch.options import PatchOptions
-    from fsdp2_patch.patch import Patch
+    from fsdp2_patch.options import Fsdp2Options
+    from fsdp2_patch.patch import Fsdp2Patch
     from megazero.patches.options import read_words
 
     global _patch
     if _patch is not None:
         raise RuntimeError("fsdp2_patch is on already: call disable() first")
-    _patch = Patch(model, read_words(PatchOptions, weights, gradients, **options))
+    _patch = Fsdp2Patch(model, read_words(Fsdp2Options, weights, gradients, **options))
 
 
 def disable() -> None:

@@ -10,7 +10,7 @@ from megazero.patches.options import MessageOptions
 
 
 @dataclass(frozen=True)
-class PatchOptions(MessageOptions):
+class Fsdp2Options(MessageOptions):
     """What is sent how between FSDP2's ranks, and how that is watched."""
 
     zero_exact_numel: int = option(

@@ -47,9 +47,10 @@ class Packing:
         With all of them exact there is the exact region alone.
         """
         starts = [sum(numels[:i]) for i in range(len(numels))]
-        regions = []
+        regions: list[Region] = []
         for aligned, kind in ((block, False), (1, True)):
-            runs, place = [], 0
+            runs: list[tuple[int, int, int]] = []
+            place = 0
             for start, numel, is_exact in zip(starts, numels, exact, strict=True):
                 if is_exact is kind and numel:
                     if runs and aligned == 1 and sum(runs[-1][:2]) == start:  # they go on without a gap

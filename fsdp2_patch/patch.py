@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp2_patch import torch_parts
 from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
 from fsdp2_patch.group import Group
-from fsdp2_patch.options import PatchOptions
+from fsdp2_patch.options import Fsdp2Options
 from fsdp2_patch.refusals import group_problems, mesh_problems, nodes_of
 from fsdp2_patch.report import start_line
 from fsdp2_patch.weights import KeptAllGather, settle
@@ -33,10 +33,10 @@ from megazero.train.parallelize import make_codecs
 Reduction = TwoHopReduceScatter | ReplicaAllReduce
 
 
-class Patch:
+class Fsdp2Patch:
     """The patch on one model, from ``enable`` to ``disable``."""
 
-    def __init__(self, model: nn.Module, options: PatchOptions) -> None:
+    def __init__(self, model: nn.Module, options: Fsdp2Options) -> None:
         """Raise ConfigError on every rank, with nothing patched, if some rank cannot carry its part. Collective."""
         torch_parts.check_torch()
         self.model, self.options = model, options
@@ -144,7 +144,7 @@ class Patch:
         """Raise ConfigError on every rank if some rank has problems, or if ranks differ. Collective."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, (problems, crossing, largest))
-        first = next((texts for texts, *_ in every if texts), [])
+        first: list[str] = next((texts for texts, *_ in every if texts), [])
         if not first and len({count for _, count, _ in every}) > 1:
             first = [
                 f"ranks have different numbers of groups that cross nodes: {[count for _, count, _ in every]}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from fsdp2_patch.options import PatchOptions
+from fsdp2_patch.options import Fsdp2Options
 from megazero.patches.two_hops import ranks_on_a_node
 
 DEFAULTS = {"_all_gather_comm": "DefaultAllGather", "_reduce_scatter_comm": "DefaultReduceScatter"}
@@ -38,7 +38,7 @@ def group_problems(name: str, groups: list[Any]) -> Iterator[str]:
             yield f"{name} has an all-reduce hook, which the patch would replace: leave that out, or the patch"
 
 
-def mesh_problems(name: str, group: Any, ranks_per_node: int, options: PatchOptions) -> Iterator[str]:
+def mesh_problems(name: str, group: Any, ranks_per_node: int, options: Fsdp2Options) -> Iterator[str]:
     """Say what is wrong with the mesh of one group on nodes of this size."""
     info, h = group.mesh_info, ranks_per_node
     shards = dist.get_process_group_ranks(info.shard_process_group)

@@ -42,8 +42,8 @@ GROUPS_OWN = (
     "post_forward_mesh_info",
     "_all_gather_comm",
     "_reduce_scatter_comm",
+    "_all_reduce_hook",
 )
-GROUPS_OWN += ("_all_reduce_hook",)
 PARAMETERS_OWN = ("sharded_param", "padded_sharded_param_size", "mp_policy", "mesh_info", "_orig_size")
 
 

@@ -107,8 +107,8 @@ class KeptAllGather(AllGather):
         with passing.frame() as frame:
             packed = [own] if packing is None else packing.pack(own, frame.take)
             if not self.fresh:
-                assert packing is None or isinstance(codec, Blockwise)
                 if delta:
+                    assert isinstance(codec, Blockwise)
                     yield from self._advance(packed, codec)
                 else:
                     message = own
