@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.utils._pytree  # noqa: F401
 
 
 def answer_for_a_gpu() -> None:
@@ -35,6 +34,8 @@ def answer_for_a_gpu() -> None:
         **{name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()},
         Stream=torch.Stream,
     )
+    if not hasattr(torch.distributed, "set_timeout"):  # of a newer torch than 2.13
+        torch.distributed.set_timeout = lambda *_, **__: None
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda _: module
     os.environ["LOCAL_RANK"] = "0"
@@ -99,6 +100,7 @@ def small_debug_model(assets: Path, folder: Path, options: dict[str, Any]) -> An
     training.steps = options["steps"]
     config.parallelism.data_parallel_replicate_degree = options.get("replicas", 1)
     config.parallelism.data_parallel_shard_degree = -1
+    config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer torch than 2.13
     config.lr_scheduler.warmup_steps = 0
     config.validator.enable = False
     config.debug.seed, config.debug.enable_structured_logging = 1, False
