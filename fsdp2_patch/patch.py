@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,33 @@ from megazero.config.errors import ConfigError
 from megazero.patches.checks import GRADIENTS, WEIGHTS, Differences, compare_replicas
 from megazero.patches.hops import Passing
 from megazero.patches.names import Replaced
-from megazero.patches.two_hops import TwoHops, cut_groups, node_size, timeout_of
+from megazero.patches.two_hops import cut_groups, node_size, timeout_of
 from megazero.train.parallelize import make_codecs
 
 Reduction = TwoHopReduceScatter | ReplicaAllReduce
+
+
+class Found(NamedTuple):
+    """A parameter group of torch's, and the module that has it."""
+
+    name: str
+    module: Any
+    raw: Any
+
+    @property
+    def replicas(self) -> bool:
+        """Whether its mesh has a dimension of replicas (HSDP)."""
+        return isinstance(self.raw.mesh_info, HSDPMeshInfo)
+
+    @property
+    def across(self) -> dist.ProcessGroup:
+        """Return the process group whose messages may cross nodes."""
+        info = self.raw.mesh_info
+        return info.replicate_process_group if self.replicas else info.shard_process_group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.across))
 
 
 class Fsdp2Patch:
@@ -58,86 +81,72 @@ class Fsdp2Patch:
 
     def _find(self) -> list[Group]:
         """Return the groups that cross nodes, with their hops."""
-        found = list(torch_parts.param_groups(self.model))
-        h = node_size(self.options.ranks_per_node)
-        raws = [(name, module, group) for name, module, groups in found for group in groups]
-        problems = [text for name, _, groups in found for text in group_problems(name, groups)]
-        problems += [
-            f"torch's {name} is not there" for name in torch_parts.lacking_parts([g for *_, g in raws])
-        ]
-        crossing: dict[tuple[int, ...], list[tuple[str, Any, Any, bool]]] = {}
-        if not found:
-            problems.append("no module of the model was given to fully_shard: call enable() behind that")
-        if not problems:
-            for name, module, group in raws:
-                problems += mesh_problems(name, group, h, self.options)
-                replicas = isinstance(group.mesh_info, HSDPMeshInfo)
-                info = group.mesh_info
-                ranks = info.replicate_process_group if replicas else info.shard_process_group
-                if nodes_of(ranks, h) > 1:
-                    place = tuple(dist.get_process_group_ranks(ranks))
-                    crossing.setdefault(place, []).append((name, module, group, replicas))
-            if not crossing and not problems:
-                problems.append(
-                    f"no group of ranks that share or replicate parameters has ranks on two nodes of {h}: nothing "
-                    "crosses nodes; leave the patch out (or give ranks_per_node, if the launcher's is wrong)"
-                )
-        codecs, exact, names = make_codecs(self.options.wire), self._exact(raws), self._names(raws)
-        largest = max((_numel(p) for *_, g in raws for p in g.fsdp_params if id(p) not in exact), default=0)
-        self._agree(problems, len(crossing), largest)
-        device = raws[0][2].device
-        self.passing = Passing(Traffic(), Arena(), device)
-        timeout = timeout_of(raws[0][2].mesh_info.shard_process_group, device)
-        hops = cut_groups({f"group {i}": ranks for i, ranks in enumerate(crossing)}, h, device, timeout)
-        return [
-            self._group(name, module, group, hops[ranks], replicas, exact, names, codecs)
-            for ranks, members in crossing.items()
-            for name, module, group, replicas in members
-            if group.fsdp_params
-        ]
-
-    def _group(
-        self,
-        name: str,
-        module: Any,
-        raw: Any,
-        hops: TwoHops,
-        replicas: bool,
-        exact: set[int],
-        names: Any,
-        codecs: Any,
-    ) -> Group:
-        return Group(
-            name=name,
-            module=module,
-            raw=raw,
-            hops=hops,
-            replicas=replicas,
-            exact=frozenset(exact),
-            names=names,
-            codecs=codecs,
-            passing=self.passing,
-            differences=self.differences,
-            verified_steps=self.options.zero_verify_first_steps,
-            checksum_interval=self.options.zero_checksum_interval,
+        h, modules = node_size(self.options.ranks_per_node), list(torch_parts.param_groups(self.model))
+        found = [Found(name, module, raw) for name, module, raws in modules for raw in raws]
+        problems = list(self._problems(modules, found, h))
+        crossing = [] if problems else [one for one in found if nodes_of(one.across, h) > 1]
+        if not (crossing or problems):
+            problems.append(
+                f"no group of ranks that share or replicate parameters has ranks on two nodes of {h}: nothing "
+                "crosses nodes; leave the patch out (or give ranks_per_node, if the launcher's is wrong)"
+            )
+        places = dict.fromkeys(one.ranks for one in crossing)
+        exact = self._exact(found) if crossing else frozenset()
+        largest = max(
+            (_numel(p) for one in crossing for p in one.raw.fsdp_params if id(p) not in exact), default=0
         )
+        self._agree(problems, len(places), largest)
+        device, shared = crossing[0].raw.device, crossing[0].raw.mesh_info.shard_process_group
+        self.passing = Passing(Traffic(), Arena(), device)
+        hops = cut_groups(
+            {f"group {i}": p for i, p in enumerate(places)}, h, device, timeout_of(shared, device)
+        )
+        codecs, names = make_codecs(self.options.wire), self._names(found)
+        return [
+            Group(
+                *one,
+                hops=hops[one.ranks],
+                replicas=one.replicas,
+                exact=exact,
+                names=names,
+                codecs=codecs,
+                passing=self.passing,
+                differences=self.differences,
+                verified_steps=self.options.zero_verify_first_steps,
+                checksum_interval=self.options.zero_checksum_interval,
+            )
+            for one in crossing
+        ]
 
-    def _exact(self, raws: Iterable[tuple[str, Any, Any]]) -> set[int]:
+    def _problems(
+        self, modules: list[tuple[str, Any, list[Any]]], found: list[Found], h: int
+    ) -> Iterator[str]:
+        """Say what is wrong on this rank, on nodes of h ranks. What later checks stand on comes first."""
+        if not modules:
+            yield "no module of the model was given to fully_shard: call enable() behind that"
+        lacking = torch_parts.lacking_parts([one.raw for one in found])
+        yield from (f"torch {torch.__version__} lacks {name}" for name in lacking)
+        if not lacking:
+            wrong = [text for name, _, raws in modules for text in group_problems(name, raws)]
+            yield from wrong or (
+                text for one in found for text in mesh_problems(one.name, one.raw, h, self.options)
+            )
+
+    def _exact(self, found: list[Found]) -> frozenset[int]:
         """Return the ids of the FSDPParams that are small, or replicated where others are split."""
-        params = [p for *_, group in raws for p in group.fsdp_params]
+        params = [p for one in found for p in one.raw.fsdp_params]
         others = {id(p): torch_parts.other_placements(p) for p in params}
-        split = any(others.values())
-        limit = self.options.zero_exact_numel
-        return {
+        split, limit = any(others.values()), self.options.zero_exact_numel
+        return frozenset(
             id(p)
             for p in params
-            if _numel(p) <= limit or split and not any(placement.is_shard() for placement in others[id(p)])
-        }
+            if _numel(p) <= limit or split and not any(placed.is_shard() for placed in others[id(p)])
+        )
 
-    def _names(self, raws: Iterable[tuple[str, Any, Any]]) -> dict[int, str]:
+    def _names(self, found: list[Found]) -> dict[int, str]:
         """Return the names of the FSDPParams, by id."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        params = [(module, p) for module, _, group in raws for p in group.fsdp_params]
+        params = [(one.name, p) for one in found for p in one.raw.fsdp_params]
         return {id(p): names.get(id(p.sharded_param), f"a parameter of {module}") for module, p in params}
 
     def _agree(self, problems: list[str], crossing: int, largest: int) -> None:
@@ -170,7 +179,11 @@ class Fsdp2Patch:
         self.undo.append(names.restore)
         original = importlib.import_module(torch_parts.GROUP).foreach_reduce
         self.signature = inspect.signature(original)
-        names.wrap(torch_parts.GROUP, "foreach_reduce", lambda reduce: partial(self._reduce, reduce))
+        names.wrap(
+            torch_parts.GROUP,
+            "foreach_reduce",
+            lambda reduce: update_wrapper(partial(self._reduce, reduce), reduce),
+        )
         if hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):  # from torch 2.13 on
             names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._resetting)
         if self.gathers:
