@@ -29,6 +29,7 @@ class Case:
     """A training. ``mesh``: '1d' (4 shards), '2d' (2 replicas x 2 shards) or 'tp' (2 shards x 2 tensor-parallel).
 
     dtypes: of parameters and of reductions, by MixedPrecisionPolicy. deferring: set_requires_all_reduce is called.
+    whole: set_requires_gradient_sync is called instead, so that whole gradients wait for the last micro-batch.
     frozen: the embedding has no gradient. divide: the gradients' divide factor. nudge: numbers the element of the
     embedding whose last bit is changed at the start (0: none).
     """
@@ -37,6 +38,7 @@ class Case:
     micro_batches: int = 1
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     deferring: bool = True
+    whole: bool = False
     reshard: bool | int = True
     checkpointing: bool = False
     compiled: bool = False
@@ -161,7 +163,9 @@ class Job:
     def step(self, step: int) -> None:
         total, count = 0.0, self.case.micro_batches
         for i in range(count):
-            if self.case.deferring:
+            if self.case.whole:
+                self.model.set_requires_gradient_sync(i == count - 1)
+            elif self.case.deferring:
                 self.model.set_requires_all_reduce(i == count - 1)
             loss = self.loss(self.batch(step, i)) / count
             loss.backward()
