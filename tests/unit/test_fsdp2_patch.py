@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from megazero.kernels.arena import Arena
@@ -14,6 +18,8 @@ from megazero.config.layout.wire import EXACT_NUMEL
 from megazero.patches.names import lookup, missing
 from megazero.patches.options import read_words
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_words() -> None:
     options = read_words(Fsdp2Options, "int4-delta", "int4")
@@ -23,6 +29,24 @@ def test_words() -> None:
         read_words(Fsdp2Options, chunk_numel=1)
     with pytest.raises(ValueError, match="--zero-exact-numel.*-1"):
         read_words(Fsdp2Options, exact_numel=-1)
+
+
+def test_the_page_lists_every_keyword() -> None:
+    table = (ROOT / "docs" / "fsdp2.md").read_text().split("| keyword | values |")[1].split("\n\n")[0]
+    listed = {
+        word
+        for line in table.splitlines()
+        for word in re.findall(r"`(\w+)`", line.split("|")[1] if line else "")
+    }
+    formats = {
+        "quantized_weights",
+        "weight_bits",
+        "quantized_weights_delta",
+        "quantized_gradients",
+        "gradient_bits",
+    }
+    options = {field.name.removeprefix("zero_") for field in dataclasses.fields(Fsdp2Options)} - formats
+    assert listed == options - {"gradient_bits_intra_node"} | {"weights", "gradients", "gradients_intra_node"}
 
 
 @pytest.mark.parametrize("shares", [1, 3])
