@@ -181,9 +181,11 @@ def settle(gathers: Sequence[KeptAllGather]) -> None:
 
 def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor]]) -> None:
     """Compare the checksums of gathers of one process group with those noted; mark what has changed."""
-    parts = [torch.ones_like(now) if g.noted is None else (now != g.noted).long() for g, now in gathers]
+    parts = [
+        torch.ones_like(now, dtype=torch.bool) if g.noted is None else now != g.noted for g, now in gathers
+    ]
     group = gathers[0][0].group
-    changed = torch.cat(parts).to(group.raw.device)  # shards may be offloaded
+    changed = torch.cat(parts).to(group.raw.device, torch.uint8)  # shards may be offloaded
     dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group.shard_group)
     found = iter(changed.tolist())
     for gather, _ in gathers:
