@@ -33,7 +33,7 @@ from megazero.train.parallelize import make_codecs
 Reduction = TwoHopReduceScatter | ReplicaAllReduce
 
 
-class Found(NamedTuple):
+class ModuleGroup(NamedTuple):
     """A parameter group of torch's, and the module that has it."""
 
     name: str
@@ -82,7 +82,7 @@ class Fsdp2Patch:
     def _find(self) -> list[Group]:
         """Return the groups that cross nodes, with their hops."""
         h, modules = node_size(self.options.ranks_per_node), list(torch_parts.param_groups(self.model))
-        found = [Found(name, module, raw) for name, module, raws in modules for raw in raws]
+        found = [ModuleGroup(name, module, raw) for name, module, raws in modules for raw in raws]
         problems = list(self._problems(modules, found, h))
         crossing = [] if problems else [one for one in found if nodes_of(one.across, h) > 1]
         if not (crossing or problems):
@@ -119,7 +119,7 @@ class Fsdp2Patch:
         ]
 
     def _problems(
-        self, modules: list[tuple[str, Any, list[Any]]], found: list[Found], h: int
+        self, modules: list[tuple[str, Any, list[Any]]], found: list[ModuleGroup], h: int
     ) -> Iterator[str]:
         """Say what is wrong on this rank, on nodes of h ranks. What later checks stand on comes first."""
         if not modules:
@@ -132,7 +132,7 @@ class Fsdp2Patch:
                 text for one in found for text in mesh_problems(one.name, one.raw, h, self.options)
             )
 
-    def _exact(self, found: list[Found]) -> frozenset[int]:
+    def _exact(self, found: list[ModuleGroup]) -> frozenset[int]:
         """Return the ids of the FSDPParams that are small, or replicated where others are split."""
         params = [p for one in found for p in one.raw.fsdp_params]
         others = {id(p): torch_parts.other_placements(p) for p in params}
@@ -143,7 +143,7 @@ class Fsdp2Patch:
             if _numel(p) <= limit or split and not any(placed.is_shard() for placed in others[id(p)])
         )
 
-    def _names(self, found: list[Found]) -> dict[int, str]:
+    def _names(self, found: list[ModuleGroup]) -> dict[int, str]:
         """Return the names of the FSDPParams, by id."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         params = [(one.name, p) for one in found for p in one.raw.fsdp_params]
