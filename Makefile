@@ -57,7 +57,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu
 test: lint test-unit test-dist test-netlab
 
 test-unit: $(VENV)/.test
-	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/dist --ignore tests/megatron --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
+	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/dist --ignore tests/megatron --ignore tests/fsdp2 --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)
 
 test-dist: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/unit --ignore tests/gpu --ignore tests/netlab $(PYTEST_ARGS) $(NONE_SELECTED)

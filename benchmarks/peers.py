@@ -24,10 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import volume
 from benchmarks.contestants import ADAMW, CLIP, AdamW, Shape, Step, batches, decoder, ours, torch_step
 from benchmarks.harness import device
+from fsdp2_patch.options import Fsdp2Options
+from fsdp2_patch.patch import Fsdp2Patch
 from megazero.comm.hops import Traffic
 from megazero.config import resolve_shards
 from megazero.config.layout.wire import Wire, asked_for
 from megazero.config.options.sections import ZeroConfig
+from megazero.patches.options import read_words
 from megazero.train.parallelize import make_codecs
 from megazero.zero import Policy
 
@@ -101,6 +104,22 @@ def ddp(*, once: bool = False) -> Contestant:
     return Contestant(build, partial(volume.ddp, once=once))
 
 
+def sharded(
+    shape: Shape, ranks_per_node: int, hybrid: bool, reshard: bool | None = None
+) -> tuple[FSDPModule, torch.device]:
+    """The decoder with fully_shard on every layer and the root, and its device. Shards are fp32."""
+    world = dist.get_world_size()
+    dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
+    where = device()
+    mesh = init_device_mesh(where.type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
+    precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
+    model = decoder(replace(shape, dtype=torch.float32)).to(where)
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    assert isinstance(model, FSDPModule)
+    return model, where
+
+
 def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Contestant:
     """fully_shard on every layer and the root; hybrid: shards inside a node, replicas across (HSDP).
 
@@ -109,15 +128,7 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
     """
 
     def build(shape: Shape, ranks_per_node: int) -> Running:
-        world = dist.get_world_size()
-        dims = (world // ranks_per_node, ranks_per_node) if hybrid else (world,)
-        where = device()
-        mesh = init_device_mesh(where.type, dims, mesh_dim_names=("replicate", "shard")[-len(dims) :])
-        precision = MixedPrecisionPolicy(param_dtype=shape.dtype, reduce_dtype=shape.dtype)
-        model = decoder(replace(shape, dtype=torch.float32)).to(where)
-        for module in (*model.layers.values(), model):
-            fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False if keep else None)
-        assert isinstance(model, FSDPModule)
+        model, where = sharded(shape, ranks_per_node, hybrid, reshard=False if keep else None)
 
         def quiet(last: bool) -> AbstractContextManager:
             if once:
@@ -131,6 +142,26 @@ def fsdp2(*, hybrid: bool = False, once: bool = False, keep: bool = False) -> Co
 
     sent = partial(volume.hsdp, once=once) if hybrid else partial(volume.fsdp2, once=once, keep=keep)
     return Contestant(build, sent, shards=True, plain=not once)
+
+
+def patched(weights: str = "none", gradients: str = "none", *, hybrid: bool = False) -> Contestant:
+    """FSDP2, or HSDP, across nodes once per step under fsdp2_patch."""
+    options = read_words(Fsdp2Options, weights, gradients)
+
+    def build(shape: Shape, ranks_per_node: int) -> Running:
+        model, where = sharded(shape, ranks_per_node, hybrid)
+        # Not by enable(): several contestants are there at a time.
+        patch = Fsdp2Patch(model, replace(options, ranks_per_node=ranks_per_node))
+
+        def quiet(last: bool) -> AbstractContextManager:
+            model.set_requires_all_reduce(last)
+            return nullcontext()
+
+        step = torch_step(model, AdamW(model.parameters(), False), shape, where, quiet)
+        return Running(step, patch.passing.traffic)
+
+    sent = partial(volume.patched, make_codecs(options.wire), hybrid=hybrid)
+    return Contestant(build, sent, peer=False)
 
 
 def deepspeed_zero(stage: int) -> Contestant:
@@ -188,6 +219,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "FSDP2 once, kept": fsdp2(once=True, keep=True),
     "HSDP": fsdp2(hybrid=True),
     "HSDP once": fsdp2(hybrid=True, once=True),
+    "HSDP patched INT4": patched(gradients="int4", hybrid=True),
+    "FSDP2 patched INT8": patched("int8", "int4"),
+    "FSDP2 patched delta": patched("int4-delta", "int4"),
     "DDP": ddp(),
     "DDP once": ddp(once=True),
     "DeepSpeed ZeRO-1": deepspeed_zero(1),

@@ -68,6 +68,15 @@ def hsdp(case: Case, once: bool) -> float:
     return 2 * case.hop * BF16 * case.elements * (1 if once else case.micro_batches)
 
 
+def patched(codecs: Codecs, case: Case, hybrid: bool) -> float:
+    """FSDP2 under fsdp2_patch, once per step: between replicas (``hybrid``) shares of the sums there and back, else
+    sums and weights to the ranks of the same place."""
+    if hybrid:
+        return 2 * case.hop * case.elements * bytes_per_element(codecs.gradients_inter, BF16)
+    each = bytes_per_element(codecs.weights, BF16) + bytes_per_element(codecs.gradients_inter, FP32)
+    return case.hop * case.elements * each
+
+
 def ddp(case: Case, once: bool) -> float:
     return 2 * case.ring * BF16 * case.elements * (1 if once else case.micro_batches)
 

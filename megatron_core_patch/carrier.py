@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 from megazero.kernels.arena import Arena
 
-from megatron_core_patch.chains import Passing, Tile, gather_columns, reduce_columns
-from megatron_core_patch.checks import GRADIENTS, WEIGHTS, Check, MessageChecks
+from megatron_core_patch.chains import Tile, gather_columns, reduce_columns
+from megatron_core_patch.checks import Check, MessageChecks
 from megatron_core_patch.options import PatchOptions
-from megatron_core_patch.two_hops import TwoHops
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.comm.lane import Chain, Lane, Ticket
 from megazero.comm.timing import no_timing
+from megazero.patches.checks import GRADIENTS, WEIGHTS
+from megazero.patches.hops import Passing
+from megazero.patches.two_hops import TwoHops
 from megazero.train.parallelize import make_codecs
 from megazero.zero.context import hop_spec
 

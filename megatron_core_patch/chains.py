@@ -22,27 +22,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megazero.kernels.arena import Arena, Frame, Take
+from megazero.kernels.arena import Take
 
-from megatron_core_patch.two_hops import TwoHops
 from megazero.comm.codec import Blockwise, Codec, Identity
-from megazero.comm.hops import Traffic, start_exchange, start_gather
 from megazero.comm.lane import Chain
 from megazero.mesh.mesh import Axis
+from megazero.patches.hops import Passing, add_others, gather_over
+from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
 from megazero.zero.unit import at_least_fp32
-
-
-@dataclass(frozen=True)
-class Passing:
-    """What chains share: the counters of bytes, and the arena of the buffers that pass, on ``device``."""
-
-    traffic: Traffic
-    arena: Arena
-    device: torch.device
-
-    def frame(self) -> Frame:
-        return self.arena.frame(self.device)
 
 
 @dataclass(frozen=True)
@@ -130,11 +118,9 @@ def _sum_over(
         others = [i for i in range(size) if i != own]
         for message, i in zip(messages, others, strict=True):
             _encode(codec, rows[i], hop.starts[i], hop.width, message, passing)
-        received = frame.take(messages.numel(), messages.dtype).view(messages.shape)
-        yield start_exchange(hop.axis, received, messages, passing.traffic)
         sums = take(k * hop.width, dtype).view(k, hop.width)
         _fill(sums, rows[own], hop.starts[own])
-        codec.decode_sum(received, sums.view(-1), accumulate=True)
+        yield from add_others(hop.axis, codec, messages, [sums.view(-1)], passing)
     if not any(hop.starts[own]):
         return sums[:, :c]
     compact = take(k * c, dtype).view(k, c)
@@ -174,13 +160,9 @@ def gather_columns(tile: Tile, codec: Blockwise | None, held: torch.Tensor | Non
     hops, rows, own = tile.hops, tile.rows, tile.own
     nodes, size = hops.inter.size, hops.intra.size
     with passing.frame() as frame:
-        every = own if codec is None else _weights_message(tile, codec, held, frame.take, passing)
-        m = every.numel()
-        for axis in reversed(hops.axes):
-            out = frame.take(axis.size * every.numel(), every.dtype)
-            yield start_gather(axis, out, every, "refresh", passing.traffic)
-            every = out
-        messages = every.view(size, nodes, m)
+        message = own if codec is None else _weights_message(tile, codec, held, frame.take, passing)
+        every = yield from gather_over(hops.axes[::-1], message, "refresh", frame.take, passing)
+        messages = every.view(size, nodes, message.numel())
         if codec is None:
             rows.transpose(0, 1).copy_(messages)
             return

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+
+from megazero.patches.names import Needed, missing
 
 KNOWN = ((0, 13), (0, 19))  # the first and the last version that were tried
 CORE = "megatron.core"
@@ -17,8 +15,8 @@ BASE = f"{CORE}.distributed.data_parallel_base"
 OPTIMIZER = f"{CORE}.optimizer.distrib_optimizer"
 STATE = f"{CORE}.parallel_state"
 
-# Module -> name in it -> the parameters that the patch relies on; None: it is called by Megatron alone.
-NEEDED: dict[str, dict[str, tuple[str, ...] | None]] = {
+# A name without parameters is called by Megatron alone.
+NEEDED: Needed = {
     BUFFER: {
         "_coalescing_manager": None,
         "dist_all_gather_func": None,
@@ -43,16 +41,6 @@ NEEDED: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 
 
-def lookup(module: str, path: str) -> tuple[Any, str]:
-    """Return the object that holds a name, and the name in it. Raises AttributeError or ImportError."""
-    owner: Any = importlib.import_module(module)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    getattr(owner, name)
-    return owner, name
-
-
 def check_names() -> tuple[str, tuple[str, ...]]:
     """Return megatron-core's version, and notes for the user on a version that was not tried.
 
@@ -72,11 +60,11 @@ def check_names() -> tuple[str, tuple[str, ...]]:
             f"megatron-core {version} is older than {_text(first)}, the first that megatron_core_patch knows: update "
             "it"
         )
-    missing = list(_missing())
-    if missing:
+    lacking = list(missing(NEEDED))
+    if lacking:
         raise ValueError(
             f"megatron-core {version} lacks what megatron_core_patch replaces, so nothing is patched: "
-            f"{'; '.join(missing)}. Known are {_text(first)} to {_text(last)}"
+            f"{'; '.join(lacking)}. Known are {_text(first)} to {_text(last)}"
         )
     if number <= last:
         return version, ()
@@ -84,52 +72,5 @@ def check_names() -> tuple[str, tuple[str, ...]]:
     return version, (note,)
 
 
-def _missing() -> Iterator[str]:
-    for module, names in NEEDED.items():
-        for path, parameters in names.items():
-            try:
-                owner, name = lookup(module, path)
-            except (ImportError, AttributeError) as error:
-                yield f"{module}.{path} ({error})"
-                continue
-            if parameters is not None:
-                has = list(inspect.signature(getattr(owner, name)).parameters)
-                lacking = [p for p in parameters if p not in has]
-                if lacking:
-                    yield f"{module}.{path} takes {', '.join(has)}, not {', '.join(lacking)}"
-
-
 def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
-
-
-class Replaced:
-    """Names that are replaced until ``restore``."""
-
-    def __init__(self) -> None:
-        self.originals: list[tuple[Any, str, Any]] = []
-
-    def wrap(self, module: str, path: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace a name by ``wrapper`` of what it means."""
-        owner, name = lookup(module, path)
-        original = getattr(owner, name)
-        self.originals.append((owner, name, original))
-        setattr(owner, name, wrapper(original))
-
-    def restore(self) -> None:
-        while self.originals:
-            owner, name, original = self.originals.pop()
-            setattr(owner, name, original)
-
-
-@contextmanager
-def replaced(module: Any, **names: Any) -> Iterator[None]:
-    """Replace names of a module inside the block."""
-    originals = {name: getattr(module, name) for name in names}
-    for name, value in names.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in originals.items():
-            setattr(module, name, value)

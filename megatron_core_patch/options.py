@@ -1,173 +1,28 @@
-"""What a user asks for: megazero's flags for formats, and those of the patch alone."""
+"""What a user asks for: the words of every patch (``megazero.patches.options``), and one of Megatron's alone."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from megazero.config.errors import ConfigError
-from megazero.config.layout.wire import Wire, asked_for
-from megazero.config.layout.wire_rules import LEAST_BLOCK
-from megazero.config.options.fields import fault, option, section_options
-from megazero.config.options.sections import BITS, ZeroConfig
+from megazero.config.options.fields import option
+from megazero.patches.options import MessageOptions, check, read_words
 
-BLOCK = 64  # elements: Megatron starts parameters at multiples of it, so that no block holds two parameters
+__all__ = ["PatchOptions", "check", "from_words"]
 
 
 @dataclass(frozen=True)
-class PatchOptions:
-    """What is sent how between data-parallel ranks, in megazero's words, and how that is watched."""
+class PatchOptions(MessageOptions):
+    """What is sent how between Megatron's data-parallel ranks, and how that is watched."""
 
-    zero_quantized_weights: bool | None = option(
-        None, "send weights quantised where a data-parallel group crosses nodes (bf16 and fp16 parameters)"
-    )
-    zero_weight_bits: int | None = option(
-        None, "bits of a quantised weight (default: 8; 4 for differences)", choices=BITS
-    )
-    zero_quantized_weights_delta: bool | None = option(
-        None,
-        "quantise the weights' change since the last gather instead of the weights: fewer bits at less error, for 2 "
-        "bytes of each parameter of the optimizer's shard. Implies --zero-quantized-weights",
-    )
-    zero_quantized_gradients: bool | None = option(None, "send gradients quantised where they cross nodes")
-    zero_gradient_bits: int | None = option(
-        None, "bits of a quantised gradient across nodes (default: 4)", choices=BITS
-    )
-    zero_gradient_bits_intra_node: int | None = option(
-        None, "bits of a quantised gradient inside a node (default: not quantised there)", choices=(8, 4)
-    )
-    zero_weight_clip_search: int = option(
-        0,
-        "scales tried per block of weights; the one with the least error is sent. 0: the largest value decides",
-        low=0,
-        high=64,
-    )
-    zero_gradient_clip_search: int = option(0, "the same for gradients", low=0, high=64)
-    zero_block_size: int | None = option(
-        None,
-        f"elements that share a scale, a power of two from {LEAST_BLOCK} to {BLOCK} (default: {BLOCK})",
-    )
     zero_chunk_numel: int | None = option(
         None,
         "elements of a bucket that move together; hops of successive chunks run side by side (default: a quarter of "
         "the bucket, at least 2^18 for each data-parallel rank, at most 2^25)",
         low=1,
     )
-    ranks_per_node: int | None = option(
-        None, "override of the node size that the launcher says: one machine can pretend to be several", low=1
-    )
-    zero_verify_first_steps: int = option(
-        0, "steps in which every message is sent exactly, too, and the differences are printed", low=0
-    )
-    zero_checksum_interval: int = option(
-        0, "steps between comparisons of the parameters' bits across data-parallel ranks; 0: never", low=0
-    )
-
-    @property
-    def wire(self) -> Wire:
-        """Return the formats that are asked for, as megazero reads these flags."""
-        zero = ZeroConfig(
-            zero_quantized_weights=self.zero_quantized_weights,
-            zero_weight_bits=self.zero_weight_bits,
-            zero_quantized_weights_delta=self.zero_quantized_weights_delta,
-            zero_quantized_gradients=self.zero_quantized_gradients,
-            zero_gradient_bits=self.zero_gradient_bits,
-            zero_gradient_bits_intra_node=self.zero_gradient_bits_intra_node,
-            zero_weight_clip_search=self.zero_weight_clip_search,
-            zero_gradient_clip_search=self.zero_gradient_clip_search,
-            zero_block_size=self.zero_block_size or BLOCK,
-        )
-        return asked_for(zero)
 
 
-def check(options: PatchOptions) -> PatchOptions:
-    """Return the options. Raises ConfigError, a ValueError, with all their faults."""
-    faults = [fault(opt, getattr(options, opt.name)) for opt in section_options("patch", PatchOptions)]
-    errors = [text for text in faults if text] or list(_contradictions(options))
-    if errors:
-        raise ConfigError(errors)
-    return options
-
-
-def _contradictions(options: PatchOptions) -> Iterator[str]:
-    weights = options.zero_quantized_weights or options.zero_quantized_weights_delta
-    if options.zero_quantized_weights is False and options.zero_quantized_weights_delta:
-        yield (
-            "--zero-quantized-weights-delta sends quantised weights, which --no-zero-quantized-weights switches off; "
-            "leave one out"
-        )
-    needs = {
-        "--zero-quantized-weights": (weights, ("zero_weight_bits", "zero_weight_clip_search")),
-        "--zero-quantized-gradients": (
-            options.zero_quantized_gradients,
-            ("zero_gradient_bits", "zero_gradient_bits_intra_node", "zero_gradient_clip_search"),
-        ),
-    }
-    needs["a quantised format"] = (weights or options.zero_quantized_gradients, ("zero_block_size",))
-    for needed, (given, names) in needs.items():
-        for name in names:
-            if getattr(options, name) and not given:
-                yield f"--{name.replace('_', '-')} has no effect without {needed}: add that, or leave it out"
-    block = options.zero_block_size
-    if block is not None and (block & (block - 1) or not LEAST_BLOCK <= block <= BLOCK):
-        yield f"--zero-block-size {block} must be a power of two from {LEAST_BLOCK} to {BLOCK}"
-
-
-def from_words(
-    weights: str = "none",
-    gradients: str = "none",
-    *,
-    gradients_intra_node: str = "none",
-    weight_clip_search: int = 0,
-    gradient_clip_search: int = 0,
-    block_size: int | None = None,
-    chunk_numel: int | None = None,
-    ranks_per_node: int | None = None,
-    verify_first_steps: int = 0,
-    checksum_interval: int = 0,
-) -> PatchOptions:
-    """Return the options that these words mean. Raises ConfigError with all faults.
-
-    weights: 'none', or 'int8', 'int4', 'int2', each also with '-delta' for differences. gradients: 'none', 'int8',
-    'int4' or 'int2' across nodes. gradients_intra_node: 'none', 'int8' or 'int4'. The others are the flags of
-    their names, with --zero- before them.
-    """
-    errors = [
-        f"{name}={word!r} is no format; {name} takes {', '.join(map(repr, legal))}"
-        for name, word, legal in (
-            ("weights", weights, WEIGHTS),
-            ("gradients", gradients, GRADIENTS),
-            ("gradients_intra_node", gradients_intra_node, GRADIENTS_INTRA_NODE),
-        )
-        if word not in legal
-    ]
-    if errors:
-        raise ConfigError(errors)
-    return check(
-        PatchOptions(
-            zero_quantized_weights=weights != "none" or None,
-            zero_weight_bits=_bits(weights),
-            zero_quantized_weights_delta=weights.endswith("-delta") or None,
-            zero_quantized_gradients=gradients != "none" or None,
-            zero_gradient_bits=_bits(gradients),
-            zero_gradient_bits_intra_node=_bits(gradients_intra_node),
-            zero_weight_clip_search=weight_clip_search,
-            zero_gradient_clip_search=gradient_clip_search,
-            zero_block_size=block_size,
-            zero_chunk_numel=chunk_numel,
-            ranks_per_node=ranks_per_node,
-            zero_verify_first_steps=verify_first_steps,
-            zero_checksum_interval=checksum_interval,
-        )
-    )
-
-
-GRADIENTS = ("none", *(f"int{bits}" for bits in BITS))
-GRADIENTS_INTRA_NODE = ("none", "int8", "int4")
-WEIGHTS = (*GRADIENTS, *(f"int{bits}-delta" for bits in BITS))
-
-
-def _bits(word: str) -> int | None:
-    found = re.match(r"int(\d)", word)
-    return int(found[1]) if found else None
+def from_words(weights: str = "none", gradients: str = "none", **others: Any) -> PatchOptions:
+    """Return the options that these words mean: ``read_words``."""
+    return read_words(PatchOptions, weights, gradients, **others)

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_core_patch.carrier import Carrier, Sync, collective_group
-from megatron_core_patch.checks import WEIGHTS
 from megatron_core_patch.names import (
     BASE,
     BUFFER,
@@ -22,20 +21,19 @@ from megatron_core_patch.names import (
     FINALIZE,
     OPTIMIZER,
     STATE,
-    Replaced,
     check_names,
-    replaced,
 )
 from megatron_core_patch.options import PatchOptions
 from megatron_core_patch.refusals import ddp_problems, module_problems, optimizer_problems, wrapper_problems
 from megatron_core_patch.report import Kind, Teller, connections_note
 from megatron_core_patch.tied import exchange_parts, is_tied
-from megatron_core_patch.two_hops import TwoHops, cut_groups, timeout_of
 from megazero.comm.hops import Traffic
 from megazero.config.errors import ConfigError
 from megazero.mesh.grid import INTER, INTRA
-from megazero.mesh.launch import CONNECTIONS, Launch, read_launch
-from megazero.mesh.mesh import discover_ranks_per_node
+from megazero.mesh.launch import CONNECTIONS
+from megazero.patches.checks import WEIGHTS
+from megazero.patches.names import Replaced, replaced
+from megazero.patches.two_hops import TwoHops, cut_groups, node_size, timeout_of
 
 BUCKET_GROUP = "_ParamAndGradBucketGroup"
 GROUPS = {
@@ -204,17 +202,3 @@ def pipeline_of(ddp: Any) -> list[int]:
     """Return the ranks of this rank's pipeline, by stage."""
     group = ddp.pp_group[0] if isinstance(ddp.pp_group, list) else ddp.pp_group
     return dist.get_process_group_ranks(group)
-
-
-def node_size(override: int | None) -> int:
-    """Return the ranks per node, by the launcher's word and the host names, or the override. Collective."""
-    launch, world_size = read_launch(), dist.get_world_size()
-    if launch.world_size != world_size:  # the ranks were not started by a launcher that says so
-        launch = Launch(dist.get_rank(), world_size, None, None)
-    size = discover_ranks_per_node(launch, override)
-    if world_size % size:
-        raise ValueError(
-            f"{world_size} ranks do not divide by {size} ranks per node: start as many on each node, or give another "
-            "--ranks-per-node"
-        )
-    return size

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_core_patch.two_hops import TwoHops
-from megazero.comm.codec import Blockwise, Codec
 from megazero.mesh.launch import CONNECTIONS, USUAL_CONNECTIONS
+from megazero.patches.report import format_words, gradient_words, short
+from megazero.patches.two_hops import TwoHops
 from megazero.zero.policy import Codecs
 
 Kind = tuple[str, TwoHops, Iterable[Any]]  # 'dense' or 'expert' parameters, with their group and buffers
@@ -70,45 +70,23 @@ def _kind(name: str, hops: TwoHops, buffers: list[Any], codecs: Codecs) -> str:
     dtypes = dict.fromkeys((buffer.param_dtype, buffer.grad_dtype) for buffer in buffers)
     params, grads = dict.fromkeys(p for p, _ in dtypes), dict.fromkeys(g for _, g in dtypes)
     where = f"{name} parameters, {d} data-parallel ranks = {nodes} nodes x {size}"
-    return f"{where}: gradients {_gradients(grads, hops, codecs)}; weights {_weights(params, hops, codecs)}"
-
-
-def _gradients(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
-    raw = " and ".join(map(_short, dtypes))
-    told = []
-    if hops.intra.size > 1:
-        told.append(f"{_format(codecs.gradients_intra, raw)} inside a node")
-    if hops.inter.size > 1:
-        told.append(f"{_format(codecs.gradients_inter, 'fp32' if told else raw)} across nodes, sums in fp32")
-    elif codecs.gradients_inter:
-        what = "nothing across nodes" if codecs.gradients_intra else "not quantised as no hop crosses nodes"
-        told.append(what)
-    return ", ".join(told)
+    return (
+        f"{where}: gradients {gradient_words(grads, hops, codecs)}; weights {_weights(params, hops, codecs)}"
+    )
 
 
 def _weights(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
     if codecs.weights is None:
-        return f"exact ({', '.join(map(_short, dtypes))})"
+        return f"exact ({', '.join(map(short, dtypes))})"
     if hops.inter.size == 1:
         return "exact as no hop crosses nodes"
     told = []
     for dtype in dtypes:
         if dtype in (torch.bfloat16, torch.float16):
             what = "differences of " if codecs.delta else ""
-            told.append(f"{what}{_short(dtype)} as {_format(codecs.weights, '')} on every hop")
+            told.append(f"{what}{short(dtype)} as {format_words(codecs.weights, '')} on every hop")
         elif dtype == torch.uint8:
             told.append("fp8 as they are")
         else:
-            told.append(f"{_short(dtype)} exact as the optimizer's master weights are in that buffer")
+            told.append(f"{short(dtype)} exact as the optimizer's master weights are in that buffer")
     return ", ".join(told)
-
-
-def _format(codec: Codec | None, raw: str) -> str:
-    return (
-        f"int{codec.bits} (blocks of {codec.form.block})" if isinstance(codec, Blockwise) else f"exact {raw}"
-    )
-
-
-def _short(dtype: torch.dtype) -> str:
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "fp8"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron_core_patch.names import FINALIZE, replaced
-from megatron_core_patch.two_hops import TwoHops
+from megatron_core_patch.names import FINALIZE
 from megazero.comm.hops import Traffic
+from megazero.patches.names import replaced
+from megazero.patches.two_hops import TwoHops
 
 
 def is_tied(bucket: Any) -> bool:

@@ -28,11 +28,32 @@ from tests.unit.test_imports import ROOT, imports, module_name
 
 LIMIT_S = 60.0  # of tests for each mutation
 FILES = 12  # of tests at most: to collect more takes much of the limit
-TOPS = ("megazero", "kernels", "megatron_core_patch", "pretrain", "tools", "tests")
-TESTS = ("tests/unit", "tests/dist")
+TOPS = ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch", "pretrain", "tools", "tests")
+TESTS = ("tests/unit", "tests/dist", "tests/fsdp2")
 
 # By module: what stands there once (-), what it becomes (+, or nothing), and what that breaks.
 TABLE = r"""
+fsdp2_patch/weights.py
+- all_gather_flat(exact, input_tensor.clone(), group=group)
++ exact = output_tensor
+  weights are verified against what was sent of them
+- gather.whole = True
++ pass
+  a write in place is not sent
+
+fsdp2_patch/patch.py
+- if id(gather.group) in touched and gather.group.codecs.delta:
++ if False:
+  behind every update differences go whole
+
+fsdp2_patch/gradients.py
+- self.params, self.last = list(given["fsdp_params"]), given["all_reduce_grads"]
++ self.params, self.last = list(given["fsdp_params"]), True
+  sums cross with every micro-batch
+- self.sums = self.exact = None
++ self.exact = None
+  sums are sent again with the next step's
+
 megazero/convert/megatron/legacy.py
 - if gated and ".linear_fc1." in name:
 + if not held:

@@ -27,7 +27,7 @@ SHOWN = ("torch", "transformers", "megatron-core", "triton", "numpy")
 TESTS = {
     "unit": ["tests/unit", "tests/gpu"],
     "dist": ["tests/dist"],
-    "megatron": ["tests/megatron"],
+    "megatron": ["tests/megatron", "tests/fsdp2"],
 }
 STAGES = (*TESTS, "wheel")
 Words = list[str | Path]  # of a command

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import megatron_core_patch
-from megatron_core_patch.names import NEEDED, lookup
+from megatron_core_patch.names import NEEDED
+from megazero.patches.names import lookup
 from tests.dist.pool import run_ranks
 from tests.megatron.case import Case
 from tests.megatron.cases import EXACT, INT8_INT4

@@ -26,11 +26,11 @@ FLOORS = (
     {"ops"},
     {"convert"},
     {"train"},
-    {"verify", "profile"},
+    {"verify", "profile", "patches"},
     {"cli"},
-    {"pretrain", "tools", "__main__", "megatron_core_patch"},
+    {"pretrain", "tools", "__main__", "megatron_core_patch", "fsdp2_patch"},
 )
-TOPS = ("pretrain", "tools", "megatron_core_patch")  # beside megazero
+TOPS = ("pretrain", "tools", "megatron_core_patch", "fsdp2_patch")  # beside megazero
 PIPELINE = ("megazero.pp.partition", "megazero.pp.schedules", "megazero.pp.timeline")
 OPTIONAL = {"transformers", "wandb", "tensorboard", "tensorboardX", "matplotlib", "apex", "triton"}
 MEGATRON = {"megatron"}  # pip's
@@ -42,7 +42,7 @@ LAUNCHER = re.compile(
 
 def sources() -> list[Path]:
     """Python files of the project, tests left out."""
-    tops = [ROOT / name for name in ("megazero", "kernels", "megatron_core_patch", "pretrain", "tools")]
+    tops = [ROOT / name for name in ("megazero", "kernels", *TOPS)]
     return sorted(path for top in tops for path in top.rglob("*.py"))
 
 

@@ -47,7 +47,7 @@ def test_a_bare_checkout_runs_the_engine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    for name in ("megazero", "kernels", "megatron_core_patch"):
+    for name in ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

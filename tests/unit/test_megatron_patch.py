@@ -15,20 +15,24 @@ import torch.distributed as dist
 from megazero.kernels.arena import Arena
 
 import megatron_core_patch
-from megatron_core_patch import chains, names, patch
+from megatron_core_patch import names, patch
 from megatron_core_patch.__main__ import main, parse, split
 from megatron_core_patch.carrier import Carrier
-from megatron_core_patch.chains import Passing, Tile, reduce_columns
-from megatron_core_patch.checks import GRADIENTS, WEIGHTS, MessageChecks
+from megatron_core_patch.chains import Tile, reduce_columns
+from megatron_core_patch.checks import MessageChecks
 from megatron_core_patch.options import from_words
 from megatron_core_patch.refusals import ddp_problems, module_problems, optimizer_problems, wrapper_problems
 from megatron_core_patch.report import Teller, start_line
 from megatron_core_patch.tied import exchange_parts, is_tied
-from megatron_core_patch.two_hops import TwoHops, cut_groups, ranks_on_a_node
 from megazero.comm.codec import Blockwise
 from megazero.comm.hops import Traffic
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
 from megazero.mesh.mesh import Axis
+from megazero.patches import hops as patch_hops
+from megazero.patches.checks import GRADIENTS, WEIGHTS
+from megazero.patches.hops import Passing
+from megazero.patches.names import lookup
+from megazero.patches.two_hops import TwoHops, cut_groups, ranks_on_a_node
 from megazero.train.parallelize import make_codecs
 from megazero.zero.policy import Codecs
 
@@ -152,7 +156,7 @@ def test_older_versions_and_missing_names_are_refused(monkeypatch: pytest.Monkey
 
 def test_every_name_is_given_back() -> None:
     pytest.importorskip("megatron.core")
-    found = [(*names.lookup(module, path),) for module, paths in names.NEEDED.items() for path in paths]
+    found = [(*lookup(module, path),) for module, paths in names.NEEDED.items() for path in paths]
     before = [getattr(owner, name) for owner, name in found]
     megatron_core_patch.enable()
     assert [getattr(owner, name) for owner, name in found] != before
@@ -300,7 +304,7 @@ def test_averages_are_rounded_once(
     def echo(axis: Axis, out: torch.Tensor, messages: torch.Tensor, traffic: Traffic) -> None:
         out.copy_(messages)
 
-    monkeypatch.setattr(chains, "start_exchange", echo)
+    monkeypatch.setattr(patch_hops, "start_exchange", echo)
     d = nodes * size
     values = torch.linspace(-65504.0, 65504.0, 64).to(dtype)
     grads, hops = values.repeat(d), two_hops(nodes, size)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "releases.md").read_text()
 SOURCES = [
     path
-    for folder in ("megazero", "kernels", "megatron_core_patch", "pretrain", "tools")
+    for folder in ("megazero", "kernels", "megatron_core_patch", "fsdp2_patch", "pretrain", "tools")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 NOT_TORCHS = {"_asdict", "_exit", "_current_frames", "_unshard_if_dtensor", "_reshard_if_dtensor"}

@@ -1,4 +1,4 @@
-"""Cut a data-parallel group of Megatron's at the node boundary, into an axis inside a node and one across nodes."""
+"""Cut a trainer's data-parallel groups at the node boundary, into an axis inside a node and one across nodes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 
 from megazero.mesh.grid import INTER, INTRA, AxisSpec
-from megazero.mesh.mesh import Axis, create_axes
+from megazero.mesh.launch import Launch, read_launch
+from megazero.mesh.mesh import Axis, create_axes, discover_ranks_per_node
 
 
 @dataclass(frozen=True)
 class TwoHops:
     """A data-parallel group: ``inter`` joins the nodes, ``intra`` the group's ranks on one node.
 
-    Megatron gives shard i of a buffer to the i-th rank of the group. Ranks of a node are neighbours in the group, so
-    i = (index along inter) * (size of intra) + (index along intra).
+    The trainer gives shard i of a buffer to the i-th rank of the group. Ranks of a node are neighbours in the group,
+    so i = (index along inter) * (size of intra) + (index along intra).
     """
 
     ranks: tuple[int, ...]
@@ -36,6 +37,20 @@ class TwoHops:
         return tuple(axis for axis in (self.intra, self.inter) if axis.size > 1)
 
 
+def node_size(override: int | None) -> int:
+    """Return the ranks per node, by the launcher's word and the host names, or the override. Collective."""
+    launch, world_size = read_launch(), dist.get_world_size()
+    if launch.world_size != world_size:  # the ranks were not started by a launcher that says so
+        launch = Launch(dist.get_rank(), world_size, None, None)
+    size = discover_ranks_per_node(launch, override)
+    if world_size % size:
+        raise ValueError(
+            f"{world_size} ranks do not divide by {size} ranks per node: start as many on each node, or give another "
+            "--ranks-per-node"
+        )
+    return size
+
+
 def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     """Return how many of the group's ranks share a node.
 
@@ -51,7 +66,7 @@ def ranks_on_a_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     if nodes != sorted(nodes):
         raise ValueError(
             f"data-parallel group {list(ranks)} goes back to a node of {ranks_per_node} ranks that it has left: "
-            "ranks of a node must be neighbours in it (Megatron's default order of ranks)"
+            "ranks of a node must be neighbours in it"
         )
     return next(iter(counts.values()))
 

@@ -1,0 +1,197 @@
+"""Gradients: what FSDP2's reduction of a group does while the patch is on.
+
+1-D mesh: the reduce-scatter takes the hop inside the node, exactly unless the user says otherwise, and leaves one row
+of sums for each node. FSDP2's all-reduce hook then takes the hop across nodes, once per step: a backward that is not
+the last (``set_requires_all_reduce(False)``) leaves zeros in the gradients, and its sums wait in fp32.
+
+2-D mesh (HSDP): FSDP2's own reduce-scatter stays inside the node. Its all-reduce over replicas is replaced while the
+reduction runs: each replica sums its share of what the others send, and sends the sum back in the same format; all of
+them, the owner too, take what was sent, so replicas stay equal to the bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from fsdp2_patch.group import Group, refuse_capture, sum_over
+from fsdp2_patch.torch_parts import COLLECTIVES
+from megazero.mesh.mesh import reduce_scatter_flat
+from megazero.patches.checks import GRADIENTS
+from megazero.patches.hops import gather_over, run_through
+from megazero.patches.names import replaced
+from megazero.zero.unit import at_least_fp32
+
+
+class TwoHopReduceScatter(ReduceScatter):
+    """Stands for a group's reduce-scatter on a 1-D mesh; ``cross`` is its all-reduce hook.
+
+    sums: [nodes, n], fp32, what this rank's node has summed and has not sent. params: whose they are.
+    exact: [n], what FSDP2's own collective would have given, in verified steps.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.params: list[Any] = []
+        self.sums: torch.Tensor | None = None
+        self.exact: torch.Tensor | None = None
+        self.last, self.divisor = True, 1.0
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def reduce(self, given: Mapping[str, Any], original: Callable[[], Any]) -> Any:
+        """Run torch's ``foreach_reduce`` with these arguments."""
+        if self.sums is not None and self.params != given["fsdp_params"]:
+            names = {self.group.names[id(p)] for p in {*self.params} ^ {*given["fsdp_params"]}}
+            raise RuntimeError(
+                f"fsdp2_patch: {', '.join(sorted(names))} had gradients in some micro-batches of a step alone: call "
+                "model.set_reduce_scatter_unused_params(True) (torch 2.13), or model.set_requires_all_reduce(True) "
+                "in every micro-batch"
+            )
+        self.params, self.last = list(given["fsdp_params"]), given["all_reduce_grads"]
+        self.divisor = given["gradient_divide_factor"] or 1.0
+        return original()
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum the input [nodes * ranks * n] inside the node; the output [n] is filled by ``cross``."""
+        refuse_capture(input_tensor.device)
+        if op == ReduceOp.SUM:
+            self.divisor = 1.0
+        elif op == ReduceOp.AVG:
+            self.divisor = float(group.size())
+        if self.group.verifies:
+            exact = torch.empty_like(output_tensor, dtype=torch.float32)
+            reduce_scatter_flat(exact, input_tensor.float(), group=group)
+            self.exact = exact if self.exact is None else self.exact.add_(exact)
+        hops = self.group.hops
+        rows = input_tensor.view(hops.inter.size, hops.intra.size, -1).transpose(0, 1)
+        sums = run_through(self._inside(rows))
+        self.sums = sums if self.sums is None else self.sums.add_(sums)
+
+    def cross(self, output: torch.Tensor) -> None:
+        """Take the hop across nodes, behind the last backward, into the output [n]; else leave zeros there."""
+        refuse_capture(output.device)
+        if (
+            output.device.type == "cuda"
+        ):  # another stream's, which nothing else holds for this one before torch 2.15
+            output.record_stream(torch.cuda.current_stream())
+        if not self.last:
+            output.zero_()
+            return
+        sums, exact = self.sums, self.exact
+        assert sums is not None
+        self.drop()
+        if sums.device.type == "cuda":
+            sums.record_stream(torch.cuda.current_stream())
+        run_through(self._across(sums, output))
+        if exact is not None:
+            self.group.differences.note(
+                GRADIENTS, self.group.updates + 1, output, exact.div_(self.divisor), self.group.shard_group
+            )
+
+    def drop(self) -> None:
+        """Forget the sums that wait."""
+        self.sums = self.exact = None
+
+    def _inside(self, rows: torch.Tensor) -> Generator[dist.Work, None, torch.Tensor]:
+        """Sum rows [ranks, nodes, n] of the node's ranks; return [nodes, n]."""
+        group, (_, nodes, n) = self.group, rows.shape
+        axis = group.hops.intra
+        if axis.size == 1:
+            return rows[0].to(at_least_fp32(rows.dtype), copy=True)
+        codec, packing = group.format(group.codecs.gradients_intra, self.params, rows.dtype)
+        if packing is None:
+            return (yield from sum_over(axis, codec, [rows], group.passing))[0]
+        with group.passing.frame() as frame:
+            packed = yield from sum_over(axis, codec, packing.pack(rows, frame.take), group.passing)
+        sums = torch.empty(nodes, n, dtype=packed[0].dtype, device=rows.device)
+        packing.unpack(packed, sums)
+        return sums
+
+    def _across(self, sums: torch.Tensor, output: torch.Tensor) -> Generator[dist.Work, None, None]:
+        group = self.group
+        codec, packing = group.format(group.codecs.gradients_inter, self.params, sums.dtype)
+        with group.passing.frame() as frame:
+            regions = [sums] if packing is None else packing.pack(sums, frame.take)
+            totals = yield from sum_over(group.hops.inter, codec, regions, group.passing)
+        for total in totals:
+            total.div_(
+                self.divisor
+            )  # before it is rounded to the reduction's dtype, in which it may overflow
+        if packing is None:
+            output.copy_(totals[0])
+        else:
+            packing.unpack(totals, output)
+
+
+class ReplicaAllReduce:
+    """Stands for ``torch.distributed`` in a group's reduction on a 2-D mesh, where it calls one name of it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.params: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def reduce(self, given: Mapping[str, Any], original: Callable[[], Any]) -> Any:
+        """Run torch's ``foreach_reduce`` with these arguments."""
+        self.params = given["fsdp_params"]
+        with replaced(importlib.import_module(COLLECTIVES), dist=self):
+            return original()
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> None:
+        """Sum, or average, the tensor [n] over the replicas, in place."""
+        refuse_capture(tensor.device)
+        exact = tensor.clone() if self.group.verifies else None
+        if exact is not None:
+            dist.all_reduce(exact, op=op, group=group)
+        run_through(self._chain(tensor, self.group.hops.inter.size if op == ReduceOp.AVG else 1))
+        if exact is not None:
+            self.group.differences.note(
+                GRADIENTS, self.group.updates + 1, tensor, exact, self.group.shard_group
+            )
+
+    def _chain(self, tensor: torch.Tensor, divisor: int) -> Generator[dist.Work, None, None]:
+        group, axis = self.group, self.group.hops.inter
+        codec, packing = group.format(group.codecs.gradients_inter, self.params, tensor.dtype, axis.size)
+        with group.passing.frame() as frame:
+            if packing is None:
+                n = -(-tensor.numel() // axis.size) * axis.size
+                packed = [tensor if n == tensor.numel() else _filled(tensor, frame.take(n, tensor.dtype))]
+            else:
+                packed = packing.pack(tensor, frame.take)
+            regions = [values.view(axis.size, -1) for values in packed]
+            sums = yield from sum_over(axis, codec, regions, group.passing)
+            m = codec.message_numel(*(total.numel() for total in sums))
+            message = frame.take(m, codec.wire_dtype).view(1, m)
+            codec.encode(*(total.div_(divisor).view(1, -1) for total in sums), out=message)
+            every = yield from gather_over([axis], message.view(-1), "reduce", frame.take, group.passing)
+            codec.decode(every.view(axis.size, m), *regions)
+            if packing is not None:
+                packing.unpack(packed, tensor)
+            elif packed[0] is not tensor:
+                tensor.copy_(packed[0][: tensor.numel()])
+
+
+def _filled(values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Copy values [n] to the buffer's begin; the rest is zero."""
+    buffer[: values.numel()].copy_(values)
+    buffer[values.numel() :].zero_()
+    return buffer

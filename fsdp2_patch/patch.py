@@ -1,0 +1,284 @@
+"""The patch while it is on: which groups it carries, and what of torch's it stands in for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megazero.kernels.arena import Arena
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp2_patch import torch_parts
+from fsdp2_patch.gradients import ReplicaAllReduce, TwoHopReduceScatter
+from fsdp2_patch.group import Group
+from fsdp2_patch.options import Fsdp2Options
+from fsdp2_patch.refusals import group_problems, mesh_problems, nodes_of
+from fsdp2_patch.report import start_line
+from fsdp2_patch.weights import KeptAllGather, settle
+from megazero.comm.hops import Traffic
+from megazero.config.errors import ConfigError
+from megazero.patches.checks import GRADIENTS, WEIGHTS, Differences, compare_replicas
+from megazero.patches.hops import Passing
+from megazero.patches.names import Replaced
+from megazero.patches.two_hops import cut_groups, node_size, timeout_of
+from megazero.train.parallelize import make_codecs
+
+Reduction = TwoHopReduceScatter | ReplicaAllReduce
+
+
+class ModuleGroup(NamedTuple):
+    """A parameter group of torch's, and the module that has it."""
+
+    name: str
+    module: Any
+    raw: Any
+
+    @property
+    def replicas(self) -> bool:
+        """Whether its mesh has a dimension of replicas (HSDP)."""
+        return isinstance(self.raw.mesh_info, HSDPMeshInfo)
+
+    @property
+    def across(self) -> dist.ProcessGroup:
+        """Return the process group whose messages may cross nodes."""
+        info = self.raw.mesh_info
+        return info.replicate_process_group if self.replicas else info.shard_process_group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.across))
+
+
+class Fsdp2Patch:
+    """The patch on one model, from ``enable`` to ``disable``."""
+
+    def __init__(self, model: nn.Module, options: Fsdp2Options) -> None:
+        """Raise ConfigError on every rank, with nothing patched, if some rank cannot carry its part. Collective."""
+        torch_parts.check_torch()
+        self.model, self.options = model, options
+        self.differences = Differences("fsdp2_patch")
+        self.undo: list[Callable[[], object]] = []
+        self.gathers: list[KeptAllGather] = []
+        self.reductions: dict[int, Reduction] = {}  # by id of each of the group's FSDPParams
+        self.groups = self._find()
+        self._install()
+        if dist.get_rank() == 0:
+            print(start_line(self.groups), flush=True)
+
+    def remove(self) -> None:
+        """Give FSDP2 its own collectives back."""
+        while self.undo:
+            self.undo.pop()()
+
+    # -- the groups -------------------------------------------------------------------------------
+
+    def _find(self) -> list[Group]:
+        """Return the groups that cross nodes, with their hops."""
+        h, modules = node_size(self.options.ranks_per_node), list(torch_parts.param_groups(self.model))
+        found = [ModuleGroup(name, module, raw) for name, module, raws in modules for raw in raws]
+        problems = list(self._problems(modules, found, h))
+        crossing = [] if problems else [one for one in found if nodes_of(one.across, h) > 1]
+        if not (crossing or problems):
+            problems.append(
+                f"no group of ranks that share or replicate parameters has ranks on two nodes of {h}: nothing "
+                "crosses nodes; leave the patch out (or give ranks_per_node, if the launcher's is wrong)"
+            )
+        places = dict.fromkeys(one.ranks for one in crossing)
+        exact = self._exact(found) if crossing else frozenset()
+        largest = max(
+            (_numel(p) for one in crossing for p in one.raw.fsdp_params if id(p) not in exact), default=0
+        )
+        self._agree(problems, len(places), largest)
+        device, shared = crossing[0].raw.device, crossing[0].raw.mesh_info.shard_process_group
+        self.passing = Passing(Traffic(), Arena(), device)
+        hops = cut_groups(
+            {f"group {i}": p for i, p in enumerate(places)}, h, device, timeout_of(shared, device)
+        )
+        codecs, names = make_codecs(self.options.wire), self._names(found)
+        return [
+            Group(
+                *one,
+                hops=hops[one.ranks],
+                replicas=one.replicas,
+                exact=exact,
+                names=names,
+                codecs=codecs,
+                passing=self.passing,
+                differences=self.differences,
+                verified_steps=self.options.zero_verify_first_steps,
+                checksum_interval=self.options.zero_checksum_interval,
+            )
+            for one in crossing
+        ]
+
+    def _problems(
+        self, modules: list[tuple[str, Any, list[Any]]], found: list[ModuleGroup], h: int
+    ) -> Iterator[str]:
+        """Say what is wrong on this rank, on nodes of h ranks. What later checks stand on comes first."""
+        if not modules:
+            yield "no module of the model was given to fully_shard: call enable() behind that"
+        lacking = torch_parts.lacking_parts([one.raw for one in found])
+        yield from (f"torch {torch.__version__} lacks {name}" for name in lacking)
+        if not lacking:
+            wrong = [text for name, _, raws in modules for text in group_problems(name, raws)]
+            yield from wrong or (
+                text for one in found for text in mesh_problems(one.name, one.raw, h, self.options)
+            )
+
+    def _exact(self, found: list[ModuleGroup]) -> frozenset[int]:
+        """Return the ids of the FSDPParams that are small, or replicated where others are split."""
+        params = [p for one in found for p in one.raw.fsdp_params]
+        others = {id(p): torch_parts.other_placements(p) for p in params}
+        split, limit = any(others.values()), self.options.zero_exact_numel
+        return frozenset(
+            id(p)
+            for p in params
+            if _numel(p) <= limit or split and not any(placed.is_shard() for placed in others[id(p)])
+        )
+
+    def _names(self, found: list[ModuleGroup]) -> dict[int, str]:
+        """Return the names of the FSDPParams, by id."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        params = [(one.name, p) for one in found for p in one.raw.fsdp_params]
+        return {id(p): names.get(id(p.sharded_param), f"a parameter of {module}") for module, p in params}
+
+    def _agree(self, problems: list[str], crossing: int, largest: int) -> None:
+        """Raise ConfigError on every rank if some rank has problems, or if ranks differ. Collective."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (problems, crossing, largest))
+        first: list[str] = next((texts for texts, *_ in every if texts), [])
+        if not first and len({count for _, count, _ in every}) > 1:
+            first = [
+                f"ranks have different numbers of groups that cross nodes: {[count for _, count, _ in every]}"
+            ]
+        most, limit = max(numel for *_, numel in every), self.options.zero_exact_numel
+        if not first and self.options.wire.codings and not most:
+            first = [
+                f"exact_numel={limit}: no parameter has more elements on a rank, or all that do are replicated, so "
+                "nothing would be quantised; give less, or weights='none', gradients='none'"
+            ]
+        if first:
+            raise ConfigError([f"fsdp2_patch: {text}" for text in first])
+
+    # -- what it stands in for --------------------------------------------------------------------
+
+    def _install(self) -> None:
+        for group in self.groups:
+            reduction: Reduction = ReplicaAllReduce(group) if group.replicas else TwoHopReduceScatter(group)
+            self.reductions.update((id(p), reduction) for p in group.params)
+            if isinstance(reduction, TwoHopReduceScatter):
+                self._install_shards(group, reduction)
+        names = Replaced()
+        self.undo.append(names.restore)
+        original = importlib.import_module(torch_parts.GROUP).foreach_reduce
+        self.signature = inspect.signature(original)
+        names.wrap(
+            torch_parts.GROUP,
+            "foreach_reduce",
+            lambda reduce: update_wrapper(partial(self._reduce, reduce), reduce),
+        )
+        if hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):  # from torch 2.13 on
+            names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._resetting)
+        if self.gathers:
+            for module in torch_parts.top_modules(self.model):
+                self.undo.append(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
+        self.undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
+        self.undo.append(register_optimizer_step_post_hook(self._after_update).remove)
+
+    def _install_shards(self, group: Group, reduction: TwoHopReduceScatter) -> None:
+        raw, gather = group.raw, KeptAllGather(group)
+        self.gathers.append(gather)
+        self.undo += [
+            partial(group.module.set_custom_all_gather, raw._all_gather_comm),
+            partial(group.module.set_custom_reduce_scatter, raw._reduce_scatter_comm),
+            partial(group.module.set_all_reduce_hook, raw._all_reduce_hook),
+        ]
+        group.module.set_custom_all_gather(gather)
+        group.module.set_custom_reduce_scatter(reduction)
+        group.module.set_all_reduce_hook(reduction.cross)
+
+    # -- what is called ---------------------------------------------------------------------------
+
+    def _reduce(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand for FSDP2's ``foreach_reduce``, which reduces one group's gradients."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given, call = bound.arguments, partial(original, *args, **kwargs)
+        reduction = self.reductions.get(id(given["fsdp_params"][0]))
+        if reduction is None:
+            return call()
+        for parameter in given["fsdp_params"]:
+            if getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(
+                    f"fsdp2_patch: {reduction.group.names[id(parameter)]} has a hook behind its gradient "
+                    "(register_post_accumulate_grad_hook, an optimizer in the backward), which would see sums that "
+                    "have not crossed nodes: step the optimizer behind the last backward"
+                )
+        return reduction.reduce(given, call)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        torch.compiler.disable(self._settle)()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        settle(self.gathers)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        waiting = [
+            r.group.name
+            for r in self._touched(optimizer)
+            if isinstance(r, TwoHopReduceScatter) and r.sums is not None
+        ]
+        if waiting:
+            raise RuntimeError(
+                f"fsdp2_patch: an optimizer steps while gradients of {', '.join(waiting)} wait for the last "
+                "backward: call model.set_requires_all_reduce(True) before the step's last forward"
+            )
+        for kind in (WEIGHTS, GRADIENTS):
+            self.differences.tell(kind)
+
+    @torch.no_grad()
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        touched = {id(reduction.group) for reduction in self._touched(optimizer)}
+        for group in self.groups:
+            if id(group) in touched:
+                group.updates, group.updated = group.updates + 1, True
+        for gather in self.gathers:
+            if id(gather.group) in touched and gather.group.codecs.delta:
+                gather.noted = gather.checksums()
+        interval = self.options.zero_checksum_interval
+        for group in self.groups:
+            if group.replicas and id(group) in touched and interval and group.updates % interval == 0:
+                replicas = group.raw.mesh_info.replicate_process_group
+                compare_replicas("fsdp2_patch", torch.cat(group.shards()), group.updates, replicas)
+
+    def _touched(self, optimizer: torch.optim.Optimizer) -> list[Reduction]:
+        """Return the reductions of the groups whose parameters an optimizer updates, each once."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = {
+            id(r): r
+            for r in self.reductions.values()
+            if any(id(p.sharded_param) in own for p in r.group.params)
+        }
+        return list(found.values())
+
+    def _resetting(self, original: Callable[..., None]) -> Callable[..., None]:
+        def reset_iter_state(module: Any) -> None:
+            original(module)
+            for reduction in self.reductions.values():
+                if isinstance(reduction, TwoHopReduceScatter):
+                    reduction.drop()
+
+        return reset_iter_state
+
+
+def _numel(parameter: Any) -> int:
+    """Return how many elements of an FSDPParam one tensor-parallel rank has."""
+    return parameter._orig_size.numel()

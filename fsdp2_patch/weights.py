@@ -1,0 +1,200 @@
+"""Weights on a 1-D mesh: they cross nodes once after an update, and what has crossed is kept.
+
+A group's first all-gather after an update sends this rank's shard to the ranks of the same place on other nodes. What
+those sent stays: [nodes, m] messages, exact or quantised, or the weights themselves [nodes, n] where differences are
+sent. This gather and the later ones, until the next update, share that inside the node. Every rank, the owner too,
+takes the message, so all have the same bits.
+
+Nobody says that weights have changed, and version counters do not move. So each shard's checksums are noted, and
+compared at every forward that would use what is kept, or send a difference to it (``settle``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from fsdp2_patch.group import Group, refuse_capture
+from megazero.comm.codec import Blockwise
+from megazero.mesh.mesh import all_gather_flat
+from megazero.patches.checks import WEIGHTS, compare_replicas
+from megazero.patches.hops import gather_over, run_through
+from megazero.zero.access import fingerprint
+
+CODED = (torch.float32, torch.bfloat16, torch.float16)  # fp8 weights come with scales in the same bytes
+
+
+class KeptAllGather(AllGather):
+    """Stands for a group's all-gather on a 1-D mesh.
+
+    kept: what crossed nodes: [nodes, m] of the codec's dtype, or with differences [nodes, n] packed weights.
+    whole: the next message is the weights and not a difference: what others hold is not near them.
+    noted: checksums of this rank's shards, int64 [parameters], as of the last forward or update.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.kept: torch.Tensor | None = None
+        self.whole = True
+        self.noted: torch.Tensor | None = None
+        self.used: torch.cuda.Event | None = (
+            None  # behind the last use of ``kept``, on whichever stream that was
+        )
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether what is kept are the current weights, as far as optimizers say."""
+        return not (self.whole or self.group.updated)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the next gather stands on what is kept."""
+        return not self.whole and (self.fresh or self.group.codecs.delta)
+
+    def checksums(self) -> torch.Tensor:
+        return torch.stack([fingerprint(shard) for shard in self.group.shards()])
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the input [n] of every rank into the output [nodes * ranks * n]."""
+        refuse_capture(input_tensor.device)
+        if group is not self.group.shard_group:  # of reshard_after_forward=int, inside a node
+            return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+        on_cuda, sent = input_tensor.device.type == "cuda", not self.fresh
+        if on_cuda and self.used is not None:
+            torch.cuda.current_stream().wait_event(self.used)
+        exact = torch.empty_like(output_tensor) if sent and self.group.verifies else None
+        if (
+            exact is not None
+        ):  # before the input, which is a part of the output, is replaced by what was sent of it
+            all_gather_flat(exact, input_tensor.clone(), group=group)
+        run_through(self._gather(output_tensor, input_tensor))
+        if on_cuda:
+            self.used = torch.cuda.current_stream().record_event()
+        step, interval = self.group.updates, self.group.checksum_interval
+        if exact is not None:
+            self.group.differences.note(WEIGHTS, step + 1, output_tensor, exact)
+        if sent and interval and step and step % interval == 0:
+            compare_replicas("fsdp2_patch", output_tensor, step, group)
+        return None
+
+    def _gather(self, output: torch.Tensor, own: torch.Tensor) -> Generator[dist.Work, None, None]:
+        group, hops, passing = self.group, self.group.hops, self.group.passing
+        codec, packing = group.format(
+            group.codecs.weights if own.dtype in CODED else None, group.params, own.dtype
+        )
+        # Where FSDP2 sends more than the shards (extensions), nobody knows what lies where.
+        if packing is not None and own.numel() != sum(
+            p.padded_sharded_param_size.numel() for p in group.params
+        ):
+            codec, packing = group.format(None, group.params, own.dtype)
+        rows = output.view(hops.inter.size, hops.intra.size, -1).transpose(0, 1)
+        delta = group.codecs.delta and packing is not None
+        with passing.frame() as frame:
+            packed = [own] if packing is None else packing.pack(own, frame.take)
+            if not self.fresh:
+                if delta:
+                    assert isinstance(codec, Blockwise)
+                    yield from self._advance(packed, codec)
+                else:
+                    message = own
+                    if packing is not None:
+                        message = frame.take(
+                            codec.message_numel(*(x.numel() for x in packed)), codec.wire_dtype
+                        )
+                        codec.encode(*(x.view(1, -1) for x in packed), out=message.view(1, -1))
+                    yield from self._receive(message)
+                self.whole = group.updated = False
+            assert self.kept is not None
+            axes = [hops.intra] if hops.intra.size > 1 else []
+            every = yield from gather_over(axes, self.kept.view(-1), "gather", frame.take, passing)
+            values = every.view(hops.intra.size, *self.kept.shape)
+            if packing is None:
+                rows.copy_(values)
+            elif delta:
+                packing.unpack(packing.cut(values), rows)
+            else:
+                shape = values.shape[:2]
+                regions = [
+                    frame.take(shape.numel() * r.numel, own.dtype).view(-1, r.numel) for r in packing.regions
+                ]
+                codec.decode(values.view(-1, values.shape[-1]), *regions)
+                packing.unpack([region.view(*shape, -1) for region in regions], rows)
+
+    def _receive(self, message: torch.Tensor) -> Generator[dist.Work, None, None]:
+        """Send the message [m] across nodes; keep every node's."""
+        axis = self.group.hops.inter
+        shape = (axis.size, message.numel())
+        if self.kept is None or self.kept.shape != shape or self.kept.dtype != message.dtype:
+            with torch.inference_mode(False):  # else nothing could be written to it outside of that mode
+                self.kept = torch.empty(shape, dtype=message.dtype, device=message.device)
+        kept = self.kept
+        yield from gather_over([axis], message, "refresh", lambda *_: kept.view(-1), self.group.passing)
+
+    def _advance(self, packed: Sequence[torch.Tensor], codec: Blockwise) -> Generator[dist.Work, None, None]:
+        """Send differences of the packed regions to what others hold, and add those received to what is kept."""
+        axis, passing = self.group.hops.inter, self.group.passing
+        if self.whole:
+            yield from self._receive(torch.cat(list(packed)))
+            return
+        assert self.kept is not None
+        sizes = [values.numel() for values in packed]
+        with passing.frame() as frame:
+            held, *exact = self.kept.split(sizes, dim=1)
+            change = frame.take(sizes[0], torch.float32).view(1, -1)
+            change.copy_(packed[0]).sub_(held[axis.index])
+            message = frame.take(codec.message_numel(*sizes), codec.wire_dtype).view(1, -1)
+            codec.encode(change, *(x.view(1, -1) for x in packed[1:]), out=message)
+            every = yield from gather_over([axis], message.view(-1), "refresh", frame.take, passing)
+            codec.decode_add(every.view(axis.size, -1), held, *exact)
+
+
+def settle(gathers: Sequence[KeptAllGather]) -> None:
+    """Find what was written since the last forward, but by an optimizer: that is sent whole. Collective.
+
+    Called where a forward begins, on every rank alike. If some gather would stand on what is kept, the ranks agree
+    which shards have changed, with one small all-reduce for which the host waits.
+    """
+    now = [gather.checksums() for gather in gathers]
+    if any(gather.compares for gather in gathers):
+        for group in dict.fromkeys(gather.group.shard_group for gather in gathers):
+            _compare(
+                [(g, sums) for g, sums in zip(gathers, now, strict=True) if g.group.shard_group is group]
+            )
+    for gather, sums in zip(gathers, now, strict=True):
+        gather.noted = sums
+
+
+def _compare(gathers: Sequence[tuple[KeptAllGather, torch.Tensor]]) -> None:
+    """Compare the checksums of gathers of one process group with those noted; mark what has changed."""
+    parts = [
+        torch.ones_like(now, dtype=torch.bool) if g.noted is None else now != g.noted for g, now in gathers
+    ]
+    group = gathers[0][0].group
+    changed = torch.cat(parts).to(group.raw.device, torch.uint8)  # shards may be offloaded
+    dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=group.shard_group)
+    found = iter(changed.tolist())
+    for gather, _ in gathers:
+        names = [gather.group.names[id(p)] for p in gather.group.params if next(found)]
+        if names and gather.compares:
+            gather.whole = True
+            if dist.get_rank() == 0 and gather.noted is not None:
+                warnings.warn(
+                    f"fsdp2_patch: {', '.join(names)} changed outside of an optimizer's step (a checkpoint was "
+                    "loaded, or a program wrote): sent again, whole",
+                    stacklevel=2,
+                )

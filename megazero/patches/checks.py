@@ -1,0 +1,61 @@
+"""Two looks at what a patch sends: first steps with every message sent exactly, too, and checksums of replicas.
+
+Both cost time and memory while they look, and nothing otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRADIENTS, WEIGHTS = "gradients", "weights"
+
+
+class Differences:
+    """Adds up, by kind, what messages of a step lost, and prints it on rank 0. ``patch`` is the name that it says."""
+
+    def __init__(self, patch: str) -> None:
+        self.patch = patch
+        self.sums: dict[str, torch.Tensor] = {}  # kind -> squares of the differences, of the exact values
+        self.steps: dict[str, int] = {}
+
+    def note(self, kind: str, step: int, sent: torch.Tensor, exact: torch.Tensor, group: Any = None) -> None:
+        """Add a message, as it arrived and as it would have been, exactly: any shape, the same for both.
+
+        group: its ranks hold different parts, whose squares are added. This is collective over it.
+        """
+        pair = (sent.float() - exact.float(), exact.float())
+        squares = torch.stack([x.square().sum(dtype=torch.float64) for x in pair])
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        self.steps[kind] = step
+        self.sums[kind] = self.sums[kind] + squares if kind in self.sums else squares
+
+    def tell(self, kind: str) -> None:
+        """Print on rank 0 what was noted of this kind since the last call."""
+        if kind in self.sums:
+            lost, whole = self.sums.pop(kind).tolist()
+            if dist.get_rank() == 0:
+                error = (lost / whole) ** 0.5 if whole else lost**0.5
+                print(
+                    f"{self.patch}: step {self.steps[kind]}: {kind} differ from exact ones by {error:.2e} "
+                    "(norm of the difference / norm)",
+                    flush=True,
+                )
+
+
+def compare_replicas(patch: str, params: torch.Tensor, step: int, group: Any) -> None:
+    """Raise RuntimeError on every rank of the group unless all hold the same bits of ``params`` [n]. Collective."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[params.element_size()]
+    own = params.view(words).sum(dtype=torch.int64).reshape(1)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    sums = [int(x) for x in every]
+    if len(set(sums)) > 1:
+        ranks = dict(zip(dist.get_process_group_ranks(group), sums, strict=True))
+        raise RuntimeError(
+            f"{patch}: after step {step} data-parallel ranks hold different parameters (checksums by "
+            f"rank: {ranks}): a message was lost or changed, or ranks began with different parameters"
+        )

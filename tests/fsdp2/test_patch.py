@@ -1,0 +1,392 @@
+"""fsdp2_patch on four ranks as two nodes of two: parity with FSDP2, what quantised messages keep, what is refused.
+
+A few cases run always. All of them, five minutes on 2 cores:
+
+    python -m pytest tests/fsdp2/test_patch.py -m "slow or not slow"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2_patch
+from tests.dist.pool import run_ranks
+from tests.fsdp2.job import RANKS, Case, Job, Run, patched, train, train_all
+
+BF16, FP16 = (torch.bfloat16, torch.float32), (torch.float16, torch.float16)
+EXACT: dict[str, Any] = {}
+INT4 = {"gradients": "int4", "exact_numel": 0}
+INT8_INT4 = {"weights": "int8", **INT4}
+DELTA_INT4 = {"weights": "int4-delta", **INT4}
+
+CASES = {
+    "2d": Case("2d"),
+    "2d, 4 micro-batches": Case("2d", 4),
+    "2d, 4 micro-batches, each crossing": Case("2d", 4, deferring=False),
+    "2d, whole gradients": Case("2d", 4, whole=True),
+    "2d, bf16": Case("2d", 2, (torch.bfloat16, None)),
+    "2d, bf16 and fp32": Case("2d", 2, BF16),
+    "2d, fp16": Case("2d", 2, FP16),
+    "2d, checkpointing": Case("2d", checkpointing=True),
+    "2d, compiled": Case("2d", compiled=True),
+    "2d, frozen": Case("2d", 2, frozen=True),
+    "2d, divide": Case("2d", 2, divide=1.0),
+    "1d": Case(),
+    "1d, 4 micro-batches": Case(micro_batches=4),
+    "1d, 4 micro-batches, each crossing": Case(micro_batches=4, deferring=False),
+    "1d, whole gradients": Case(micro_batches=4, whole=True),
+    "1d, bf16": Case("1d", 2, (torch.bfloat16, None)),
+    "1d, bf16 and fp32": Case("1d", 2, BF16),
+    "1d, fp16": Case("1d", 2, FP16),
+    "1d, kept after forward": Case("1d", 2, reshard=False),
+    "1d, resharded to a node": Case("1d", 2, reshard=2),
+    "1d, checkpointing": Case("1d", 2, checkpointing=True),
+    "1d, compiled": Case("1d", 2, compiled=True),
+    "1d, frozen": Case("1d", 2, frozen=True),
+    "1d, divide": Case("1d", 2, divide=1.0),
+    "tp": Case("tp", 2),
+    "tp, bf16": Case("tp", 2, BF16),
+}
+ALWAYS = {"2d, 4 micro-batches", "1d, 4 micro-batches"}
+
+
+def cases(always: set[str]) -> list:
+    assert always <= set(CASES)
+    marks = [pytest.mark.slow]
+    return [pytest.param(CASES[name], id=name, marks=[] if name in always else marks) for name in CASES]
+
+
+def beside(case: Case, *formats: dict[str, Any]) -> list[list[Run]]:
+    """The runs of all ranks without the patch, and with each of these words."""
+    words: list[Any] = [None, *formats]
+    every = run_ranks(RANKS, train_all, [(case, given) for given in words], timeout=300)
+    return [list(runs) for runs in zip(*every, strict=True)]
+
+
+@pytest.mark.parametrize("case", cases(ALWAYS))
+def test_exact_messages_change_nothing(case: Case) -> None:
+    """Bit for bit on a 2-D mesh; else fp32's sums in another order, and 16 bits' own rounding of the same."""
+    if case not in (CASES[name] for name in ALWAYS):
+        case = replace(case, steps=20)
+    plain, runs = beside(case, {**EXACT, "checksum_interval": 2})
+    for run, other in zip(runs, plain, strict=True):
+        assert run.sent["inter_node_bytes"] > 0 and not run.warned  # it was on
+        if case.mesh == "2d":
+            assert (run.losses, run.norms, run.shards) == (other.losses, other.norms, other.shards)
+            continue
+        # In 16 bits FSDP2 itself rounds each rank's sum, which the patch sums in fp32.
+        sixteen = case.dtypes[1] in (torch.float16, None) and case.dtypes[0] is not None
+        near = 2e-3 if sixteen else 1e-6
+        assert run.losses == pytest.approx(other.losses, rel=near)
+        assert run.norms == pytest.approx(other.norms, rel=10 * near)
+    assert all(run.whole == runs[0].whole for run in runs)
+
+
+@pytest.mark.parametrize("case", cases({"2d", "1d"}))
+def test_quantised_messages_train_and_keep_replicas_equal(case: Case) -> None:
+    """Of the loss they cost less than one step of training gains."""
+    if case not in (CASES["1d"], CASES["2d"]):
+        case = replace(case, steps=20)
+    plain, *found = beside(case, *((INT4,) if case.mesh == "2d" else (INT4, INT8_INT4, DELTA_INT4)))
+    for runs in found:
+        assert all(run.whole == runs[0].whole for run in runs)
+        if case.mesh == "2d":
+            assert [run.shards for run in runs[:2]] == [run.shards for run in runs[2:]]
+        losses, wanted = runs[0].losses, plain[0].losses
+        gain = max(before - after for before, after in zip(wanted, wanted[1:], strict=False))
+        assert 0 < max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < gain
+        assert not runs[0].warned
+
+
+def printed(case: Case, words: dict[str, Any]) -> str:
+    """What a rank prints in a training."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train(case, words)
+    return said.getvalue()
+
+
+def test_the_first_steps_are_verified() -> None:
+    told, *others = run_ranks(
+        RANKS, printed, Case(micro_batches=2, steps=2), {**INT8_INT4, "verify_first_steps": 1}
+    )
+    assert "1-D mesh of 4 ranks = 2 nodes x 2" in told and "int8 (blocks of 64)" in told
+    errors = {
+        kind: float(told.split(f"step 1: {kind} differ from exact ones by ")[1].split()[0])
+        for kind in ("weights", "gradients")
+    }
+    # Errors are uniform in half a step, 1/127 or 1/7 of a block's largest value: of normal ones, 3 times their norm.
+    assert 1e-3 < errors["weights"] < 3 / 127 / math.sqrt(12) and 1e-2 < errors[
+        "gradients"
+    ] < 3 / 7 / math.sqrt(12)
+    assert "step 2: weights" not in told and others == [""] * 3
+
+
+def sends() -> list[dict[str, int]]:
+    """What this rank sends in the second step, in each format, and what an exact message has."""
+    found = []
+    for case, words in (
+        (Case("2d", 4), INT4),
+        (Case("1d", 4), EXACT),
+        (Case("1d", 4), INT8_INT4),
+        (Case("1d", 4), DELTA_INT4),
+    ):
+        job = Job(case)
+        with patched(job.model, words, case.ranks_per_node):
+            job.step(0)
+            fsdp2_patch.counters().take()
+            job.step(1)
+            found.append(fsdp2_patch.counters().take())
+    return found
+
+
+def test_bytes_are_those_of_the_formats() -> None:
+    """N / 4 elements of a shard, padded to blocks of 64 by parameter; 4 micro-batches cross as one."""
+    hsdp, exact, int8, delta = run_ranks(RANKS, sends)[0]
+    root, blocks = 64 * 32 * 2 + 4, 2 * (32 * 128 * 2 + 128 + 32 + 64)
+    n = root + blocks
+    padded = n // 4 + 64 * 15
+    for kind in ("refresh", "reduce"):
+        assert exact[f"{kind}_inter_node_bytes"] == n
+    # Into half of each node's elements go 4 bytes: for a forward and a backward, and for the root, which stays, once.
+    assert exact["gather_intra_node_bytes"] == 2 * 4 * (2 * blocks + root)
+    assert 0.5 * n / 4 <= delta["refresh_inter_node_bytes"] <= 0.5625 * padded + 16 * 15
+    assert 1.0 * n / 4 <= int8["refresh_inter_node_bytes"] <= 1.0625 * padded + 16 * 15
+    assert 0.5 * n / 4 <= int8["reduce_inter_node_bytes"] <= 0.5625 * padded + 16 * 15
+    assert int8["reduce_inter_node_bytes"] == delta["reduce_inter_node_bytes"]
+    assert 0.5 * n / 2 <= hsdp["reduce_inter_node_bytes"] <= 0.5625 * (n / 2 + 64 * 30) + 32 * 15
+
+
+def written(words: dict[str, Any], how: str, folder: str) -> tuple[list[float], list[float]]:
+    """Losses before and after parameters are written in the middle of a run, patched and not."""
+    found = []
+    for given in (None, words):
+        job = Job(Case(seed=2))
+        other = Job(Case(seed=3))
+        with patched(job.model, given, 2):
+            job.step(0)
+            before = job.look()
+            if how == "in place":
+                with torch.no_grad():
+                    for p in job.model.parameters():
+                        p.to_local().mul_(3)
+            elif how == "load_state_dict":
+                job.model.load_state_dict(other.model.state_dict())
+            else:
+                dcp.save(other.model.state_dict(), checkpoint_id=folder)
+                dcp.load(job.model.state_dict(), checkpoint_id=folder)
+            after = job.look()
+            job.step(1)
+            if how == "in place":  # right behind an update, which alone would send a difference
+                with torch.no_grad():
+                    job.model.head.weight.to_local().mul_(3)
+            last = job.look()
+        found.append([before, after, last])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("how", ["in place", "load_state_dict", "dcp"])
+@pytest.mark.parametrize("words", [EXACT, DELTA_INT4], ids=["exact", "differences"])
+def test_weights_are_never_stale(words: dict[str, Any], how: str, tmp_path: Path) -> None:
+    """A forward behind a write computes with what was written, though no optimizer made it."""
+    plain, runs = run_ranks(RANKS, written, words, how, str(tmp_path))[0]
+    assert abs(plain[1] - plain[0]) > 0.05
+    assert runs == pytest.approx(plain, rel=1e-6 if not words else 1e-2)
+    assert runs[1] == pytest.approx(plain[1], rel=1e-6 if not words else 5e-3)
+
+
+def telling() -> list[str]:
+    """What is said when rank 3 writes between two micro-batches."""
+    job = Job(Case(micro_batches=2))
+    with patched(job.model, EXACT, 2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.loss(job.batch(0, 0)).backward()
+        if dist.get_rank() == 3:
+            with torch.no_grad():
+                job.model.blocks[1].up.weight.to_local().mul_(3)
+        job.loss(job.batch(0, 1)).backward()
+    return [str(w.message) for w in caught if "fsdp2_patch" in str(w.message)]
+
+
+def test_a_write_is_told_by_name() -> None:
+    """Though rank 3 alone writes: all ranks send again."""
+    told = run_ranks(RANKS, telling)
+    assert "blocks.1.up.weight changed outside of an optimizer's step" in told[0][0] and not told[3]
+
+
+def refused(act: Any) -> str:
+    try:
+        act()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fsdp2_patch.disable()
+    return "taken"
+
+
+def refusals() -> dict[str, str]:
+    """Every refusal at the call, of a model that is right otherwise."""
+    found = {}
+    h = {"ranks_per_node": 2}
+    flat, hsdp = Job(Case()).model, Job(Case("2d")).model
+    enable = fsdp2_patch.enable
+    found["no fsdp"] = refused(lambda: enable(nn.Linear(2, 2), **h))
+    found["one node"] = refused(lambda: enable(flat, ranks_per_node=4))
+    found["odd nodes"] = refused(lambda: enable(flat, ranks_per_node=3))
+    found["weights"] = refused(lambda: enable(hsdp, "int8", exact_numel=0, **h))
+    found["inside"] = refused(
+        lambda: enable(hsdp, gradients="int4", gradients_intra_node="int8", exact_numel=0, **h)
+    )
+    found["nodes of one"] = refused(lambda: enable(hsdp, ranks_per_node=1))
+    found["small"] = refused(lambda: enable(flat, "int8", **h))
+    found["word"] = refused(lambda: enable(flat, "fp8", **h))
+    found["reshard"] = refused(lambda: enable(Job(Case(reshard=2)).model, ranks_per_node=1))
+    flat.set_all_reduce_hook(lambda _: None)
+    found["hook"] = refused(lambda: enable(flat, **h))
+    flat.set_all_reduce_hook(None)
+    found["replicate"] = refused(lambda: enable(replicated(), **h))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.11.0")
+        found["version"] = refused(lambda: enable(flat, **h))
+        patch.setattr(torch, "__version__", "2.13.0")
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+        patch.setattr(_fsdp_param_group, "foreach_reduce", lambda params, comm: None)
+        found["signature"] = refused(lambda: enable(flat, **h))
+    found["twice"] = refused(lambda: (enable(flat, **h), enable(flat, **h)))
+    return found
+
+
+def replicated() -> nn.Module:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (RANKS,)))
+
+
+def test_what_is_refused_at_the_call() -> None:
+    said = {
+        "no fsdp": "no module of the model was given to fully_shard",
+        "one node": "nothing crosses nodes",
+        "odd nodes": "do not divide by 3 ranks per node",
+        "weights": "weights do not cross nodes on a 2-D mesh",
+        "inside": "leave gradients_intra_node='none'",
+        "nodes of one": "each node must hold one replica",
+        "small": "exact_numel=16384: no parameter has more elements on a rank",
+        "word": "weights='fp8' is no format",
+        "reshard": "reshard_after_forward=2 gathers over several nodes",
+        "hook": "has an all-reduce hook",
+        "replicate": "is replicated and not sharded",
+        "version": "torch 2.11.0 was not tried",
+        "signature": "foreach_reduce takes params, comm, not fsdp_params",
+        "twice": "is on already: call disable() first",
+    }
+    for found in run_ranks(RANKS, refusals):
+        assert found.keys() == said.keys()
+        assert not {name: (text, found[name]) for name, text in said.items() if text not in found[name]}
+
+
+def refusals_at_work() -> dict[str, str]:
+    """What is refused when it happens."""
+    found = {}
+    job = Job(Case(micro_batches=2))
+
+    def early() -> None:
+        job.model.set_requires_all_reduce(False)
+        job.loss(job.batch(0, 0)).backward()
+        job.optimizer.step()
+
+    def in_backward() -> None:
+        job.model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+        job.model.set_requires_all_reduce(True)
+        job.loss(job.batch(0, 0)).backward()
+
+    with patched(job.model, EXACT, 2):
+        try:
+            early()
+        except RuntimeError as error:
+            found["early"] = str(error)
+        job.model.reset_iter_state()  # drops the sums that wait
+        job.model.set_requires_all_reduce(True)
+        job.loss(job.batch(0, 0)).backward()
+        job.optimizer.step()
+        try:
+            in_backward()
+        except RuntimeError as error:
+            found["backward"] = str(error)
+    return found
+
+
+def test_what_is_refused_at_work() -> None:
+    for found in run_ranks(RANKS, refusals_at_work):
+        assert "an optimizer steps while gradients" in found["early"]
+        assert "head.weight has a hook behind its gradient" in found["backward"]
+
+
+def on_and_off() -> tuple[Run, Run, bool]:
+    """A run that is patched in its middle and then resumed without, beside one that is not."""
+    plain, job = Job(Case("2d", 2)), Job(Case("2d", 2))
+    raws = [module._get_fsdp_state()._fsdp_param_group for module in (*job.model.blocks, job.model)]
+    names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "all_reduce_grads")
+    state = partial(lambda: [[getattr(raw, name) for name in names] for raw in raws])
+    before = state()
+    for step in range(4):
+        plain.step(step)
+        with patched(job.model, EXACT if step in (1, 2) else None, 2):
+            job.step(step)
+    flat = Job(Case())
+    raws = [module._get_fsdp_state()._fsdp_param_group for module in (*flat.model.blocks, flat.model)]
+    before_flat = state()
+    with patched(flat.model, EXACT, 2):
+        changed = state() != before_flat
+    fsdp2_patch.disable()  # nothing is on: it has no effect
+    return plain.run(), job.run(), changed and state() == before_flat and before is not None
+
+
+def test_it_is_taken_off_without_a_trace() -> None:
+    for plain, run, restored in run_ranks(RANKS, on_and_off):
+        assert run == plain and restored
+
+
+def resumed(folder: str, first: dict[str, Any] | None, then: dict[str, Any] | None) -> Run:
+    """Two steps, a checkpoint by DCP, and two more in a new job."""
+    job = Job(Case())
+    with patched(job.model, first, 2):
+        for step in range(2):
+            job.step(step)
+        state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=folder)
+    job = Job(Case(seed=1))
+    with patched(job.model, then, 2):
+        job.step(7)  # so that the optimizer has states to load into
+        state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        job.model.load_state_dict(state["model"])
+        job.optimizer.load_state_dict(state["optimizer"])
+        job.losses.clear()
+        for step in range(2, 4):
+            job.step(step)
+        return job.run()
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [(EXACT, None), (None, EXACT), (EXACT, EXACT)],
+    ids=["with-without", "without-with", "both"],
+)
+def test_checkpoints_load_with_and_without_it(first: Any, then: Any, tmp_path: Path) -> None:
+    whole = run_ranks(RANKS, train_all, [(Case(steps=4), None)])[0][0]
+    run = run_ranks(RANKS, resumed, str(tmp_path), first, then)[0]
+    assert run.losses == pytest.approx(whole.losses[2:], rel=1e-6)

@@ -1,0 +1,98 @@
+"""fsdp2_patch inside other people's trainers, by the lines of docs/fsdp2.md: torchtitan's and accelerate's.
+
+pip install --no-deps torchtitan==0.3.0 accelerate, with what they import
+python -m pytest tests/fsdp2/test_trainers.py -m slow
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "fsdp2.md").read_text()
+PLAIN = "import torchtitan.train\n\ntorchtitan.train.main()\n"
+QUANTISED = 'weights="int8", gradients="int4"'
+pytestmark = pytest.mark.slow
+
+
+def launch(program: str, *words: str) -> None:
+    """Run one of this folder's programs on 4 ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "fsdp2" / program), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+
+
+def losses(folder: Path) -> list[list[float]]:
+    """By rank."""
+    return [json.loads((folder / f"losses{rank}.json").read_text()) for rank in range(4)]
+
+
+def close(found: list[list[float]], wanted: list[list[float]], rel: float) -> None:
+    for run, other in zip(found, wanted, strict=True):
+        assert len(run) == len(other) > 0 and run == pytest.approx(other, rel=rel)
+
+
+def titan(tmp_path: Path, name: str, words: str | None, **options: Any) -> list[list[float]]:
+    """torchtitan's own program, or the page's with these words instead of its own. Returns losses by rank."""
+    (script,) = re.findall(r"```python\n(# train_fsdp2\.py.*?)```", PAGE, re.DOTALL)
+    assert QUANTISED in script
+    file, folder = tmp_path / f"{name}.py", tmp_path / name
+    file.write_text(
+        PLAIN if words is None else script.replace(QUANTISED, words + "ranks_per_node=2, exact_numel=0")
+    )
+    launch("titan_on_cpu.py", str(file), str(folder), json.dumps(options))
+    return losses(folder)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_torchtitans_trainer(replicas: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    plain = titan(tmp_path, "plain", None, steps=3, replicas=replicas)
+    close(titan(tmp_path, "exact", "", steps=3, replicas=replicas), plain, 1e-5)
+    words = QUANTISED if replicas == 1 else 'gradients="int4"'
+    close(titan(tmp_path, "quantised", words + ", ", steps=3, replicas=replicas), plain, 1e-2)
+
+
+def test_torchtitans_checkpoints(tmp_path: Path) -> None:
+    """Into the patch and out of it, as a run that never had it goes on."""
+    pytest.importorskip("torchtitan")
+    resumed = {}
+    for name, first, then in (("plain", None, None), ("into", None, ""), ("out of", "", None)):
+        titan(tmp_path, name, first, steps=2, save_every=2)
+        resumed[name] = titan(tmp_path, name, then, steps=4, save_every=2)
+    assert all(len(run) == 4 for run in resumed["plain"])  # two steps of two micro-batches
+    close(resumed["into"], resumed["plain"], 1e-5)
+    close(resumed["out of"], resumed["plain"], 1e-5)
+
+
+def accelerated(tmp_path: Path, name: str, words: dict[str, Any] | None, **options: Any) -> list[list[float]]:
+    launch("accelerate_job.py", str(tmp_path / name), json.dumps({"words": words, **options}))
+    return losses(tmp_path / name)
+
+
+def test_a_loop_of_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    exact = {"ranks_per_node": 2}
+    saved = [str(tmp_path / f"checkpoint{i}") for i in range(2)]
+    plain = accelerated(tmp_path, "plain", None)
+    close(accelerated(tmp_path, "exact", exact), plain, 1e-6)
+    int4 = {**exact, "weights": "int8", "gradients": "int4", "exact_numel": 0}
+    close(accelerated(tmp_path, "quantised", int4), plain, 1e-2)
+    accelerated(tmp_path, "first", exact, end=2, save=saved[0])
+    close(accelerated(tmp_path, "without", None, begin=2, load=saved[0]), [run[-2:] for run in plain], 1e-6)
+    accelerated(tmp_path, "second", None, end=2, save=saved[1])
+    close(accelerated(tmp_path, "with", exact, begin=2, load=saved[1]), [run[-2:] for run in plain], 1e-6)

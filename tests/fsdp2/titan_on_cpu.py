@@ -1,0 +1,138 @@
+"""Runs torchtitan's trainer on CPU ranks: what it asks of a GPU is answered, and its debug model is small.
+
+torchrun ... titan_on_cpu.py SCRIPT FOLDER OPTIONS: the script is torchtitan's own, or the page's that patches it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def answer_for_a_gpu() -> None:
+    """Stand for the accelerator that torchtitan looks for when it is imported."""
+    answers = {
+        "current_device": 0,
+        "device_count": 1,
+        "set_device": None,
+        "get_device_name": "CPU",
+        "get_device_properties": SimpleNamespace(total_memory=2**36),
+        "memory_stats": {},
+        "reset_peak_memory_stats": None,
+        "empty_cache": None,
+        "synchronize": None,
+        "memory_allocated": 0,
+    }
+    module = SimpleNamespace(
+        **{name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()},
+        Stream=torch.Stream,
+    )
+    if not hasattr(torch.distributed, "set_timeout"):  # of a newer torch than 2.13
+        torch.distributed.set_timeout = lambda *_, **__: None
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda _: module
+    os.environ["LOCAL_RANK"] = "0"
+
+
+def divide_on_gloo() -> None:
+    """Let FSDP2 divide by itself: gloo lacks the reduction that multiplies first."""
+    from torchtitan.distributed import fsdp
+
+    original = fsdp.disable_fsdp_gradient_division
+
+    def disable(model: Any) -> None:
+        original(model)
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    fsdp.disable_fsdp_gradient_division = disable
+
+
+def attend_on_a_cpu() -> None:
+    """Attention by torch's own definition, not compiled for a GPU: in numbers, causal within a document's length."""
+    from torch.nn.functional import scaled_dot_product_attention
+    from torchtitan.models.common import attention
+
+    def attend(q: Any, k: Any, v: Any, *, scale: float | None, enable_gqa: bool, **_: Any) -> Any:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        return out, SimpleNamespace(lse=None)
+
+    attention.FlexAttention._compiled_flex_attn = staticmethod(attend)
+    attention._compiled_create_block_mask = attention.create_block_mask
+
+
+def write_assets(folder: Path) -> None:
+    """Write the tokenizer and the texts that a checkout of torchtitan has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    text = " ".join(chr(97 + (i * i + i) % 26) for i in range(4000))
+    lines = [json.dumps({"text": text[i:] + text[:i]}) for i in range(0, 400, 10)]
+    data = folder / "c4_test"
+    data.mkdir(exist_ok=True)
+    (data / "data.json").write_text("\n".join(lines))
+
+
+def small_debug_model(assets: Path, folder: Path, options: dict[str, Any]) -> Any:
+    """torchtitan's debug model with short sequences, 2 micro-batches a step, and every loss in a file."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = llama3_debugmodel()
+    config.hf_assets_path, config.dump_folder = str(assets), str(folder)
+    config.dataloader.dataset_path = str(assets / "c4_test")
+    training = config.training
+    training.local_batch_size, training.global_batch_size, training.seq_len = 2, 16, 64
+    training.disable_cuda_graphs, training.mixed_precision_param = True, options.get("dtype", "float32")
+    training.steps = options["steps"]
+    config.parallelism.data_parallel_replicate_degree = options.get("replicas", 1)
+    config.parallelism.data_parallel_shard_degree = -1
+    config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer torch than 2.13
+    config.lr_scheduler.warmup_steps = 0
+    config.validator.enable = False
+    config.debug.seed, config.debug.enable_structured_logging = 1, False
+    config.checkpoint.enable = "save_every" in options
+    config.checkpoint.interval = options.get("save_every", 10)
+    config.checkpoint.folder = options.get("checkpoint", "checkpoint")
+    return config
+
+
+def main(script: str, folder: str, options: dict[str, Any]) -> None:
+    answer_for_a_gpu()
+    from torchtitan.config import ConfigManager
+    from torchtitan.trainer import Trainer
+
+    divide_on_gloo()
+    attend_on_a_cpu()
+    assets, rank = Path(folder) / f"assets{os.environ['RANK']}", os.environ["RANK"]
+    write_assets(assets)
+    ConfigManager.parse_args = lambda *_: small_debug_model(assets, Path(folder), options)
+    losses: list[float] = []
+    step = Trainer.forward_backward_step
+
+    def noting(self: Any, **given: Any) -> Any:
+        loss = step(self, **given)
+        losses.append(float(loss))
+        return loss
+
+    Trainer.forward_backward_step = noting
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+    Path(folder, f"losses{rank}.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
