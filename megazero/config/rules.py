@@ -211,6 +211,8 @@ def _compiled(config: RunConfig) -> Iterator[str]:
             f"--compile does not take --attention-dropout {config.model.attention_dropout:g}, whose masks torch's "
             "attention draws from a generator; nearest: --attention-dropout 0"
         )
+    if config.training.compile and config.training.norm_impl == "apex":
+        yield "--compile does not take --norm-impl apex, whose kernels it cannot see into; nearest: torch"
 
 
 def _loss_scale(config: RunConfig) -> Iterator[str]:
@@ -368,7 +370,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
         ("attention_backend", "params_dtype", "device", "seq_length", "sliding_window", "attention_dropout"),
         _attention,
     ),
-    (("attention_dropout",), _compiled),
+    (("attention_dropout", "norm_impl"), _compiled),
     (("params_dtype", "initial_loss_scale", "min_loss_scale"), _loss_scale),
     (
         ("optimizer", "optimizer_impl", "norm_impl", "params_dtype", "apply_layernorm_1p", "device"),
