@@ -31,7 +31,7 @@ class Case:
     dtypes: of parameters and of reductions, by MixedPrecisionPolicy. deferring: set_requires_all_reduce is called.
     whole: set_requires_gradient_sync is called instead, so that whole gradients wait for the last micro-batch.
     frozen: the embedding has no gradient. divide: the gradients' divide factor. nudge: numbers the element of the
-    embedding whose last bit is changed at the start (0: none).
+    embedding whose last bit in bf16 is changed at the start (0: none).
     """
 
     mesh: str = "1d"
@@ -104,7 +104,7 @@ def build(case: Case) -> nn.Module:
     model.embedding.weight.requires_grad_(not case.frozen)
     if case.nudge:
         with torch.no_grad():
-            model.embedding.weight.view(torch.int32).view(-1)[case.nudge] ^= 1
+            model.embedding.weight.view(torch.int32).view(-1)[case.nudge] ^= 1 << 16
     mesh = {
         "1d": lambda: init_device_mesh("cpu", (RANKS,)),
         "2d": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),

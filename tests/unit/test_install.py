@@ -57,7 +57,8 @@ def test_a_wheel_has_every_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         held = {name for name in packed.namelist() if name.endswith((".py", ".tsv", ".yaml"))}
         packed.extractall(target)
-    files = [path for path in source.glob("mega*/**/*") if path.suffix in (".py", ".tsv", ".yaml")]
+    packages = [*source.glob("mega*/**/*"), *source.glob("fsdp2_patch/*")]
+    files = [path for path in packages if path.suffix in (".py", ".tsv", ".yaml")]
     own = {path.relative_to(source).as_posix() for path in files}
     assert held == own | {f"megazero/kernels/{path.name}" for path in source.glob("kernels/*.py")}
     files = files_of("megazero.zero, megazero.kernels.quantize", tmp_path, target, *PACKAGES)
