@@ -437,7 +437,7 @@ megazero/plan/memory.py
 - * sums / crossing
 + * sums
   residuals are those of whole units
-- return held + (following if states.on_host else 0.0)
+- return held + (following if copied else 0.0)
 + return held
   what gloo gathers into takes no memory
 

@@ -16,8 +16,6 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import utils as dynamo
 
 from megazero.config.options.sections import INDUCTOR
 from megazero.families.layer_kinds import layer_kinds
@@ -38,6 +36,8 @@ def compile_layers(decoder: Decoder, backend: str, cache: str | None = None) -> 
         _require_compiler()
         if cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute())
+    from torch._dynamo import config as dynamo_config
+
     kinds = set(layer_kinds(decoder.config))
     limit = 2 * LENGTHS * len(kinds)  # training and evaluation
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, limit)
@@ -81,6 +81,8 @@ class CompileTime:
 
     @staticmethod
     def _so_far() -> tuple[float, float, float]:
-        counters, spent = dynamo.counters, dynamo.calculate_time_spent()
+        from torch._dynamo import utils
+
+        counters, spent = utils.counters, utils.calculate_time_spent()
         hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
         return spent["total_wall_time"], counters["stats"]["unique_graphs"], hits

@@ -30,6 +30,7 @@ from megazero.config.layout.wire import Coding, Wire
 from megazero.config.options.optimizers import OPTIMIZERS
 from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
+from megazero.models.compilation import compile_layers
 from megazero.models.norm import use_apex
 from megazero.models.positions import Documents
 from megazero.pp.executor import Pipeline
@@ -82,8 +83,6 @@ def build_decoder(
     if training.norm_impl == "apex":
         use_apex(decoder)
     if training.compile:
-        from megazero.models.compilation import compile_layers  # torch's compiler takes a second to import
-
         compile_layers(decoder, training.compile_backend, training.compile_cache)
     return decoder
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megazero.log.exit_status import ExitStatus
 from megazero.log.metrics import IterationMetrics
 from megazero.log.time_bill import TimeBill
 from megazero.models import Decoder
+from megazero.models.compilation import CompileTime
 from megazero.ops.exit_conditions import ExitConditions
 from megazero.ops.failures import LocalStep, NonFiniteGuard, NonFiniteLoss
 from megazero.ops.stragglers import RankSeconds, Stragglers
@@ -43,9 +44,6 @@ from megazero.train.state.progress import Progress, just_before, leave_out, next
 from megazero.train.state.rollback import go_back
 from megazero.train.state.saver import Saver
 from megazero.zero import Engine, StepInfo
-
-if TYPE_CHECKING:
-    from megazero.models.compilation import CompileTime
 
 STEP_TIMES = 1000  # of the latest iterations, for the comparison with what was predicted
 
@@ -150,8 +148,6 @@ class Trainer:
         self.timed = (self.engine.gathers, self.engine.reductions, self.engine.waits, self.decoder.tp.waits)
         self.compile_time: CompileTime | None = None
         if self.config.training.compile:
-            from megazero.models.compilation import CompileTime  # torch's compiler takes a second to import
-
             self.compile_time = CompileTime()
         self.codec_costs = CodecCosts(self.engine)
         self.exit_reason: str | None = None  # why to save and stop after the iteration

@@ -102,7 +102,7 @@ class Cluster:
         self.device, self.rank, self.waits, self.compute_ms = device, rank, True, compute_ms
         patch.setattr(Mesh, "gather_rows", lambda mesh, row, out: out.copy_(row.expand(mesh.world_size, -1)))
         patch.setattr(Mesh, "gather_data_rows", lambda mesh, row: row.expand(mesh.dp_size, -1))
-        patch.setattr(hops, "all_gather_flat", lambda out, own, group, async_op: group.gather(out, own))
+        patch.setattr(hops, "_gathered", lambda axis, out, own, group: group.gather(out, own))
         patch.setattr(
             dist, "all_to_all_single", lambda out, sent, *_, group, async_op: group.exchange(out, sent)
         )

@@ -87,18 +87,19 @@ def test_residuals_are_of_the_slice_that_crosses_nodes(
 
 
 def test_processors_hold_what_is_gathered_ahead_twice() -> None:
-    """gloo gathers into memory of its own, until all is there."""
+    """gloo gathers among more than two ranks into memory of its own, until all is there."""
     units: Any = SimpleNamespace(elements=12_500, modules={EMBEDDING: 2000, LAYER: 1000, HEAD: 500})
-    sizes = {}
-    for on_host in (False, True):
-        shards = Shards(4, 4, 4, "use")
-        states = States(make_grid(4, 2, shards=(4, 4, 4)), shards, Formats(2, 4), False, 0, on_host=on_host)
-        sizes[on_host] = {kind: gathered(units, states, kind) for kind in (EMBEDDING, LAYER, HEAD)}
-    assert {kind: sizes[True][kind] - sizes[False][kind] for kind in sizes[True]} == {
-        EMBEDDING: 2000,  # the bytes of the first layer
-        LAYER: 4000,  # of the embedding
-        HEAD: 2000,
-    }
+    for per_node, copied in ((4, 1), (2, 0)):  # an axis of 4 ranks, two of 2
+        sizes = {}
+        for on_host in (False, True):
+            grid, shards = make_grid(4, per_node, shards=(4, 4, 4)), Shards(4, 4, 4, "use")
+            states = States(grid, shards, Formats(2, 4), False, 0, on_host=on_host)
+            sizes[on_host] = {kind: gathered(units, states, kind) for kind in (EMBEDDING, LAYER, HEAD)}
+        assert {kind: sizes[True][kind] - sizes[False][kind] for kind in sizes[True]} == {
+            EMBEDDING: 2000 * copied,  # the bytes of the first layer
+            LAYER: 4000 * copied,  # of the embedding
+            HEAD: 2000 * copied,
+        }
 
 
 @pytest.mark.parametrize("delta", [False, True], ids=["whole", "differences"])
