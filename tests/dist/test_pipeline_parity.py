@@ -24,7 +24,7 @@ def test_the_cover_has_every_pair_of_the_product():
     assert {(c.shards, c.lifetime) for c in cover()} == {(c.shards, c.lifetime) for c in everything()}
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_cover(world):
     check([case for case in cover() if case.world == world], FEW_STEPS_OF_PIPELINES)
 

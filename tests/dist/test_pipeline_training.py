@@ -133,7 +133,9 @@ FEW = (
 @pytest.mark.parametrize(
     "names", [FEW, pytest.param(tuple(RUNS), marks=pytest.mark.slow)], ids=["some", "all"]
 )
-@pytest.mark.parametrize("dtype, limit", [("fp64", 1e-10), ("fp32", 1e-6)])
+@pytest.mark.parametrize(
+    "dtype, limit", [("fp64", 1e-10), pytest.param("fp32", 1e-6, marks=pytest.mark.slow)]
+)
 def test_losses_norms_and_samples_equal_one_ranks(
     tmp_path: Path, dtype: str, limit: float, names: tuple[str, ...]
 ) -> None:

@@ -129,7 +129,7 @@ FEW = (
 )
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_resume_equals_the_uninterrupted_run_bit_for_bit(tmp_path: Path, world: int) -> None:
     resume_alike(tmp_path, world, {name: SAME[name] for name in FEW})
 

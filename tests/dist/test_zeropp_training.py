@@ -156,7 +156,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_bytes_equal_the_formula(tmp_path: Path, micro_batches: int) -> None:
     """Of every iteration but the first, which has yet to see the order of use (and starts with R everywhere)."""
     length = {"train_iters": 4, "global_batch_size": RANKS * micro_batches}
