@@ -110,10 +110,13 @@ def mixed(x: torch.Tensor, transform: Hadamard) -> torch.Tensor:
 def _signs(
     transform: Hadamard, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the diagonals of D and of D / T, as columns [T, 1]."""
+    """Return the diagonals of D and of D / T, as columns [T, 1].
+
+    Both come from the host, whose copies are over when they return: other streams use them next.
+    """
     draws = Draws(transform.noise, transform.size, lambda numel, dtype: torch.empty(numel, dtype=dtype))
-    signs = draws(0, transform.size).sign().to(device, dtype)[:, None]
-    return signs, signs / transform.size
+    signs = draws(0, transform.size).sign().to(dtype)[:, None]
+    return signs.to(device), (signs / transform.size).to(device)
 
 
 @jit

@@ -37,7 +37,8 @@ def main() -> int:
     if ranks is not None:
         program = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]  # Python's own options and the script
         good = (ExitStatus.FINISHED, ExitStatus.STOPPED)
-        return start_ranks([sys.executable, *program, *flags], ranks, good=good)
+        command = [sys.executable, *program, *flags]
+        return start_ranks(command, ranks, device=config.training.device, good=good)
     return run(config, launch)
 
 

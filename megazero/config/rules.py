@@ -313,7 +313,6 @@ def _loss_chunk(config: RunConfig) -> Iterator[str]:
 _LENGTHS = ("train_iters", "train_samples", *filter(of_schedule, all_options()))
 
 
-# (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
 def _attention(config: RunConfig) -> Iterator[str]:
     """Report a backend that does not compute what the model and the data want, on any device or on the one that is
     asked for."""
@@ -324,6 +323,7 @@ def _attention(config: RunConfig) -> Iterator[str]:
         yield error
 
 
+# (options that must be known and legal by themselves, rule); None is legal where an option may have no value.
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (
         ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

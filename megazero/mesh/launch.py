@@ -12,6 +12,7 @@ import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -22,6 +23,7 @@ MODULE_LOADING = "CUDA_MODULE_LOADING"
 # From 2.38 on glibc finds freed aligned blocks again (its bug 14581).
 TUNABLES, MENDED_GLIBC = "GLIBC_TUNABLES", (2, 38)
 NO_SMALL_CACHES = "glibc.malloc.mxfast=0:glibc.malloc.tcache_count=0"
+DEVICES = Path("/dev")  # where the driver has a file for each GPU
 
 # Ports of jobs whose launcher names none: below 32768, from where Linux gives out ports of its own.
 FIRST_PORT, PORTS = 20000, 12000
@@ -406,10 +408,17 @@ def allocator_settings(environ: Mapping[str, str]) -> dict[str, str]:
     heap grows with every step whose allocations come in another order, and messages change the order. Without the
     caches the ends rejoin their blocks: 2 ranks of 8M parameters stay at 609 MB for 60 steps, where they reached 1466
     MB. The variable counts when a process starts: no rank can set it for itself. A value of the user's is kept.
+
+    Ranks on GPUs do without: small operations of torch take a tenth more of the host, which launches their kernels.
     """
     library, version = platform.libc_ver()
     old = library == "glibc" and tuple(int(n) for n in version.split(".")[:2]) < MENDED_GLIBC
     return {TUNABLES: NO_SMALL_CACHES} if old and TUNABLES not in environ else {}
+
+
+def computes_on_host(device: str) -> bool:
+    """Tell, without torch, whether ranks of this --device on this node will compute in host memory."""
+    return device == "cpu" or device == "auto" and not any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def allocator_notes(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from types import FrameType
 
-from megazero.mesh.launch import allocator_settings, rank_variables
+from megazero.mesh.launch import allocator_settings, computes_on_host, rank_variables
 
 GRACE_S = 20.0  # that the other ranks have once one has failed, and again once they were sent SIGTERM
 LOOK_S = 0.05
@@ -23,13 +23,18 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def start_ranks(
-    command: Sequence[str], count: int, *, good: Collection[int] = (0,), grace: float = GRACE_S
+    command: Sequence[str],
+    count: int,
+    *,
+    device: str = "auto",
+    good: Collection[int] = (0,),
+    grace: float = GRACE_S,
 ) -> int:
     """Run ``command`` as ``count`` ranks, wait for all of them and return the exit status.
 
     Signals are forwarded to every rank once: ranks have their own process groups, so the terminal's Ctrl-C does not
-    reach them a second time. ``good`` are the statuses of ranks that did not fail. Once a rank has failed, the others
-    have ``grace`` seconds to report what they know of it; then they are ended.
+    reach them a second time. ``device`` is the ranks' --device. ``good`` are the statuses of ranks that did not fail.
+    Once a rank has failed, the others have ``grace`` seconds to report what they know of it; then they are ended.
 
     The status is the first that is not 0. A rank's own status precedes the signal of a killed one, which counts as
     128 plus its number, as in a shell.
@@ -42,10 +47,10 @@ def start_ranks(
     for number in HANDED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's: the ranks ignore it, too
             signal.signal(number, hear)
+    ours = {"OMP_NUM_THREADS": "1", **(allocator_settings(os.environ) if computes_on_host(device) else {})}
     port, ranks = _free_port(), list[subprocess.Popen[bytes]]()
     try:
         for rank in range(count):
-            ours = {"OMP_NUM_THREADS": "1", **allocator_settings(os.environ)}
             environ = {**ours, **os.environ, **rank_variables(rank, count, port)}
             ranks.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, process_group=0))
         statuses = _wait(ranks, heard, good, grace)

@@ -12,7 +12,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megazero.mesh.mesh import Mesh, all_gather_flat
+from megazero.comm.hops import Traffic, start_gather
+from megazero.mesh.mesh import Axis, Mesh
 
 NODES = "nodes"  # the kind of pairs of neighbouring nodes
 SLOW = 4.0  # times slower than the median of its kind: that is not chance
@@ -72,19 +73,18 @@ def _own_rates(mesh: Mesh, firsts: Sequence[int], group: dist.ProcessGroup | Non
         if axis.spec.role == "pp":
             rates[axis.name] = _between(mesh, axis.ranks, axis.gather_group)
         else:
-            rates[axis.name] = {axis.ranks: gather_rate(mesh.device, axis.size, axis.gather_group)}
+            rates[axis.name] = {axis.ranks: gather_rate(mesh.device, axis)}
     if mesh.rank in firsts and len(firsts) > 1:
         rates[NODES] = _between(mesh, firsts, group)
     return rates
 
 
-def gather_rate(device: torch.device, size: int, group: dist.ProcessGroup | None) -> float:
-    """Return the bytes per second that this rank sends in a gather of a group of ``size`` ranks. Collective."""
-    part = torch.zeros(_message(device) // size, dtype=torch.uint8, device=device)
-    whole = part.new_empty(part.numel() * size)
-    return (
-        part.numel() * (size - 1) / _best_seconds(device, lambda: all_gather_flat(whole, part, group=group))
-    )
+def gather_rate(device: torch.device, axis: Axis) -> float:
+    """Return the bytes per second that this rank sends in a run's gather over an axis. Collective."""
+    part = torch.zeros(_message(device) // axis.size, dtype=torch.uint8, device=device)
+    whole, traffic = part.new_empty(part.numel() * axis.size), Traffic()
+    seconds = _best_seconds(device, lambda: start_gather(axis, whole, part, "gather", traffic).wait())
+    return part.numel() * (axis.size - 1) / seconds
 
 
 def _between(mesh: Mesh, line: Sequence[int], group: dist.ProcessGroup | None) -> dict[Ranks, float]:

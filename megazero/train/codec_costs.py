@@ -85,7 +85,7 @@ class CodecCosts:
         if self.steps < self.last:
             return []
         device = self.engine.mesh.device
-        rates = {a.link: gather_rate(device, a.size, a.gather_group) for a in self.axes}
+        rates = {axis.link: gather_rate(device, axis) for axis in self.axes}
         found = (coded.compare(self.sent, rates, LAST - WARM_UP) for coded in self.formats)
         return [line for line in found if line]
 

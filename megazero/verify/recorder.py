@@ -179,7 +179,8 @@ class Recorder:
         note = self.rounded.setdefault((kind, rounded_name(codec.form.bits, block, mixes)), RoundingRecord())
         note.elements += error.numel()
         worst = codec.mixed(error).abs() / (bound + place).clamp(min=1e-300)
-        note.worst = max(note.worst, float(worst[:, whole].max()))
+        # A slice may be padding alone.
+        note.worst = max(note.worst, float(worst.where(whole.unsqueeze(-1), 0.0).max()))
         note.error += float(error.square().sum())
         note.norm += float(coded.double().square().sum())
 

@@ -93,7 +93,7 @@ def build_units(
 
 def plain_name(name: str) -> str:
     """Return a name without what torch.compile's wrapper of a module adds: checkpoints have the same names."""
-    return name.replace("_orig_mod.", "")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _make_units(

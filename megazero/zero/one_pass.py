@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -59,10 +60,12 @@ class OnePassAdamW(torch.optim.Optimizer):
 def best_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
     """Return AdamW over the groups: in one pass for fp32 on CUDA with Triton, else torch's, fused.
 
-    On a CPU torch's fused step is the faster one, and so it is in fp64, which has no kernel.
+    On a CPU torch's fused step is the faster one, and so it is in fp64, which has no kernel. Options of torch's that
+    the pass does not have (amsgrad, say) take torch's.
     """
     params = [p for group in groups for p in group["params"]]
-    if dispatch.AVAILABLE and all(p.is_cuda and p.dtype == torch.float32 for p in params):
+    known = options.keys() <= inspect.signature(OnePassAdamW).parameters.keys()
+    if known and dispatch.AVAILABLE and all(p.is_cuda and p.dtype == torch.float32 for p in params):
         return OnePassAdamW(groups, **options)
     return fused_adamw(groups, **options)
 

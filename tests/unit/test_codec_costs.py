@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megazero.comm.codec import Blockwise
+from megazero.ops.health_links import gather_rate
 from megazero.train import codec_costs
 from megazero.train.codec_costs import LAST, WARM_UP, CodecCosts
 from megazero.zero import Codecs
@@ -28,7 +29,7 @@ def engine(device: str = "cpu", codecs: Codecs = CODECS) -> Any:
 
 def said(monkeypatch: pytest.MonkeyPatch, costs: CodecCosts, rate: float, coding: float) -> list[list[str]]:
     """What each of some steps says, whose gradients take ``coding`` seconds to code."""
-    monkeypatch.setattr(codec_costs, "gather_rate", lambda *_: rate)
+    monkeypatch.setattr(codec_costs, "gather_rate", lambda device, axis: rate)
     lines = []
     for step in range(1, LAST + 3):
         assert CODECS.gradients_inter is not None
@@ -53,6 +54,19 @@ def test_a_run_says_once_that_coding_does_not_pay(
 @pytest.mark.parametrize("other", [engine("cuda"), engine(codecs=Codecs())])
 def test_nothing_is_measured_on_cuda_or_without_codecs(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
     assert not any(said(monkeypatch, CodecCosts(other), 1e12, 1.0))
+
+
+def test_a_link_is_timed_by_the_gather_that_runs_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPU ranks swap; by gloo's all-gather the link would seem half as fast, and coding worth its time."""
+    sent = list[int]()
+
+    def swap(_: torch.Tensor, own: torch.Tensor, *__: Any, group: str, async_op: bool) -> Any:
+        sent.append(own.nbytes)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", swap)
+    axis: Any = SimpleNamespace(size=2, index=1, link="inter_node", gather_group="gathers")
+    assert gather_rate(torch.device("cpu"), axis) > 0 and len(set(sent)) == 1
 
 
 def test_codecs_count_their_seconds() -> None:

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from megazero.config import ConfigError, World, make_config
 from megazero.models import Decoder
 from megazero.models.compilation import CompileTime, compile_layers
+from megazero.zero.build import plain_name
 from tests.sizes import TINY
 from tests.unit.test_models_decoder import DROPOUT, batch, make
 
@@ -64,3 +65,11 @@ def test_choices_that_do_not_go_together_are_refused(values, said):
     with pytest.raises(ConfigError) as error:
         make_config({**TINY, **values}, World(1, 1))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["_orig_mod.layers.0.weight", "layers.0._orig_mod.weight", "layers.0.weight._orig_mod"]
+)
+def test_what_was_compiled_has_the_names_of_what_was_not(name: str) -> None:
+    """The last one stands for a unit that is the module inside of the wrapper: its noise goes by its name."""
+    assert plain_name(name) == "layers.0.weight" and plain_name("_orig_mod") == ""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from contextlib import nullcontext as does_not_raise
 from functools import partial
 from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megazero.kernels import dispatch
 from torch import nn
 
 from megazero.config.options.optimizers import OPTIMIZERS, OptimizerConfig
 from megazero.train.lion import Lion
+from megazero.zero import one_pass
 from megazero.zero.elementwise import make_state, refuse_unless_elementwise, refuse_unless_from_zeros
 from megazero.zero.optimizer import default_adamw
 
@@ -48,6 +51,13 @@ ELEMENTWISE = {
 def test_elementwise_optimizers_pass(name, dtype):
     with does_not_raise():
         refuse(ELEMENTWISE[name], dtype=dtype)
+
+
+def test_adamw_of_options_that_one_pass_lacks_is_torchs_on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "AVAILABLE", True)
+    monkeypatch.setattr(one_pass, "fused_adamw", lambda groups, **options: options)
+    groups = [{"params": [SimpleNamespace(is_cuda=True, dtype=torch.float32)]}]
+    assert default_adamw(lr=0.1, amsgrad=True)(groups) == {"lr": 0.1, "amsgrad": True}
 
 
 class Ratio(torch.optim.SGD):

@@ -7,8 +7,15 @@ from contextlib import ExitStack
 
 import pytest
 
+from megazero.mesh import launch
 from megazero.mesh.grid import INTER, INTRA, data_ranks_per_node, make_grid
-from megazero.mesh.launch import allocator_notes, allocator_settings, cuda_settings, read_launch
+from megazero.mesh.launch import (
+    allocator_notes,
+    allocator_settings,
+    computes_on_host,
+    cuda_settings,
+    read_launch,
+)
 
 
 @pytest.mark.parametrize("tp,pp,nodes,per_node", [(1, 1, 2, 3), (2, 1, 2, 4), (2, 2, 4, 4), (1, 1, 1, 4)])
@@ -88,6 +95,16 @@ def test_small_caches_of_a_glibc_that_fragments_are_off_unless_the_user_says_els
     assert [libc[1] in note for note in allocator_notes({})] == [True] * set_
     own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}
     assert not allocator_settings(own) and not allocator_notes(own)
+
+
+def test_ranks_compute_in_host_memory_where_no_gpu_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "DEVICES", tmp_path)
+    found = [[computes_on_host(device) for device in ("auto", "cpu", "cuda")]]
+    (tmp_path / "nvidiactl").touch()  # the driver's own
+    found.append([computes_on_host(device) for device in ("auto", "cpu", "cuda")])
+    (tmp_path / "nvidia3").touch()
+    found.append([computes_on_host(device) for device in ("auto", "cpu", "cuda")])
+    assert found == [[True, True, False], [True, True, False], [False, True, False]]
 
 
 def test_cuda_finds_its_settings_when_it_starts(monkeypatch):

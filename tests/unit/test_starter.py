@@ -16,9 +16,10 @@ from megazero.mesh.launch import allocator_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 START = """
-import sys
+import os, sys
 from megazero.mesh.starter import start_ranks
-sys.exit(start_ranks([sys.executable, "-c", sys.argv[1]], 2, good=(0, 75), grace=0.5))
+device = os.environ.get("DEVICE", "cpu")
+sys.exit(start_ranks([sys.executable, "-c", sys.argv[1]], 2, device=device, good=(0, 75), grace=0.5))
 """
 HEAD = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
 
@@ -80,13 +81,17 @@ def test_ranks_know_who_they_are() -> None:
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_allocator_is_told_before_ranks_start_unless_the_user_has_done_it(
-    monkeypatch: pytest.MonkeyPatch, own: str | None
+    monkeypatch: pytest.MonkeyPatch, device: str, own: str | None
 ) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     code = "os.write(1, (os.environ.get('GLIBC_TUNABLES', 'none') + chr(10)).encode())"
-    text, _ = start(code, {"GLIBC_TUNABLES": own} if own else None).communicate(timeout=60)
-    assert text.splitlines() == [own or allocator_settings({}).get("GLIBC_TUNABLES", "none")] * 2
+    text, _ = start(code, {"DEVICE": device, **({"GLIBC_TUNABLES": own} if own else {})}).communicate(
+        timeout=60
+    )
+    ours = allocator_settings({}) if device == "cpu" else {}
+    assert text.splitlines() == [own or ours.get("GLIBC_TUNABLES", "none")] * 2
 
 
 HEARS = """

@@ -49,7 +49,7 @@ def clip_search(config: RunConfig) -> Iterator[str]:
     if zero.zero_gradient_clip_search and quantizes_gradients(zero) and rounding(zero) == "stochastic":
         yield (
             f"--zero-gradient-clip-search {zero.zero_gradient_clip_search} clips, which brings back the bias that "
-            "--zero-gradient-rounding stochastic removes; leave one out"
+            "--zero-gradient-rounding stochastic removes; nearest: 0, or --zero-gradient-rounding nearest"
         )
 
 
