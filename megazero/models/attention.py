@@ -485,6 +485,7 @@ def _by_lengths(
         ends = torch.arange(0, (size + 1) * length, length, dtype=torch.int32, device=q.device)
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     back = -1 if masking.window is None else masking.window - 1
+    out: Any
     if tables.backend == "flash":
         out = varlen.varlen_attn(
             *(q, k, v, ends, ends, length, length),
@@ -566,7 +567,8 @@ def _by_flex(
 ) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     compiled = q.is_cuda and not torch.compiler.is_compiling()  # uncompiled, it holds all scores
-    out = (_compiled_flex() if compiled else flex.flex_attention)(
+    function: Any = _compiled_flex() if compiled else flex.flex_attention
+    out = function(
         *(q, k, v, changed_scores(tables.masking), tables.made),
         scale=tables.masking.scale,
         enable_gqa=q.shape[1] != k.shape[1],

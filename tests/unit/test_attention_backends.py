@@ -278,9 +278,9 @@ def test_kernels_of_variable_lengths_are_in_one_graph(backend, stand_ins, monkey
     assert torch.equal(found, tensors[0].sin())
 
 
+@torch._dynamo.config.patch(recompile_limit=8)
 def test_flex_attention_may_have_graphs_of_many_lengths(monkeypatch):
     """Beyond torch's limit of 8 it would hold all scores."""
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 8)
     graphs, compiled = [], torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda *a, **k: compiled(*a, backend=lambda g, _: graphs.append(g) or g, **k)
