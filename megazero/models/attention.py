@@ -27,7 +27,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention import flex_attention as flex
 
 from megazero.config.model.attention import BAND, PLAIN, TORCH, Wants, able, pick, wants_of
@@ -44,6 +43,7 @@ from megazero.models.dropout import Key
 from megazero.tp import TensorParallel
 
 FLEX_BLOCK = 128
+LENGTHS = 64  # of samples in a run, for which torch.compile makes graphs
 CAUSAL, BIASED, MIXED = range(
     3
 )  # forms of a piece: no bias; one of positions alone; that, and several documents
@@ -86,8 +86,9 @@ class Masking(NamedTuple):
         bias = self.bias(range(length), range(length), like)
         if self.starts is None:
             return bias[None]
-        hidden = torch.arange(length) < self.starts.unsqueeze(-1)
-        return bias.masked_fill(hidden.unsqueeze(1).to(like.device), -torch.inf)
+        starts = self.starts.to(like.device, non_blocking=True)
+        hidden = torch.arange(length, device=like.device) < starts.unsqueeze(-1)
+        return bias.masked_fill(hidden.unsqueeze(1), -torch.inf)
 
     def bias(self, queries: range, keys: range, like: Tensor) -> Tensor:
         """Return the bias of these positions, documents aside, like ``like``."""
@@ -161,13 +162,20 @@ def keyed_randomness(device: torch.device, key: Key | None) -> Iterator[None]:
 # --- torch's scaled_dot_product_attention ---------------------------------------------------------------------------
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether a fused CUDA kernel takes q [b, heads, s, d], k and v [b, kv heads, s, d] as they are.
+@torch.compiler.assume_constant_result  # torch.compile does not trace SDPAParams
+def fused(
+    heads: int, groups: int, width: int, dtype: torch.dtype, device: torch.device, dropout: float
+) -> bool:
+    """Return whether a fused CUDA kernel takes causal attention of ``heads`` heads over ``groups`` as they are.
 
-    Without an additive mask, attention is causal. The answer is False for tensors that are not on CUDA. cuDNN's
-    kernel is not asked: where the other two refuse, torch prefers math to it.
+    Of those that ``sdpa_kernel`` allows. The answer is False for other devices. cuDNN's kernel is not asked: where
+    the other two refuse, torch prefers math to it.
     """
-    inputs = cuda.SDPAParams(q, k, v, mask, dropout, mask is None, q.shape[1] != k.shape[1])
+    q, k = (
+        torch.empty(1, each, 64, width, device=device, dtype=dtype, requires_grad=True)
+        for each in (heads, groups)
+    )
+    inputs = cuda.SDPAParams(q, k, k, None, dropout, True, heads != groups)
     return cuda.can_use_flash_attention(inputs) or cuda.can_use_efficient_attention(inputs)
 
 
@@ -181,13 +189,14 @@ def _by_torch(
     mask, kernel = tables.made, _KERNELS.get(tables.backend)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
-    grouped = repeat > 1 and q.is_cuda and fused(q, k, v, mask, dropout)
-    if repeat > 1 and not grouped:
-        # On a GPU so that a fused kernel runs: without copies fp32 and ALiBi mostly fall to the math kernel.
-        # On the CPU copies are as fast as enable_gqa in fp32 (261 and 256 ms) and faster in bf16
-        # (252 and 334 ms: 4 x 512 tokens, 16 heads over 4, width 64, one thread).
-        k, v = (t.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for t in (k, v))
     with keyed_randomness(q.device, key), sdpa_kernel(kernel) if kernel else nullcontext():
+        grouped = repeat > 1 and q.is_cuda and mask is None  # no kernel takes groups with a mask
+        grouped = grouped and fused(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device, dropout)
+        if repeat > 1 and not grouped:
+            # On a GPU so that a fused kernel runs: without copies fp32 and ALiBi mostly fall to the math kernel.
+            # On the CPU copies are as fast as enable_gqa in fp32 (261 and 256 ms) and faster in bf16
+            # (252 and 334 ms: 4 x 512 tokens, 16 heads over 4, width 64, one thread).
+            k, v = (t.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for t in (k, v))
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -476,16 +485,19 @@ def _by_lengths(
         ends = torch.arange(0, (size + 1) * length, length, dtype=torch.int32, device=q.device)
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     back = -1 if masking.window is None else masking.window - 1
+    out: Any
     if tables.backend == "flash":
-        out = _torch_lengths()(
+        out = varlen.varlen_attn(
             *(q, k, v, ends, ends, length, length),
             scale=masking.scale,
             window_size=(back, 0),
             enable_gqa=q.shape[1] != k.shape[1],
         )
     else:
+        import flash_attn  # not import_module, which torch.compile does not trace
+
         with keyed_randomness(q.device, key):
-            out = import_module("flash_attn").flash_attn_varlen_func(
+            out = flash_attn.flash_attn_varlen_func(
                 *(q, k, v, ends, ends, length, length),
                 dropout_p=dropout,
                 softmax_scale=masking.scale,
@@ -496,10 +508,6 @@ def _by_lengths(
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
     return out.unflatten(0, (size, length)).transpose(0, 1)
-
-
-def _torch_lengths() -> Callable[..., Any]:
-    return import_module("torch.nn.attention.varlen").varlen_attn
 
 
 # --- flex attention -------------------------------------------------------------------------------------------------
@@ -558,7 +566,9 @@ def _by_flex(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float, key: Key | None
 ) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    out = _flex(q.is_cuda)(
+    compiled = q.is_cuda and not torch.compiler.is_compiling()  # uncompiled, it holds all scores
+    function: Any = _compiled_flex() if compiled else flex.flex_attention
+    out = function(
         *(q, k, v, changed_scores(tables.masking), tables.made),
         scale=tables.masking.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -567,10 +577,21 @@ def _by_flex(
 
 
 @lru_cache
-def _flex(compiled: bool) -> Callable[..., Any]:
-    """Return flex attention. Uncompiled, it holds all scores."""
-    function: Callable[..., Any] = flex.flex_attention
-    return torch.compile(function, dynamic=False) if compiled else function
+def _compiled_flex() -> Callable[..., Any]:
+    allow_graphs(2)  # with a window and without
+    return torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
+
+
+def allow_graphs(kinds: int) -> None:
+    """Let torch.compile make graphs of ``kinds`` kinds of layers for LENGTHS lengths, training and evaluation.
+
+    Beyond torch's own limit of 8 it would compute uncompiled, or fail.
+    """
+    from torch._dynamo import config as dynamo
+
+    limit = 2 * LENGTHS * kinds
+    dynamo.recompile_limit = max(dynamo.recompile_limit, limit)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * limit)
 
 
 # --- which of them runs ---------------------------------------------------------------------------------------------
@@ -609,7 +630,9 @@ def missing_backends() -> dict[str, str]:
         found["flash-attn"] = "the package flash-attn is not installed"
     if find_spec("triton") is None:
         found["flex"] = "the package triton is not installed"
-    if absent := {"scale", "window_size", "enable_gqa"} - set(inspect.signature(_torch_lengths()).parameters):
+    if absent := {"scale", "window_size", "enable_gqa"} - set(
+        inspect.signature(varlen.varlen_attn).parameters
+    ):
         words = ", ".join(sorted(absent))
         found["flash"] = f"varlen_attn of torch {torch.__version__} has no {words}"
     return found
@@ -653,8 +676,7 @@ def attention_note(
         return f"attention with {' and '.join(sorted(wants))}: --attention-backend {backend}"
     if backend == TORCH and device.type != "cpu":
         heads = tp.share(model.num_attention_heads, "num_attention_heads")
-        q = torch.zeros(1, heads, 64, model.kv_channels, device=device, dtype=dtype, requires_grad=True)
-        if not fused(q, q, q, None, model.attention_dropout):
+        if not fused(heads, heads, model.kv_channels, dtype, device, model.attention_dropout):
             return (
                 "attention runs in torch's math kernel, which keeps a matrix of length x length per head: no fused "
                 f"one takes {heads} heads of {model.kv_channels} in {_word(dtype)} on this GPU; bf16 and a head size "

@@ -19,11 +19,9 @@ import torch
 
 from megazero.config.options.sections import INDUCTOR
 from megazero.families.layer_kinds import layer_kinds
+from megazero.models.attention import allow_graphs
 from megazero.models.decoder import Decoder
 from megazero.models.layer import DecoderLayer
-
-# Lengths of samples in a run, beyond which torch would refuse the next graph (its limit is 8 in all).
-LENGTHS = 64
 
 
 def compile_layers(decoder: Decoder, backend: str, cache: str | None = None) -> None:
@@ -36,12 +34,7 @@ def compile_layers(decoder: Decoder, backend: str, cache: str | None = None) -> 
         _require_compiler()
         if cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute())
-    from torch._dynamo import config as dynamo_config
-
-    kinds = set(layer_kinds(decoder.config))
-    limit = 2 * LENGTHS * len(kinds)  # training and evaluation
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, limit)
-    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 4 * limit)
+    allow_graphs(len(set(layer_kinds(decoder.config))))
     whole = decoder.tp.size == 1 and decoder.tp.deferred is None
     compiled = torch.compile(DecoderLayer._layer, backend=backend, fullgraph=whole, dynamic=False)
     for layer in decoder.layers.values():

@@ -120,7 +120,7 @@ def foresee(
             cluster = _unknown_cluster(config, world, room, device)
         base = BaseLayout(config, world, cluster, Collectives(cluster))
     except ValueError:
-        if name is not None:
+        if name is not None or config.training.loss_chunk_tokens == AUTO:
             raise
         return config, None, notes
     if config.zero.zero_preset == AUTO:

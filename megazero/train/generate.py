@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint import store
+from megazero.config.model.attention import PLAIN, wants_of
 from megazero.config.model.published import held_tokenizer
 from megazero.config.model.section import ModelConfig
 from megazero.config.options.fields import section_of
@@ -86,7 +87,10 @@ def load_text_model(
     dtype = DTYPES[values["params_dtype"]]
     if torch.device(device).type == "cpu" and dtype.itemsize < 4:
         dtype = torch.float32
-    decoder = Decoder(section_of(ModelConfig, values), device=device, dtype=dtype)
+    config = section_of(ModelConfig, values)
+    # Samples grow by a token at a time, and flex attention would be compiled for each length.
+    backend = "auto" if wants_of(config, documents=False) <= PLAIN else "math"
+    decoder = Decoder(config, attention_backend=backend, device=device, dtype=dtype)
     load_hf_state_dict(decoder, store.load_full(path))
     return TextModel(decoder.eval(), tokenizer)
 

@@ -267,6 +267,35 @@ def test_flash_attn_has_dropout_of_a_key(stand_ins):
     assert [call[1] for call in stand_ins] == [0.2, 0.0]
 
 
+@pytest.mark.parametrize("backend", ["flash", "flash-attn"])
+def test_kernels_of_variable_lengths_are_in_one_graph(backend, stand_ins, monkeypatch):
+    """As for ``fullgraph``: finding the kernel is traced, too."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *_, **__: q.sin())
+    monkeypatch.setattr("flash_attn.flash_attn_varlen_func", lambda q, *_, **__: q.sin())
+    masking, tensors = Masking(0.3, starts=STARTS), inputs(2)
+    tables = make_tables(masking, backend, LENGTH, tensors[0])
+    found = torch.compile(attend, backend="eager", fullgraph=True)(*tensors, tables)
+    assert torch.equal(found, tensors[0].sin())
+
+
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_flex_attention_may_have_graphs_of_many_lengths(monkeypatch):
+    """Beyond torch's limit of 8 it would hold all scores."""
+    graphs, compiled = [], torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *a, **k: compiled(*a, backend=lambda g, _: graphs.append(g) or g, **k)
+    )
+    attention._compiled_flex.cache_clear()
+    torch._dynamo.reset()
+    function, tensors = attention._compiled_flex(), [x.detach() for x in inputs(2)]
+    for length in range(100, 112):
+        q, k, v = (x[:length].permute(1, 2, 0, 3) for x in tensors)
+        mask = attention.block_mask(Masking(0.3), "flex", length, q)
+        function(q, k, v, block_mask=mask, enable_gqa=True)
+    attention._compiled_flex.cache_clear()
+    assert len(graphs) == 12
+
+
 @pytest.mark.parametrize(("window", "documents", "alibi", "cap", "groups"), CASES)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_equals_a_dense_mask(window, documents, alibi, cap, groups):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megazero.models import Decoder, attention
-from megazero.models.attention import attention_note
+from megazero.models.attention import AttentionTables, Masking, attend, attention_note, fused
 from megazero.tp import TensorParallel
 from tests.unit.test_models_decoder import batch, make
 
@@ -16,11 +18,12 @@ def fused_kernels(monkeypatch):
     """torch's answers on a GPU: flash takes 16 bits without a mask, the memory-efficient kernel no grouped heads."""
 
     def flash(inputs):
-        return inputs.query.dtype.itemsize == 2 and inputs.attn_mask is None
+        return cuda.flash_sdp_enabled() and inputs.query.dtype.itemsize == 2 and inputs.attn_mask is None
 
     def efficient(inputs):
         aligned = inputs.query.shape[-1] * inputs.query.dtype.itemsize % 16 == 0
-        return inputs.query.dtype != torch.float64 and not inputs.enable_gqa and aligned
+        allowed = cuda.mem_efficient_sdp_enabled() and not inputs.enable_gqa
+        return allowed and inputs.query.dtype != torch.float64 and aligned
 
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", flash)
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", efficient)
@@ -55,6 +58,34 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups(
     monkeypatch.undo()
     assert set(seen) == {(2, True) if grouped else (4, False)}
     torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize(("backend", "heads"), [("torch", 2), ("flash", 2), ("efficient", 4), ("cudnn", 4)])
+def test_groups_are_left_to_the_kernel_that_is_asked_for(backend, heads, fused_kernels, monkeypatch):
+    seen = []
+
+    def watched(q, k, v, **options):
+        seen.append((k.shape[1], options["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    q, k, v = (torch.zeros(16, 2, each, 8, dtype=torch.bfloat16) for each in (4, 2, 2))
+    attend(q, k, v, AttentionTables(Masking(0.3), backend))
+    assert seen == [(heads, heads == 2)]
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+def test_a_graph_knows_what_kernels_take(backend, fused_kernels):
+    def compute(q, k):
+        with sdpa_kernel(backend):
+            grouped = fused(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device, 0.0)
+        return q + 1 if grouped else q - 1
+
+    q, k = (torch.zeros(2, each, 16, 8, dtype=torch.bfloat16) for each in (4, 2))
+    found = torch.compile(compute, backend="eager", fullgraph=True)(q, k)
+    assert torch.equal(found, compute(q, k))
+    assert bool((found == 1).all()) == (backend == SDPBackend.FLASH_ATTENTION)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,9 @@ def test_a_run_is_told_of_how_many_tokens_it_holds_logits() -> None:
         assert seen is not None and "--loss-chunk-tokens auto: " in notes[0]
         found[vocabulary] = config.training.loss_chunk_tokens
     assert found[1000] is None and found[200_000] in (1024, 2048, 4096)
+    with pytest.raises(ValueError, match="--attention-backend flex does not run on CPUs"):
+        config = make_config({**values, "attention_backend": "flex"}, World(1, 1))
+        forecast.foresee(config, World(1, 1), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"auto: the planner does not know fp64; give a number"):
         make_config({**values, "params_dtype": "fp64"}, World(1, 1))
     for wrong, said in (("0", "at least 1; or leave it out"), ("some", "a whole number or auto, got 'some'")):

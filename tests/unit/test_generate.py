@@ -25,7 +25,7 @@ VOCABULARY = 23  # the last id is the end of a document
 CONTEXT = 8
 
 
-def make_run(folder, tokenizer=None, dtype="fp32"):
+def make_run(folder, tokenizer=None, dtype="fp32", **changes):
     """A checkpoint as a trainer writes it, of a decoder whose weights are returned."""
     config = make_config(
         {
@@ -33,6 +33,7 @@ def make_run(folder, tokenizer=None, dtype="fp32"):
             **{"seq_length": CONTEXT, "vocab_size": VOCABULARY, "micro_batch_size": 1},
             "init_method_std": 0.5,
             "params_dtype": dtype,
+            **changes,
         }
     )
     decoder = Decoder(config.model)
@@ -55,6 +56,14 @@ def model(tmp_path):
     torch.set_num_threads(1)
     make_run(tmp_path / "run")
     return load_text_model(tmp_path / "run")
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi"])
+def test_no_kernel_is_compiled_for_each_length(position, tmp_path):
+    """As flex attention, which auto prefers for ALiBi on GPUs."""
+    make_run(tmp_path, position_embedding_type=position)
+    decoder = load_text_model(tmp_path).decoder
+    assert decoder.positions.backend == {"rope": "auto", "alibi": "math"}[position]
 
 
 def test_loads_the_weights_that_were_saved(tmp_path):
