@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
@@ -187,8 +187,11 @@ class Fsdp2Patch:
         if hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):  # from torch 2.13 on
             names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._resetting)
         if self.gathers:
-            for module in torch_parts.top_modules(self.model):
+            tops = torch_parts.top_modules(self.model)
+            for module in tops:
                 self.undo.append(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
+            names.wrap(torch_parts.STATE, "FSDPState._pre_forward", partial(self._entering, tops))
+            names.wrap(torch_parts.FSDP, "FSDPModule.unshard", self._unsharding)
         self.undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
         self.undo.append(register_optimizer_step_post_hook(self._after_update).remove)
 
@@ -224,11 +227,35 @@ class Fsdp2Patch:
         return reduction.reduce(given, call)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        torch.compiler.disable(self._settle)()
+        torch.compiler.disable(self._settle)(self.gathers)
 
-    @torch.no_grad()
-    def _settle(self) -> None:
-        settle(self.gathers)
+    def _entering(self, tops: list[nn.Module], original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand for what methods of ``register_fsdp_forward_method`` call; a forward's hook has the original."""
+
+        @torch.compiler.disable
+        def pre_forward(state: Any, module: nn.Module, *rest: Any) -> Any:
+            if any(module is top for top in tops):
+                self._settle(self.gathers)
+            return original(state, module, *rest)
+
+        return pre_forward
+
+    def _unsharding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand for ``unshard``, which a program or a pipeline's schedule may call ahead of the forward."""
+
+        def unshard(module: Any, *args: Any, **kwargs: Any) -> Any:
+            state = module._get_fsdp_state()
+            if state._state_ctx.iter_forward_root is None:  # else that forward has settled
+                raws = state._fsdp_param_groups
+                own = [g for g in self.gathers if any(g.group.raw is raw for raw in raws)]
+                self._settle([g for g in own if not g.group.raw.is_unsharded])
+            return original(module, *args, **kwargs)
+
+        return unshard
+
+    def _settle(self, gathers: Sequence[KeptAllGather]) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # shards cannot be detached in inference mode
+            settle(gathers)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         waiting = [
@@ -239,7 +266,8 @@ class Fsdp2Patch:
         if waiting:
             raise RuntimeError(
                 f"fsdp2_patch: an optimizer steps while gradients of {', '.join(waiting)} wait for the last "
-                "backward: call model.set_requires_all_reduce(True) before the step's last forward"
+                "backward: call model.set_requires_all_reduce(True) before the step's last forward, or in every "
+                "micro-batch if they have no gradients in the last one"
             )
         for kind in (WEIGHTS, GRADIENTS):
             self.differences.tell(kind)
