@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
@@ -187,10 +187,7 @@ class Fsdp2Patch:
         if hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):  # from torch 2.13 on
             names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._resetting)
         if self.gathers:
-            tops = torch_parts.top_modules(self.model)
-            for module in tops:
-                self.undo.append(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
-            names.wrap(torch_parts.STATE, "FSDPState._pre_forward", partial(self._entering, tops))
+            names.wrap(torch_parts.STATE, "FSDPState._root_pre_forward", self._beginning)
             names.wrap(torch_parts.FSDP, "FSDPModule.unshard", self._unsharding)
         self.undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
         self.undo.append(register_optimizer_step_post_hook(self._after_update).remove)
@@ -226,36 +223,32 @@ class Fsdp2Patch:
                 )
         return reduction.reduce(given, call)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        torch.compiler.disable(self._settle)(self.gathers)
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand for what every forward calls, of the model or a part, by a registered method, too."""
 
-    def _entering(self, tops: list[nn.Module], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stand for what methods of ``register_fsdp_forward_method`` call; a forward's hook has the original."""
-
-        @torch.compiler.disable
-        def pre_forward(state: Any, module: nn.Module, *rest: Any) -> Any:
-            if any(module is top for top in tops):
-                self._settle(self.gathers)
+        def root_pre_forward(state: Any, module: nn.Module, *rest: Any) -> Any:
+            if state._state_ctx.iter_forward_root is None:  # else it is a part of one that has begun
+                self._settle(raw for *_, raws in torch_parts.param_groups(module) for raw in raws)
             return original(state, module, *rest)
 
-        return pre_forward
+        return root_pre_forward
 
     def _unsharding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Stand for ``unshard``, which a program or a pipeline's schedule may call ahead of the forward."""
 
         def unshard(module: Any, *args: Any, **kwargs: Any) -> Any:
             state = module._get_fsdp_state()
-            if state._state_ctx.iter_forward_root is None:  # else that forward has settled
-                raws = state._fsdp_param_groups
-                own = [g for g in self.gathers if any(g.group.raw is raw for raw in raws)]
-                self._settle([g for g in own if not g.group.raw.is_unsharded])
+            if state._state_ctx.iter_forward_root is None:
+                self._settle(state._fsdp_param_groups)
             return original(module, *args, **kwargs)
 
         return unshard
 
-    def _settle(self, gathers: Sequence[KeptAllGather]) -> None:
+    def _settle(self, raws: Iterable[Any]) -> None:
+        """Settle the gathers of these groups of torch's."""
+        own = {id(raw) for raw in raws}
         with torch.inference_mode(False), torch.no_grad():  # shards cannot be detached in inference mode
-            settle(gathers)
+            settle([gather for gather in self.gathers if id(gather.group.raw) in own])
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         waiting = [

@@ -35,7 +35,7 @@ NEEDED: Needed = {
             "all_reduce_hook",
         ),
     },
-    STATE: {"FSDPState._pre_forward": ("self", "module", "args", "kwargs")},
+    STATE: {"FSDPState._root_pre_forward": ("self", "module", "args", "kwargs")},
     COLLECTIVES: {"dist.all_reduce": ("tensor", "op", "group")},
 }
 GROUPS_OWN = (
@@ -88,16 +88,6 @@ def lacking_parts(groups: list[Any]) -> list[str]:
         for name in names
         if not hasattr(owner, name)
     ]
-
-
-def top_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``fully_shard`` that are in no other one: where a forward begins."""
-    names: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in names)
-        if isinstance(module, FSDPModule) and not inside:
-            names.append(name)
-    return [model.get_submodule(name) for name in names]
 
 
 def other_placements(parameter: Any) -> list[Any]:

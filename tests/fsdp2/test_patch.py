@@ -222,7 +222,7 @@ def test_weights_are_never_stale(words: dict[str, Any], how: str, tmp_path: Path
 
 
 def written_ahead(words: dict[str, Any] | None, how: str) -> float:
-    """The loss behind a load, where weights are gathered before the model is called."""
+    """What is computed behind a load, where weights are gathered before the model is called."""
     job, other = Job(Case(seed=2)), Job(Case(seed=3))
     job.model.encode = job.model.forward
     register_fsdp_forward_method(job.model, "encode")
@@ -235,12 +235,14 @@ def written_ahead(words: dict[str, Any] | None, how: str) -> float:
                 module.unshard(async_op=True)
             return job.look()
         with torch.no_grad():
+            if how == "part":
+                return job.model.blocks[0](torch.ones(1, 32)).norm().item()
             return job.model.encode(job.batch(0, 0)).logsumexp(-1).mean().item()
 
 
-@pytest.mark.parametrize("how", ["unshard", "method"])
-def test_weights_are_not_stale_ahead_of_a_forward(how: str) -> None:
-    """``unshard`` gathers before a forward, and a registered method is none."""
+@pytest.mark.parametrize("how", ["unshard", "method", "part"])
+def test_weights_are_not_stale_without_the_models_forward(how: str) -> None:
+    """``unshard`` gathers before a forward, a registered method is none, and a part may be called alone."""
     plain = run_ranks(RANKS, written_ahead, None, how)[0]
     assert run_ranks(RANKS, written_ahead, EXACT, how)[0] == pytest.approx(plain, rel=1e-6)
 
