@@ -221,6 +221,7 @@ class Fsdp2Patch:
                     "(register_post_accumulate_grad_hook, an optimizer in the backward), which would see sums that "
                     "have not crossed nodes: step the optimizer behind the last backward"
                 )
+        reduction.group.reduced = True
         return reduction.reduce(given, call)
 
     def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +271,10 @@ class Fsdp2Patch:
         touched = {id(reduction.group) for reduction in self._touched(optimizer)}
         for group in self.groups:
             if id(group) in touched:
-                group.updates, group.updated = group.updates + 1, True
+                group.updates += (
+                    group.reduced
+                )  # of several optimizers that share a group the first one counts
+                group.reduced, group.updated = False, True
         for gather in self.gathers:
             if id(gather.group) in touched and gather.group.codecs.delta:
                 gather.noted = gather.checksums()

@@ -143,7 +143,7 @@ def read_words(
     ]
     if errors:
         raise ConfigError(errors)
-    coded = {
+    coded: dict[str, Any] = {
         "zero_quantized_weights": weights != "none" or None,
         "zero_weight_bits": _bits(weights),
         "zero_quantized_weights_delta": weights.endswith("-delta") or None,

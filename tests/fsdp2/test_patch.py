@@ -136,6 +136,23 @@ def test_the_first_steps_are_verified() -> None:
     assert "step 2: weights" not in told and others == [""] * 3
 
 
+def printed_with_two_optimizers() -> str:
+    job = Job(Case())
+    weights = [p for p in job.model.parameters() if p.ndim > 1]
+    other = torch.optim.SGD([p for p in job.model.parameters() if p.ndim == 1], lr=1e-3)
+    job.optimizer = torch.optim.AdamW(weights)
+    with contextlib.redirect_stdout(io.StringIO()) as said, patched(job.model, {"verify_first_steps": 2}, 2):
+        for step in range(3):
+            job.step(step)
+            other.step()
+    return said.getvalue()
+
+
+def test_optimizers_that_share_a_group_make_one_step() -> None:
+    told = run_ranks(RANKS, printed_with_two_optimizers)[0]
+    assert [f"step {i}: gradients" in told for i in (1, 2, 3)] == [True, True, False]
+
+
 def sends() -> list[dict[str, int]]:
     """What this rank sends in the second step, in each format, and what an exact message has."""
     found = []
