@@ -271,9 +271,8 @@ class Fsdp2Patch:
         touched = {id(reduction.group) for reduction in self._touched(optimizer)}
         for group in self.groups:
             if id(group) in touched:
-                group.updates += (
-                    group.reduced
-                )  # of several optimizers that share a group the first one counts
+                # Of several optimizers that share a group the first one counts.
+                group.updates += group.reduced
                 group.reduced, group.updated = False, True
         for gather in self.gathers:
             if id(gather.group) in touched and gather.group.codecs.delta:

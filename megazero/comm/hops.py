@@ -49,7 +49,7 @@ def start_gather(axis: Axis, out: torch.Tensor, own: torch.Tensor, kind: str, tr
     return _gathered(axis, out, own, group)
 
 
-def _gathered(axis: Axis, out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+def _gathered(axis: Axis, out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start the gather. Two ranks on CPUs swap their messages by an all-to-all.
 
     gloo's all-gather receives into memory of its own and copies it out: 3.2 MB of each took 2.6 to 4.5 ms and 1.0 to
