@@ -50,6 +50,11 @@ class TwoHopReduceScatter(ReduceScatter):
 
     def reduce(self, given: Mapping[str, Any], original: Callable[[], Any]) -> Any:
         """Run torch's ``foreach_reduce`` with these arguments."""
+        if given["reduce_scatter_comm"] is not self or given["all_reduce_hook"] != self.cross:
+            raise RuntimeError(
+                f"fsdp2_patch: {self.group.name} was given another reduce-scatter or all-reduce hook behind "
+                "enable(), and its gradients would not cross nodes: leave that out, or call disable() before it"
+            )
         if self.sums is not None and self.params != given["fsdp_params"]:
             names = {self.group.names[id(p)] for p in {*self.params} ^ {*given["fsdp_params"]}}
             raise RuntimeError(
@@ -87,20 +92,17 @@ class TwoHopReduceScatter(ReduceScatter):
     def cross(self, output: torch.Tensor) -> None:
         """Take the hop across nodes, behind the last backward, into the output [n]; else leave zeros there."""
         refuse_capture(output.device)
-        if (
-            output.device.type == "cuda"
-        ):  # another stream's, which nothing else holds for this one before torch 2.15
-            output.record_stream(torch.cuda.current_stream())
+        _hold(output)  # nothing else holds it for this stream before torch 2.15
         if not self.last:
             output.zero_()
             return
         sums, exact = self.sums, self.exact
         assert sums is not None
         self.drop()
-        if sums.device.type == "cuda":
-            sums.record_stream(torch.cuda.current_stream())
+        _hold(sums)
         run_through(self._across(sums, output))
         if exact is not None:
+            _hold(exact)
             self.group.differences.note(
                 GRADIENTS, self.group.updates + 1, output, exact.div_(self.divisor), self.group.shard_group
             )
@@ -188,6 +190,12 @@ class ReplicaAllReduce:
                 packing.unpack(packed, tensor)
             elif packed[0] is not tensor:
                 tensor.copy_(packed[0][: tensor.numel()])
+
+
+def _hold(tensor: torch.Tensor) -> None:
+    """Keep another stream's memory from reuse until the current stream is through with it."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream())
 
 
 def _filled(values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

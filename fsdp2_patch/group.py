@@ -26,7 +26,8 @@ class Group:
     hops: those over which it crosses nodes: of the ranks that share a parameter on a 1-D mesh, of the replicas on a
         2-D one (``replicas``).
     exact: the FSDPParams that are never quantised. names: by id of an FSDPParam.
-    updates: how often an optimizer has written its parameters. updated: since they were last gathered.
+    updates: how many steps' gradients optimizers have written into its parameters. reduced: there are new ones.
+    updated: parameters were written since they were last gathered.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Group:
     verified_steps: int
     checksum_interval: int
     updates: int = 0
+    reduced: bool = False
     updated: bool = False
     packings: dict[Any, Packing] = field(default_factory=dict)
 

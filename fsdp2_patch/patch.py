@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
@@ -187,8 +187,8 @@ class Fsdp2Patch:
         if hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):  # from torch 2.13 on
             names.wrap(torch_parts.FSDP, "FSDPModule.reset_iter_state", self._resetting)
         if self.gathers:
-            for module in torch_parts.top_modules(self.model):
-                self.undo.append(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
+            names.wrap(torch_parts.STATE, "FSDPState._root_pre_forward", self._beginning)
+            names.wrap(torch_parts.FSDP, "FSDPModule.unshard", self._unsharding)
         self.undo.append(register_optimizer_step_pre_hook(self._before_update).remove)
         self.undo.append(register_optimizer_step_post_hook(self._after_update).remove)
 
@@ -221,14 +221,35 @@ class Fsdp2Patch:
                     "(register_post_accumulate_grad_hook, an optimizer in the backward), which would see sums that "
                     "have not crossed nodes: step the optimizer behind the last backward"
                 )
+        reduction.group.reduced = True
         return reduction.reduce(given, call)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        torch.compiler.disable(self._settle)()
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand for what every forward calls, of the model or a part, by a registered method, too."""
 
-    @torch.no_grad()
-    def _settle(self) -> None:
-        settle(self.gathers)
+        def root_pre_forward(state: Any, module: nn.Module, *rest: Any) -> Any:
+            if state._state_ctx.iter_forward_root is None:  # else it is a part of one that has begun
+                self._settle(raw for *_, raws in torch_parts.param_groups(module) for raw in raws)
+            return original(state, module, *rest)
+
+        return root_pre_forward
+
+    def _unsharding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand for ``unshard``, which a program or a pipeline's schedule may call ahead of the forward."""
+
+        def unshard(module: Any, *args: Any, **kwargs: Any) -> Any:
+            state = module._get_fsdp_state()
+            if state._state_ctx.iter_forward_root is None:
+                self._settle(state._fsdp_param_groups)
+            return original(module, *args, **kwargs)
+
+        return unshard
+
+    def _settle(self, raws: Iterable[Any]) -> None:
+        """Settle the gathers of these groups of torch's."""
+        own = {id(raw) for raw in raws}
+        with torch.inference_mode(False), torch.no_grad():  # shards cannot be detached in inference mode
+            settle([gather for gather in self.gathers if id(gather.group.raw) in own])
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         waiting = [
@@ -239,7 +260,8 @@ class Fsdp2Patch:
         if waiting:
             raise RuntimeError(
                 f"fsdp2_patch: an optimizer steps while gradients of {', '.join(waiting)} wait for the last "
-                "backward: call model.set_requires_all_reduce(True) before the step's last forward"
+                "backward: call model.set_requires_all_reduce(True) before the step's last forward, or in every "
+                "micro-batch if they have no gradients in the last one"
             )
         for kind in (WEIGHTS, GRADIENTS):
             self.differences.tell(kind)
@@ -249,7 +271,9 @@ class Fsdp2Patch:
         touched = {id(reduction.group) for reduction in self._touched(optimizer)}
         for group in self.groups:
             if id(group) in touched:
-                group.updates, group.updated = group.updates + 1, True
+                # Of several optimizers that share a group the first one counts.
+                group.updates += group.reduced
+                group.reduced, group.updated = False, True
         for gather in self.gathers:
             if id(gather.group) in touched and gather.group.codecs.delta:
                 gather.noted = gather.checksums()

@@ -15,12 +15,14 @@ from megazero.patches.names import Needed, missing
 KNOWN = ((2, 12), (2, 15))  # the first and the last version that were read
 FSDP = "torch.distributed.fsdp"
 GROUP = f"{FSDP}._fully_shard._fsdp_param_group"
+STATE = f"{FSDP}._fully_shard._fsdp_state"
 COLLECTIVES = f"{FSDP}._fully_shard._fsdp_collectives"
 NEEDED: Needed = {
     FSDP: {
         "FSDPModule.set_custom_all_gather": ("self", "comm"),
         "FSDPModule.set_custom_reduce_scatter": ("self", "comm"),
         "FSDPModule.set_all_reduce_hook": ("self", "hook"),
+        "FSDPModule.unshard": ("self", "async_op"),
         "FSDPModule._get_fsdp_state": ("self",),
     },
     GROUP: {
@@ -32,8 +34,8 @@ NEEDED: Needed = {
             "all_reduce_grads",
             "all_reduce_hook",
         ),
-        "FSDPParamGroup.unshard": ("self", "async_op"),
     },
+    STATE: {"FSDPState._root_pre_forward": ("self", "module", "args", "kwargs")},
     COLLECTIVES: {"dist.all_reduce": ("tensor", "op", "group")},
 }
 GROUPS_OWN = (
@@ -86,16 +88,6 @@ def lacking_parts(groups: list[Any]) -> list[str]:
         for name in names
         if not hasattr(owner, name)
     ]
-
-
-def top_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``fully_shard`` that are in no other one: where a forward begins."""
-    names: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in names)
-        if isinstance(module, FSDPModule) and not inside:
-            names.append(name)
-    return [model.get_submodule(name) for name in names]
 
 
 def other_placements(parameter: Any) -> list[Any]:

@@ -45,6 +45,12 @@ fsdp2_patch/patch.py
 - if id(gather.group) in touched and gather.group.codecs.delta:
 + if False:
   behind every update differences go whole
+- self._settle(state._fsdp_param_groups)
++ pass
+  a gather ahead of a forward takes weights of before a load
+- group.updates += group.reduced
++ group.updates += 1
+  two optimizers of a group make two steps
 
 fsdp2_patch/gradients.py
 - self.params, self.last = list(given["fsdp_params"]), given["all_reduce_grads"]

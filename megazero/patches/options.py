@@ -143,20 +143,18 @@ def read_words(
     ]
     if errors:
         raise ConfigError(errors)
-    names = {f.name.removeprefix("zero_"): f.name for f in dataclasses.fields(kind)}
+    coded: dict[str, Any] = {
+        "zero_quantized_weights": weights != "none" or None,
+        "zero_weight_bits": _bits(weights),
+        "zero_quantized_weights_delta": weights.endswith("-delta") or None,
+        "zero_quantized_gradients": gradients != "none" or None,
+        "zero_gradient_bits": _bits(gradients),
+        "zero_gradient_bits_intra_node": _bits(gradients_intra_node),
+    }
+    names = {f.name.removeprefix("zero_"): f.name for f in dataclasses.fields(kind) if f.name not in coded}
     for name in others.keys() - names.keys():
         raise TypeError(f"unexpected keyword {name!r}; nearest: one of {', '.join(sorted(names))}")
-    return check(
-        kind(
-            zero_quantized_weights=weights != "none" or None,
-            zero_weight_bits=_bits(weights),
-            zero_quantized_weights_delta=weights.endswith("-delta") or None,
-            zero_quantized_gradients=gradients != "none" or None,
-            zero_gradient_bits=_bits(gradients),
-            zero_gradient_bits_intra_node=_bits(gradients_intra_node),
-            **{names[name]: value for name, value in others.items()},
-        )
-    )
+    return check(kind(**coded, **{names[name]: value for name, value in others.items()}))
 
 
 def _bits(word: str) -> int | None:

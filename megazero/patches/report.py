@@ -27,23 +27,6 @@ def gradient_words(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs)
     return ", ".join(told)
 
 
-def _weights(dtypes: Iterable[torch.dtype], hops: TwoHops, codecs: Codecs) -> str:
-    if codecs.weights is None:
-        return f"exact ({', '.join(map(short, dtypes))})"
-    if hops.inter.size == 1:
-        return "exact as no hop crosses nodes"
-    told = []
-    for dtype in dtypes:
-        if dtype in (torch.bfloat16, torch.float16):
-            what = "differences of " if codecs.delta else ""
-            told.append(f"{what}{short(dtype)} as {format_words(codecs.weights, '')} on every hop")
-        elif dtype == torch.uint8:
-            told.append("fp8 as they are")
-        else:
-            told.append(f"{short(dtype)} exact as the optimizer's master weights are in that buffer")
-    return ", ".join(told)
-
-
 def format_words(codec: Codec | None, raw: str) -> str:
     return (
         f"int{codec.bits} (blocks of {codec.form.block})" if isinstance(codec, Blockwise) else f"exact {raw}"

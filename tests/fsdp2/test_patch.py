@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fsdp2_patch
 from tests.dist.pool import run_ranks
@@ -135,6 +136,23 @@ def test_the_first_steps_are_verified() -> None:
     assert "step 2: weights" not in told and others == [""] * 3
 
 
+def printed_with_two_optimizers() -> str:
+    job = Job(Case())
+    weights = [p for p in job.model.parameters() if p.ndim > 1]
+    other = torch.optim.SGD([p for p in job.model.parameters() if p.ndim == 1], lr=1e-3)
+    job.optimizer = torch.optim.AdamW(weights)
+    with contextlib.redirect_stdout(io.StringIO()) as said, patched(job.model, {"verify_first_steps": 2}, 2):
+        for step in range(3):
+            job.step(step)
+            other.step()
+    return said.getvalue()
+
+
+def test_optimizers_that_share_a_group_make_one_step() -> None:
+    told = run_ranks(RANKS, printed_with_two_optimizers)[0]
+    assert [f"step {i}: gradients" in told for i in (1, 2, 3)] == [True, True, False]
+
+
 def sends() -> list[dict[str, int]]:
     """What this rank sends in the second step, in each format, and what an exact message has."""
     found = []
@@ -198,14 +216,68 @@ def written(words: dict[str, Any], how: str, folder: str) -> tuple[list[float], 
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("how", ["in place", "load_state_dict", "dcp"])
-@pytest.mark.parametrize("words", [EXACT, DELTA_INT4], ids=["exact", "differences"])
+@pytest.mark.parametrize(
+    "words, how",
+    [
+        pytest.param(words, how, id=f"{name}-{how}", marks=[] if always else [pytest.mark.slow])
+        for words, name, how, always in (
+            (EXACT, "exact", "in place", False),
+            (EXACT, "exact", "load_state_dict", True),
+            (EXACT, "exact", "dcp", False),
+            (DELTA_INT4, "differences", "in place", True),
+            (DELTA_INT4, "differences", "load_state_dict", False),
+            (DELTA_INT4, "differences", "dcp", True),
+        )
+    ],
+)
 def test_weights_are_never_stale(words: dict[str, Any], how: str, tmp_path: Path) -> None:
     """A forward behind a write computes with what was written, though no optimizer made it."""
     plain, runs = run_ranks(RANKS, written, words, how, str(tmp_path))[0]
     assert abs(plain[1] - plain[0]) > 0.05
     assert runs == pytest.approx(plain, rel=1e-6 if not words else 1e-2)
     assert runs[1] == pytest.approx(plain[1], rel=1e-6 if not words else 5e-3)
+
+
+def written_ahead(words: dict[str, Any] | None, how: str) -> float:
+    """What is computed behind a load, where weights are gathered before the model is called."""
+    job, other = Job(Case(seed=2)), Job(Case(seed=3))
+    job.model.encode = job.model.forward
+    register_fsdp_forward_method(job.model, "encode")
+    with patched(job.model, words, 2):
+        job.step(0)
+        job.look()
+        job.model.load_state_dict(other.model.state_dict())
+        if how == "unshard":
+            for module in (job.model, *job.model.blocks):
+                module.unshard(async_op=True)
+            return job.look()
+        with torch.no_grad():
+            if how == "part":
+                return job.model.blocks[0](torch.ones(1, 32)).norm().item()
+            return job.model.encode(job.batch(0, 0)).logsumexp(-1).mean().item()
+
+
+@pytest.mark.parametrize("how", ["unshard", "method", "part"])
+def test_weights_are_not_stale_without_the_models_forward(how: str) -> None:
+    """``unshard`` gathers before a forward, a registered method is none, and a part may be called alone."""
+    plain = run_ranks(RANKS, written_ahead, None, how)[0]
+    assert run_ranks(RANKS, written_ahead, EXACT, how)[0] == pytest.approx(plain, rel=1e-6)
+
+
+def evaluated(words: dict[str, Any] | None) -> list[float]:
+    """Losses of a run that is evaluated in inference mode between its steps."""
+    job, looks = Job(Case(seed=2)), []
+    with patched(job.model, words, 2):
+        for step in range(3):
+            job.step(step)
+            with torch.inference_mode():
+                looks.append(job.look())
+    return job.losses + looks
+
+
+def test_it_is_evaluated_in_inference_mode() -> None:
+    plain = run_ranks(RANKS, evaluated, None)[0]
+    assert run_ranks(RANKS, evaluated, EXACT)[0] == pytest.approx(plain, rel=1e-6)
 
 
 def telling() -> list[str]:
@@ -309,8 +381,15 @@ def refusals_at_work() -> dict[str, str]:
         job.optimizer.step()
 
     def in_backward() -> None:
-        job.model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+        handle = job.model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
         job.model.set_requires_all_reduce(True)
+        try:
+            job.loss(job.batch(0, 0)).backward()
+        finally:
+            handle.remove()
+
+    def hooked() -> None:
+        job.model.set_all_reduce_hook(lambda _: None)
         job.loss(job.batch(0, 0)).backward()
 
     with patched(job.model, EXACT, 2):
@@ -326,6 +405,11 @@ def refusals_at_work() -> dict[str, str]:
             in_backward()
         except RuntimeError as error:
             found["backward"] = str(error)
+        job.model.reset_iter_state()
+        try:
+            hooked()
+        except RuntimeError as error:
+            found["hook"] = str(error)
     return found
 
 
@@ -333,6 +417,7 @@ def test_what_is_refused_at_work() -> None:
     for found in run_ranks(RANKS, refusals_at_work):
         assert "an optimizer steps while gradients" in found["early"]
         assert "head.weight has a hook behind its gradient" in found["backward"]
+        assert "the model was given another" in found["hook"]
 
 
 def on_and_off() -> tuple[Run, Run, bool]:
@@ -383,8 +468,11 @@ def resumed(folder: str, first: dict[str, Any] | None, then: dict[str, Any] | No
 
 @pytest.mark.parametrize(
     "first, then",
-    [(EXACT, None), (None, EXACT), (EXACT, EXACT)],
-    ids=["with-without", "without-with", "both"],
+    [
+        pytest.param(EXACT, None, id="with-without"),
+        pytest.param(None, EXACT, id="without-with"),
+        pytest.param(EXACT, EXACT, id="both", marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoints_load_with_and_without_it(first: Any, then: Any, tmp_path: Path) -> None:
     whole = run_ranks(RANKS, train_all, [(Case(steps=4), None)])[0][0]

@@ -27,6 +27,8 @@ def test_words() -> None:
     assert read_words(Fsdp2Options, gradients="int8", exact_numel=0).wire.exact_numel == 0
     with pytest.raises(TypeError, match="unexpected keyword 'chunk_numel'"):
         read_words(Fsdp2Options, chunk_numel=1)
+    with pytest.raises(TypeError, match="unexpected keyword 'weight_bits'; nearest: one of block_size"):
+        read_words(Fsdp2Options, "int8", weight_bits=4)
     with pytest.raises(ValueError, match="--zero-exact-numel.*-1"):
         read_words(Fsdp2Options, exact_numel=-1)
 
