@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,31 @@ def check_line(ranks: Processes, codes: list[int], victim: int, why: str) -> Non
     assert f"missing: rank {victim} on " in words and why in words and words.count("; rank") == 0, words
 
 
+def at_a_forward(rank: int, victim: int, number: int, act: Callable[[], object]) -> None:
+    """Rank ``victim`` acts where it would compute its forward of this number."""
+    run_stage, left = Decoder.run_stage, [number]
+
+    def acting(self: Decoder, *arguments: Any, **named: Any) -> torch.Tensor:
+        left[0] -= 1
+        if not left[0]:
+            act()
+        return run_stage(self, *arguments, **named)
+
+    if rank == victim:
+        Decoder.run_stage = acting  # type: ignore[method-assign]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("schedule, victim", [("1f1b", 2), ("zb-h1", 0), ("gpipe", 3)])
 def test_a_stage_that_is_killed_ends_every_other(tmp_path: Path, schedule: str, victim: int) -> None:
     values = {**PP4, "pipeline_schedule": schedule, "log_dir": str(tmp_path / "logs")}
-    ranks = Processes.start(4, values, tmp_path)
-    ranks.wait_for(lambda: iterations(tmp_path / "logs") > 2)
-    os.kill(ranks.ranks[victim].pid, signal.SIGKILL)
+    # In the third iteration, where its neighbours wait for it: between two they wait in the step's own collectives.
+    dying = partial(at_a_forward, victim=victim, number=15, act=die)
+    ranks = Processes.start(4, values, tmp_path, prepare=dying)
+    ranks.wait_for(lambda: not ranks.ranks[victim].is_alive())
     began = time.monotonic()
     codes = ranks.statuses()
     lost = ExitStatus.RANK_LOST
@@ -77,24 +98,12 @@ def test_a_stage_that_is_killed_ends_every_other(tmp_path: Path, schedule: str, 
     check_messages(ranks.texts(), victim)
 
 
-def stall_in_the_third_forward(rank: int) -> None:
-    """Rank 2 sleeps where it would compute the forward of the third micro-batch."""
-    run_stage, left = Decoder.run_stage, [3]
-
-    def slow(self: Decoder, *arguments: Any, **named: Any) -> torch.Tensor:
-        left[0] -= 1
-        if not left[0]:
-            time.sleep(600)
-        return run_stage(self, *arguments, **named)
-
-    if rank == 2:
-        Decoder.run_stage = slow  # type: ignore[method-assign]
-
-
 def test_a_stage_that_stalls_is_named_at_the_time_out(tmp_path: Path) -> None:
     values = {**PP4, "distributed_timeout_minutes": 0.2, "log_dir": str(tmp_path / "logs")}
     began = time.monotonic()
-    ranks = Processes.start(4, values, tmp_path, prepare=stall_in_the_third_forward)
+    ranks = Processes.start(
+        4, values, tmp_path, prepare=partial(at_a_forward, victim=2, number=3, act=partial(time.sleep, 600))
+    )
     codes, waited = ranks.statuses(), time.monotonic() - began
     check_line(ranks, codes, 2, "not in a collective but at test_pipeline_failures.py")
     assert waited > 12
