@@ -255,6 +255,7 @@ def _in_pieces(
     q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables, dropout: float, key: Key | None
 ) -> Tensor:
     masking, matrix = tables.masking, tables.backend == "math"
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # else flash is silently wrong
     scores = (masking.slopes, masking.steps, masking.scale, masking.cap, masking.window)
     return _pieces(q, k, v, *tables.made, *scores, dropout, key, matrix)[0]
 

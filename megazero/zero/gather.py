@@ -187,7 +187,8 @@ def gather_chain(unit: Unit, context: Context) -> Chain:
             rows = prod(unit.wire.sizes)
             full = Slice(unit.layout, unit.full, 0)
             unit.codec.decode(every.view(rows, -1), *full.rows(0, rows))
-            full.clear_padding()
+            if unit.codecs.mixes:
+                full.clear_padding()
 
 
 def _refresh(unit: Unit, context: Context) -> Chain:
@@ -209,8 +210,10 @@ def _refresh(unit: Unit, context: Context) -> Chain:
                 unit.refresh_codec.decode_add(messages.view(rows, -1), *regions)
             else:
                 unit.refresh_codec.decode(messages.view(rows, -1), *regions)
-            # Also for R, to which the next difference is taken and which a checkpoint holds.
-            Slice(unit.layout, unit.copy, unit.levels.p).clear_padding()
+            if (
+                unit.codecs.mixes
+            ):  # also for R, to which the next difference is taken and which a checkpoint holds
+                Slice(unit.layout, unit.copy, unit.levels.p).clear_padding()
     unit.copy_version = unit.master_version
     used = partial(used_weights, unit)
     context.rounding.measure(unit, unit.refresh_codec, WEIGHTS, unit.master, used)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -37,6 +38,12 @@ class Codecs:
     feedback: bool = False
     feedback_beta: float = 0.0
     feedback_reset: int = 0
+
+    @cached_property
+    def mixes(self) -> bool:
+        """Whether a codec mixes padding with values (kernels/hadamard.py), so that it is cleared after decoding."""
+        every = (self.weights, self.gradients_intra, self.gradients_inter)
+        return any(isinstance(codec, Blockwise) and codec.transform is not None for codec in every)
 
     def gradients(self, link: str) -> Codec | None:
         return self.gradients_intra if link == INTRA else self.gradients_inter

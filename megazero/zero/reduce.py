@@ -142,7 +142,8 @@ class Reduction:
             axis = self.context.axis(level)
             codec = None if self.micro_batch.exact else unit.codecs.gradients(axis.link)
             yield from self.share_back(Hop(axis, level, codec or Identity(unit.sum_dtype)), sums)
-        sums.clear_padding()
+        if unit.codecs.mixes:
+            sums.clear_padding()
         if unit.carry is not None:
             carried = Slice(unit.layout, unit.carry, levels.os).rows(levels.os, 1)
             for rows, extra in zip(sums.rows(levels.os, 1), carried, strict=True):
@@ -389,4 +390,5 @@ def sum_ends(unit: Unit, ends: Axis, exact: bool, context: Context) -> Chain:
         yield start_gather(ends, both.view(-1), own.reshape(-1), "reduce", context.traffic)
         first, *rest = (r.view(-1) for r in rows)
         codec.decode_sum(both, first, False, *rest)
-        Slice(unit.layout, unit.grad, unit.levels.g).clear_padding()
+        if unit.codecs.mixes:
+            Slice(unit.layout, unit.grad, unit.levels.g).clear_padding()

@@ -22,16 +22,10 @@ BOTH = TrainingConfig(train_iters=1, optimizer_impl="apex", norm_impl="apex")
 OPTIMIZER = TrainingConfig(train_iters=1, optimizer_impl="apex")
 
 
-def test_it_is_taken_where_it_is_there() -> None:
+def test_without_cuda_every_option_is_named_and_with_it_none() -> None:
+    refuse_without_apex(TrainingConfig(train_iters=1), CPU)  # which does not ask for it
     with installed():
         refuse_without_apex(BOTH, CUDA)
-
-
-def test_what_does_not_ask_for_it_needs_none() -> None:
-    refuse_without_apex(TrainingConfig(train_iters=1), CPU)
-
-
-def test_without_cuda_every_option_is_named() -> None:
     with installed(), pytest.raises(ValueError, match="--optimizer-impl apex: it runs on CUDA") as found:
         refuse_without_apex(BOTH, CPU)
     assert "--norm-impl apex: it runs on CUDA" in str(found.value)
