@@ -1,11 +1,13 @@
-"""Nodes on one machine, joined by slow links whose bytes the kernel counts.
+"""Nodes on one machine, joined by slow and long links whose bytes the kernel counts.
 
     python tests/netlab/lab.py --nodes 2 --ranks-per-node 2 --rate 200mbit -- CMD
+    python tests/netlab/lab.py --rate 1gbit+20ms -- CMD
 
 A node is a set of namespaces of its own (network, host name, processes, mounts) with one interface, eth0, that
 leads over a veth pair to a bridge in one more namespace, the switch. ``tc tbf`` shapes what leaves the node at
-eth0 and what enters it at the switch's port. CMD (a script or ``-m MODULE``, with arguments) is started in each
-node by torch.distributed.run, or as another --launcher says.
+eth0 and what enters it at the switch's port. After that rate every packet waits for the link's delay, one way
+(delay.py: ARP, and what a node sends to itself, do not). CMD (a script or ``-m MODULE``, with arguments) is started
+in each node by torch.distributed.run, or as another --launcher says.
 
 Nothing is made outside these namespaces, so runs cannot collide and nothing can be left behind: each is held by a
 process that reads a pipe from this one, and the kernel removes processes, interfaces and namespaces when that
@@ -29,6 +31,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 INTERFACE = "eth0"
 TOOLS = ("ip", "tc", "unshare", "nsenter")
@@ -44,6 +47,15 @@ TIMED_OUT = 124
 # 9000: headers are 0.7% of a full frame, so the interface's count (which sees the kernel's large segments, one
 # header each) and the frames on a real wire agree within 1%; at 1500 they would differ by 4%.
 MTU = 9000
+DELAY = Path(__file__).with_name("delay.py")
+# Of nodes at the ends of a long link, as those who run such links set them: windows for 1 Gb/s and 100 ms each way
+# (25 MB in flight, and as much again that the kernel counts for its own), and no new slow start after a pause, which
+# comes with every step.
+LONG_LINK = {
+    "tcp_rmem": "4096 131072 67108864",
+    "tcp_wmem": "4096 131072 67108864",
+    "tcp_slow_start_after_idle": "0",
+}
 
 
 class LabUnavailable(RuntimeError):
@@ -64,6 +76,24 @@ class LabResult:
     def returncode(self) -> int:
         """0 if every node's is; else the first that is not."""
         return next((code for code in self.returncodes if code), 0)
+
+
+class Link(NamedTuple):
+    """bits: per second and direction; None where it is not shaped. delay_ms: one way."""
+
+    bits: int | None
+    delay_ms: float = 0.0
+
+
+def parse_link(text: str | None) -> Link:
+    """A rate, or a rate and a delay ('1gbit+20ms', 'none+20ms')."""
+    rate, plus, delay = (text or "none").partition("+")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", delay)
+    if plus and not match:
+        raise ValueError(
+            f"rate {text!r}: after + write the delay of one way in milliseconds, as in {rate}+20ms"
+        )
+    return Link(parse_rate(rate), float(match[1]) if match else 0.0)
 
 
 def parse_rate(text: str | None) -> int | None:
@@ -115,6 +145,7 @@ class _Namespaces:
             text=True,
             start_new_session=True,  # a terminal's Ctrl-C must not take the ground from under the run
         )
+        self.delayer: subprocess.Popen | None = None
         assert self.holder.stdout and self.holder.stderr
         if self.holder.stdout.readline() != "up\n":
             said = self.holder.stderr.read().strip()
@@ -122,13 +153,44 @@ class _Namespaces:
         parent = self.holder.pid
         self.pid = int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
         self.inside = ["nsenter", "--target", str(self.pid), *kinds, "--"]
+        self.network = ["nsenter", "--target", str(self.pid), "--net", "--"]
 
     def call(self, command: str) -> None:
         """Set the network up, from outside but for the network, so that process ids mean what they do here."""
-        entered = ["nsenter", "--target", str(self.pid), "--net", "--"]
-        done = subprocess.run([*entered, *shlex.split(command)], capture_output=True, text=True)
+        done = subprocess.run([*self.network, *shlex.split(command)], capture_output=True, text=True)
         if done.returncode:
             raise LabUnavailable(f"{command!r} failed in {self.name}: {done.stderr.strip()}")
+
+    def sysctl(self, name: str, value: str) -> None:
+        """Set an option of net.ipv4."""
+        self.call(f"sh -c 'echo {value} > /proc/sys/net/ipv4/{name}'")
+
+    def delay(self, milliseconds: float) -> None:
+        """Delay what comes in at the interface; 0: no more. Nothing may be on its way: it would be lost."""
+        if self.delayer is not None:
+            self.delayer.communicate()  # closes its standard input, with which it ends
+            self.delayer = None
+        if not milliseconds:
+            return
+        self.delayer = subprocess.Popen(  # outside the process namespace: ``kill_all`` must not end it
+            [*self.network, sys.executable, str(DELAY), INTERFACE, str(milliseconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.delayer.stdout and self.delayer.stderr
+        if self.delayer.stdout.readline() != "up\n":
+            said = self.delayer.stderr.read().strip().rpartition("\n")[2]
+            raise LabUnavailable(f"delay.py cannot delay packets in {self.name}: {said}")
+
+    def check_delay(self) -> None:
+        """Raise RuntimeError if packets are no longer delayed, or some were lost."""
+        if self.delayer is not None and self.delayer.poll() is not None:
+            ended, self.delayer = self.delayer, None
+            said = ended.communicate()[1]
+            raise RuntimeError(f"delay.py in {self.name} ended: {said.strip()}")
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen:
         return subprocess.Popen(
@@ -147,6 +209,7 @@ class _Namespaces:
         subprocess.run([*self.inside, "sh", "-c", "kill -KILL -1"], capture_output=True)
 
     def close(self) -> None:
+        self.delay(0)
         self.holder.kill()  # --kill-child: the first process dies with it, and all others with that
         self.holder.communicate()
 
@@ -154,6 +217,7 @@ class _Namespaces:
 class Lab:
     """``nodes`` nodes joined at ``rate``; a context manager. ``with Lab(2, "200mbit") as lab: lab.run([...])``.
 
+    rate: of every link, with its delay, as ``parse_link`` reads it.
     Raises LabUnavailable on entry where namespaces or shaping are not allowed, ValueError for a bad rate.
     """
 
@@ -162,7 +226,7 @@ class Lab:
             raise ValueError(f"{nodes} nodes: a lab joins 2 to 200")
         self.nodes = nodes
         self.rate = rate
-        parse_rate(rate)
+        parse_link(rate)
         self.members: list[_Namespaces] = []
 
     def __enter__(self) -> Lab:
@@ -209,14 +273,19 @@ class Lab:
             node.call("sh -c 'echo cubic > /proc/sys/net/ipv4/tcp_congestion_control || true'")
 
     def shape(self, rate: str | None) -> None:
-        """Set the rate of every link, each direction; None or 'none': as fast as the machine."""
+        """Set the rate and delay of every link, each direction; None or 'none': as fast as the machine."""
         switch, *nodes = self.members
-        bits = parse_rate(rate)
+        bits, delay_ms = parse_link(rate)
+        shaped = parse_link(self.rate).bits is not None
+        for node in nodes:
+            node.delay(delay_ms)
+            for name, value in LONG_LINK.items() if delay_ms else ():
+                node.sysctl(name, value)
         ends = [(node, INTERFACE) for node in nodes] + [(switch, f"port{i}") for i in range(self.nodes)]
         for member, interface in ends:
             if bits is not None:
                 member.call(f"tc qdisc replace dev {interface} root tbf {_bucket(bits)}")
-            elif parse_rate(self.rate) is not None:
+            elif shaped:
                 member.call(f"tc qdisc delete dev {interface} root")
         self.rate = rate
 
@@ -280,6 +349,8 @@ class Lab:
                 process.wait()
         for reader in readers:
             reader.join()
+        for node in nodes:
+            node.check_delay()
         spent = [(s - s0, r - r0) for (s, r), (s0, r0) in zip(self.counts(), before, strict=True)]
         return LabResult(
             returncodes=tuple(TIMED_OUT if late else process.returncode for process in running),
@@ -342,7 +413,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument(
-        "--rate", default="none", help="of each node's link and direction: 200mbit, 1gbit, none"
+        "--rate", default="none", help="of each node's link and direction: 200mbit, none, 1gbit+20ms"
     )
     parser.add_argument("--per-step", type=int, metavar="N", help="also print bytes divided by N steps")
     parser.add_argument("--timeout", type=float, metavar="SECONDS")
