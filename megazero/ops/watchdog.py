@@ -153,14 +153,14 @@ class Watchdog:
                 self._answer_request()
             except RuntimeError as error:  # the store's own errors
                 if self._late:
-                    self._leave(self._without_store(str(error)), self._first)
+                    self._leave_alone(str(error))
             self._wanted.wait(self.interval)
 
     def _mind_store(self) -> None:
         """The store's calls have no time limit of their own, and it may be in the process that hangs."""
         while not self._stopped.wait(ANSWER / 4):
             if self.store.seconds > ANSWER and self._late:
-                self._leave(self._without_store(f"no answer for {self.store.seconds:.1f} s"), self._first)
+                self._leave_alone(f"no answer for {self.store.seconds:.1f} s")
 
     def _mind_requests(self) -> None:
         request = self.log_dir / REQUEST
@@ -248,15 +248,24 @@ class Watchdog:
         what, _, more = self._why.partition(". ")
         return f"{what}; {missing}" + (f". {more}" if more else "")
 
-    def _without_store(self, symptom: str) -> str:
-        return self._line(
+    def _leave_alone(self, symptom: str) -> None:
+        """Write this rank's stack and end without the others: the store, and so rank 0, does not answer."""
+        self._write_stack(self.folder)
+        line = self._line(
             "missing: rank 0 (or its launcher), which holds the store: it is stopped or lost, or the "
             f"link to it is ({symptom.splitlines()[0][:120]}), says rank {self.rank} on {self._host}, in "
             f"{in_words(self.watched.where())}"
         )
+        self._leave(line, self._first)
 
     def _write_stack(self, folder: Path) -> None:
+        """Write this rank's stack into ``folder``. Files that hang are left to themselves after ``ANSWER`` seconds."""
         text = "".join(traceback.format_stack(self._frame()))
+        writer = threading.Thread(target=self._write, args=(folder, text), daemon=True, name="watchdog")
+        writer.start()
+        writer.join(ANSWER)
+
+    def _write(self, folder: Path, text: str) -> None:
         with suppress(OSError):  # a full log disk: the line that names the ranks is printed all the same
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank_{self.rank}.txt").write_text(redact(f"{in_words(self.watched.where())}\n{text}"))

@@ -54,7 +54,7 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
             return None
 
         def limit(self) -> Limit:
-            return Limit(LIMIT, "--limit")
+            return Limit(LIMIT if came else 60.0, "--limit")
 
         def end(self, line: str | None) -> None:
             if line is not None:
@@ -66,6 +66,8 @@ def rank_program(rank: int, port: int, victim: int, kind: str, folder: Path) -> 
     try:
         for at[0] in range(1_000):
             if at[0] == HANGS_AT:
+                while len(list(folder.glob("stacks/*/nccl_trace_rank_*"))) < WORLD:
+                    time.sleep(INTERVAL / 10)  # a rank that is ended first answers no request
                 time.sleep(2 * INTERVAL)  # all have been heard in this iteration
                 came.append(time.time())
                 if rank == victim:
