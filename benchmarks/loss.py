@@ -2,10 +2,17 @@
 
     python benchmarks/loss.py --work runs/loss --out docs --until-decided --codecs --wall-time 200mbit
 
-Runs (variant, seed, nudge) take turns, one at a time, on 4 gloo ranks as 2 nodes of 2; each is one line in
-WORK/runs.jsonl, so the same command goes on where it stopped. ``nudge`` moves one initial weight by 0.001: how far
+Runs (variant, seed, nudge) take turns, one at a time, on 4 ranks as 2 nodes of 2, which are threads of this process
+with the bits of gloo's (rank_threads.py). Each run is one line in WORK/runs.jsonl, so the same command goes on where
+it stopped. ``nudge`` moves one initial weight by 0.001: how far
 such runs of zero3 end apart is the noise that differences are judged against. With --until-decided runs are
 added until the 95% bounds of each variant with a target are on one side of it. Writes loss.md and loss.png.
+
+    python benchmarks/loss.py --ladder --plan
+    python benchmarks/loss.py --ladder --minutes 9
+
+is the study over sizes (loss_ladder.py): what it will run and cost, and nine minutes of it. Its runs are lines of
+OUT/loss_at_size.jsonl; a run that --minutes ends goes on from WORK. Writes loss_at_size.md and loss_at_size.png.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import argparse
 import hashlib
 import json
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import asdict, fields, replace
@@ -22,63 +30,53 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
+from benchmarks import loss_ladder
+from benchmarks.harness import Store
 from benchmarks.loss_codecs import compare_codecs
-from benchmarks.loss_data import prepare
+from benchmarks.loss_data import contents, differing, prepare
+from benchmarks.loss_ladder import LADDER, RUNGS, Rung
+from benchmarks.loss_ladder_report import LadderReport, known, with_known
 from benchmarks.loss_plan import Plan, Results, Runs
 from benchmarks.loss_report import Report
 from benchmarks.loss_run import RANKS, Run, Settings, trace_file, traced, train
+from benchmarks.loss_snapshot import Snapshot
 from benchmarks.loss_variants import BASELINE, DEFAULT, VARIANTS, WEIGHT_CODECS
 from benchmarks.loss_walltime import measure
-from tests.dist.pool import run_ranks
-
-TIMEOUT = 1800.0  # seconds, of a run
+from benchmarks.rank_threads import run_threads
 
 
-class Comparison:
-    """What a command line asks for. work holds the data, the runs, and per settings what else was measured."""
+def name_of(*what: Any) -> str:
+    """Of a folder, for what dataclasses say."""
+    return hashlib.sha256(json.dumps([asdict(each) for each in what]).encode()).hexdigest()[:8]
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.began = options, time.monotonic()
-        self.settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings)})
-        self.plan = Plan(
-            tuple(options.variants), tuple(options.seeds), options.runs, options.baseline_runs,
-            options.until_decided, options.most_runs,
-        )  # fmt: skip
-        self.store = Runs(options.work / "runs.jsonl")
-        self.data = options.work / f"data-{self.settings.vocabulary}"
-        key = hashlib.sha256(json.dumps(asdict(self.settings)).encode()).hexdigest()[:8]
-        self.folder = options.work / f"settings-{key}"
 
-    def run(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        prepare(self.data, self.settings.vocabulary)
-        for peak in self.options.tune:
-            self._train(replace(self.settings, peak=peak), self._first)
-        while not self._late and (run := self.plan.next(self.results)):
-            self._train(self.settings, run)
-        if self.options.codecs and not self._late:
-            self._compare_codecs()
-        if self.options.wall_time:
-            names = [BASELINE, *(name for name in self.plan.variants if name != BASELINE)]
-            wall = measure(self.data, self.settings, names, self.options.wall_time)
-            (self.folder / "wall-time.json").write_text(json.dumps(wall))
+class Trainer:
+    """Makes runs one at a time, in ``minutes``, and keeps them in ``store``. work: data, and runs half done."""
+
+    def __init__(self, work: Path, store: Runs, minutes: float) -> None:
+        self.work, self.store, self.began = work, store, time.monotonic()
+        self.until = self.began + 60 * minutes
 
     @property
-    def results(self) -> Results:
-        return self.store.results(self.settings)
+    def late(self) -> bool:
+        return time.monotonic() > self.until
 
-    @property
-    def _late(self) -> bool:
-        return time.monotonic() - self.began > 60 * self.options.minutes
-
-    def _train(self, settings: Settings, run: Run) -> None:
+    def __call__(self, settings: Settings, run: Run, trace: Path | None = None) -> None:
         """Do it unless it is done, and say how it went."""
         if run in self.store.results(settings).runs:
             return
-        record = run_ranks(
-            RANKS, train, self.data, settings, run, self._trace_of(settings, run), timeout=TIMEOUT
-        )[0]
+        data = prepare(self.work, settings.text, settings.vocabulary)
+        snapshot = Snapshot(self.work / f"snapshot-{name_of(settings, run)}", self.until)
+        record = run_threads(RANKS, train, data, settings, run, trace, snapshot)[0]
+        if record is None:
+            print(
+                f"[{time.monotonic() - self.began:.0f} s] {run}: left, the same command goes on", flush=True
+            )
+            return
         self.store.add(settings, record)
+        shutil.rmtree(snapshot.folder, ignore_errors=True)
         found = self.store.results(settings).difference(run.variant)
         more = (
             ""
@@ -90,6 +88,88 @@ class Comparison:
             f"{record['seconds']:.0f} s ({record['cpu_seconds']:.0f} s of CPU time){more}",
             flush=True,
         )
+
+
+class Ladder:
+    """The study over sizes, of some rungs. Its runs lie in ``out``, beside a list of what the text consists of."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rungs: list[Rung] = [RUNGS[name] for name in options.ladder] or list(LADDER)
+        self.store = Runs(options.out / "loss_at_size.jsonl")
+        self.trainer = Trainer(options.work, self.store, options.minutes)
+
+    def run(self) -> None:
+        self._check_text()
+        while not self.trainer.late and (piece := loss_ladder.following(self.rungs, self.store)):
+            self.trainer(*piece)
+
+    def _check_text(self) -> None:
+        """Raise ValueError if runs that are there were of another text."""
+        file, here = self.options.out / "loss_at_size_text.json", contents(loss_ladder.BASE.text)
+        if not self.store.records():
+            file.write_text(json.dumps(here, indent=1) + "\n")
+        elif other := differing(here, json.loads(file.read_text())):
+            raise ValueError(
+                f"{self.store.file} has runs of another text: {'; '.join(other)}. Install those versions, or give "
+                "another --out"
+            )
+
+    def report(self, out: Path, command: str) -> None:
+        """Write loss_at_size.md and loss_at_size.png, and the first paragraph of loss.md."""
+        report = ladder_report(out)
+        (out / "loss_at_size.md").write_text(report.markdown(command))
+        report.chart(out / "loss_at_size.png")
+        if (page := out / "loss.md").exists():
+            page.write_text(with_known(page.read_text(), known(report)))
+        print(loss_ladder.plan(self.rungs, self.store))
+
+
+def ladder_report(out: Path) -> LadderReport:
+    """Of what lies in ``out``."""
+    text = out / "loss_at_size_text.json"
+    return LadderReport(
+        [*LADDER, *loss_ladder.MORE],
+        Runs(out / "loss_at_size.jsonl"),
+        json.loads(text.read_text()) if text.exists() else [],
+        Store(out / "loss_at_size_noise.jsonl").records(),
+    )
+
+
+class Comparison:
+    """What a command line asks for. work holds the data, the runs, and per settings what else was measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings)})
+        self.plan = Plan(
+            tuple(options.variants), tuple(options.seeds), options.runs, options.baseline_runs,
+            options.until_decided, options.most_runs,
+        )  # fmt: skip
+        self.store = Runs(options.work / "runs.jsonl")
+        self.trainer = Trainer(options.work, self.store, options.minutes)
+        self.folder = options.work / f"settings-{name_of(self.settings)}"
+
+    def run(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        data = prepare(self.options.work, self.settings.text, self.settings.vocabulary)
+        for peak in self.options.tune:
+            self._train(replace(self.settings, peak=peak), self._first)
+        while not self.trainer.late and (run := self.plan.next(self.results)):
+            self._train(self.settings, run)
+        if self.options.codecs and not self.trainer.late:
+            self._compare_codecs(data)
+        if self.options.wall_time:
+            names = [BASELINE, *(name for name in self.plan.variants if name != BASELINE)]
+            wall = measure(data, self.settings, names, self.options.wall_time)
+            (self.folder / "wall-time.json").write_text(json.dumps(wall))
+
+    @property
+    def results(self) -> Results:
+        return self.store.results(self.settings)
+
+    def _train(self, settings: Settings, run: Run) -> None:
+        self.trainer(settings, run, self._trace_of(settings, run))
 
     def _trace_of(self, settings: Settings, run: Run) -> Path | None:
         """The codecs are compared on the baseline's first run."""
@@ -103,15 +183,15 @@ class Comparison:
     def _trace(self) -> Path:
         return self.folder / f"master-of-seed-{self.plan.seeds[0]}"
 
-    def _compare_codecs(self) -> None:
+    def _compare_codecs(self, data: Path) -> None:
         file = self.folder / "codecs.json"
         known = json.loads(file.read_text()) if file.exists() else []
         if {row["codec"] for row in known} == set(WEIGHT_CODECS):
             return
         if not all(trace_file(self._trace, step).exists() for step in traced(self.settings.steps)):
             # That run was made as one of --tune, or with other seeds first.
-            run_ranks(RANKS, train, self.data, self.settings, self._first, self._trace, timeout=TIMEOUT)
-        rows = run_ranks(RANKS, compare_codecs, self.data, self.settings, self._trace, timeout=TIMEOUT)[0]
+            run_threads(RANKS, train, data, self.settings, self._first, self._trace)
+        rows = run_threads(RANKS, compare_codecs, data, self.settings, self._trace)[0]
         file.write_text(json.dumps(rows))
 
     def report(self, out: Path, command: str) -> None:
@@ -134,7 +214,7 @@ class Comparison:
             until_decided=self.plan.until_decided,
         )
         out.mkdir(parents=True, exist_ok=True)
-        text = report.markdown(command)
+        text = with_known(report.markdown(command), known(ladder_report(out)))
         (out / "loss.md").write_text(text)
         report.chart(out / "loss.png")
         print(text)
@@ -160,7 +240,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--baseline-runs", type=int, default=10, help="of zero3, over all seeds (default: %(default)s)")
     add("--until-decided", action="store_true", help="add runs until each target is met or missed")
     add("--most-runs", type=int, default=16, help="of a variant with --until-decided (default: %(default)s)")
-    add("--minutes", type=float, default=float("inf"), help="begin no run after this time")
+    add("--minutes", type=float, default=float("inf"),
+        help="begin no run after this time, and leave one under way at the next point of its curve")  # fmt: skip
+    add("--ladder", nargs="*", choices=RUNGS, metavar="RUNG",
+        help=f"the study over sizes, some rungs of it (default: {', '.join(r.name for r in LADDER)}; "
+             f"more: {', '.join(repr(name) for name in RUNGS if RUNGS[name] not in LADDER)})")  # fmt: skip
+    add("--plan", action="store_true", help="of --ladder: print what there is to run and its hours, and end")
     add(
         "--tune",
         type=float,
@@ -184,6 +269,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.runs, options.baseline_runs, options.most_runs) < 1:
         parser.error("--runs, --baseline-runs and --most-runs are at least 1")
+    if options.plan and options.ladder is None:
+        parser.error("--plan is of --ladder")
     if len(set(options.seeds)) < len(options.seeds):
         parser.error(f"--seeds {options.seeds} has one twice: more runs of a seed differ by a nudge")
     return options
@@ -192,8 +279,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     command = f"python benchmarks/loss.py {shlex.join(sys.argv[1:])}".rstrip()
+    torch.set_num_threads(1)
     try:
-        comparison = Comparison(options)
+        comparison = Comparison(options) if options.ladder is None else Ladder(options)
+        if options.plan and isinstance(comparison, Ladder):
+            print(loss_ladder.plan(comparison.rungs, comparison.store))
+            return 0
         if not options.report:
             comparison.run()
         comparison.report(options.out, command)

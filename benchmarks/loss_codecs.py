@@ -10,22 +10,23 @@ from safetensors.torch import load_file
 
 from benchmarks.loss_run import TRACE, Evaluation, Settings, own_slices, shard, trace_file, traced
 from benchmarks.loss_variants import WEIGHT_CODECS, Variant
+from benchmarks.rank_threads import MeshOf
 from megazero import zero
 from megazero.models import Decoder
 
 Master = dict[str, torch.Tensor]
 
 
-def compare_codecs(folder: Path, settings: Settings, trace: Path) -> list[dict[str, Any]]:
+def compare_codecs(mesh_of: MeshOf, folder: Path, settings: Settings, trace: Path) -> list[dict[str, Any]]:
     """Per traced step and codec: loss, and the decoded weights' error relative to the master's norm. Collective."""
-    evaluate = Evaluation(folder, settings)
     rows = []
     for last in traced(settings.steps):
         masters = [load_file(trace_file(trace, step)) for step in range(last - TRACE, last + 1)]
         for name, codecs in WEIGHT_CODECS.items():
             # Where differences are sent, the copy follows the steps before; else only the last master counts.
             history = masters if codecs.delta else masters[-1:]
-            model, engine = shard(settings, Variant("hhd", codecs), history[0].__getitem__)
+            model, engine = shard(mesh_of, settings, Variant("hhd", codecs), history[0].__getitem__)
+            evaluate = Evaluation(folder, settings, engine.mesh)
             for master in history[1:]:
                 engine.refresh()
                 _update(engine, master)

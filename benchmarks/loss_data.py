@@ -1,41 +1,107 @@
-"""The quickstart's text for loss.py: the running Python's own sources, tokenized once into a folder."""
+"""The text of loss.py: Python sources of this machine, tokenized once into a folder."""
 
 from __future__ import annotations
 
 import hashlib
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megazero.data.build import Dataset, build_datasets
 from megazero.data.preprocess import Job, preprocess
-from megazero.data.text import stdlib_sources
+from megazero.data.text import stdlib_sources, text_sources
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.tokenizer_training import sample_lines, train_tokenizer
 
 KIND = "SentencePieceTokenizer"
-SPLIT = "95,5,0"  # 5% are about 200,000 tokens, of files that training does not see
+SPLIT = "95,5,0"  # 5% of the standard library are about 200,000 tokens, of files that training does not see
 EVALUATION_SEED = 1234  # one evaluation set for every run
+STDLIB = "Python"
+# Folders of installed packages by distribution, all of them brought by the tests' requirements.
+PACKAGES = {
+    "torch": "torch", "sympy": "sympy", "matplotlib": "matplotlib", "fonttools": "fontTools", "pygments": "pygments",
+    "mypy": "mypy", "numpy": "numpy", "networkx": "networkx", "huggingface_hub": "huggingface_hub",
+    "tensorboard": "tensorboard", "hypothesis": "hypothesis", "mpmath": "mpmath", "triton": "triton",
+}  # fmt: skip
+TEXTS: Mapping[str, tuple[str, ...]] = {"stdlib": (STDLIB,), "packages": (STDLIB, *PACKAGES)}
+Row = dict[str, Any]
 
 
-def prepare(folder: Path, vocabulary: int) -> None:
-    """Write tokenizer and indexed tokens into ``folder`` unless they are there (5 s)."""
+def sources(name: str) -> list[Path]:
+    """The .py files of the standard library or of an installed package, without their tests."""
+    if name == STDLIB:
+        return stdlib_sources()
+    return text_sources(Path(str(distribution(name).locate_file(PACKAGES[name]))))
+
+
+def contents(text: str) -> list[Row]:
+    """What a text consists of here: by source its version, files, bytes, and a digest of them."""
+    rows = []
+    for name in TEXTS[text]:
+        files = sources(name)
+        digest, size = hashlib.sha256(), 0
+        for path in files:
+            raw = path.read_bytes()
+            digest.update(raw)
+            size += len(raw)
+        version = platform.python_version() if name == STDLIB else distribution(name).version
+        rows.append(
+            {
+                "name": name,
+                "version": version,
+                "files": len(files),
+                "bytes": size,
+                "digest": digest.hexdigest()[:16],
+            }
+        )
+    return rows
+
+
+def differing(here: list[Row], there: list[Row]) -> list[str]:
+    """In words, what differs between two texts."""
+    known = {row["name"]: row for row in there}
+    return [
+        f"{own['name']} {own['version']} of {own['bytes']:,} bytes here, "
+        f"{other['version']} of {other['bytes']:,} there"
+        for own in here
+        if (other := known.get(own["name"], {"version": "none", "bytes": 0})) != own
+    ]
+
+
+def prepare(work: Path, text: str, vocabulary: int) -> Path:
+    """Write tokenizer and indexed tokens into a folder of ``work`` unless they are there (5 s for the standard
+    library, a minute or two for all); return the folder."""
+    folder = work / (f"data-{vocabulary}" if text == "stdlib" else f"data-{text}-{vocabulary}")
     model = _tokenizer(folder)
+    if _prefix(folder).with_suffix(".idx").exists():
+        return folder
     # An order without meaning, since the last documents are what is evaluated on.
     files = sorted(
-        stdlib_sources(), key=lambda path: hashlib.sha256("/".join(path.parts[-3:]).encode()).digest()
+        (path for name in TEXTS[text] for path in sources(name)),
+        key=lambda path: hashlib.sha256("/".join(path.parts[-3:]).encode()).digest(),
     )
+    print(f"{len(files)} files into {folder}", file=sys.stderr, flush=True)
     if not model.exists():
         train_tokenizer(sample_lines(map(str, files)), model, vocab_size=vocabulary)
-    if not _prefix(folder).with_suffix(".idx").exists():
-        job = Job(tuple(map(str, files)), ("text",), KIND, str(model), None, True, False)
-        preprocess(job, folder / "corpus", workers=2)
+    job = Job(tuple(map(str, files)), ("text",), KIND, str(model), None, True, False)
+    preprocess(job, folder / "corpus", workers=2)
+    return folder
 
 
 def train_samples(folder: Path, sequence: int, seed: int, count: int) -> Dataset:
-    """``count`` samples (or more) to train on, in the order that ``seed`` says."""
-    data = _datasets(folder, sequence, seed, (count, 0, 0))[0]
+    """``count`` samples (or more) to train on, in the order that ``seed`` says.
+
+    Raises ValueError where the text has fewer: a token that a run sees twice is learned otherwise.
+    """
+    data = _datasets(folder, sequence, seed, (1, 0, 0))[0]  # of one epoch
     assert data is not None
+    if count > len(data):
+        raise ValueError(f"{count} samples of {sequence} tokens: the text has {len(data)}")
     return data
 
 

@@ -14,7 +14,7 @@ from megazero.kernels.format import DEFAULT_BLOCK
 
 from benchmarks import harness
 from benchmarks.loss_plan import Record, Results
-from benchmarks.loss_run import NODE, NUDGE, RANKS, TRACE, Settings
+from benchmarks.loss_run import NUDGE, RANKS, TRACE, Settings
 from benchmarks.loss_statistics import Difference, Estimate, estimate
 from benchmarks.loss_variants import BASELINE, DEFAULT, VARIANTS, Variant
 from megazero.comm.codec import Blockwise, Codec
@@ -66,8 +66,8 @@ class Report:
         text = f"""
             A Llama of {self.numel:,} parameters ({s.layers} layers, hidden {s.hidden}, ffn {s.ffn}, vocabulary
             {s.vocabulary:,}, sequence {s.sequence}) learns the sources of Python {platform.python_version()}'s
-            standard library: {s.steps} steps of {s.tokens:,} tokens on {RANKS} ranks as {RANKS // NODE} nodes of
-            {NODE}; {s.dtype} parameters, fp32 master, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, peak
+            standard library: {s.steps} steps of {s.tokens:,} tokens on {RANKS} ranks as {RANKS // s.node} nodes of
+            {s.node}; {s.dtype} parameters, fp32 master, AdamW (0.9, 0.95), weight decay 0.1, clipping at 1, peak
             learning rate {s.peak:g} after {s.warmup} steps of warm-up, then linear decay to 0. The loss is in nats
             per token over {s.evaluation * s.sequence:,} tokens of held-out files, the same for every run, with the
             decoded weights that the engine computes with."""

@@ -1,4 +1,4 @@
-"""One training run of loss.py, on every rank of a process group: the trainer's pieces in a loop of its own."""
+"""One training run of loss.py, on every rank: the trainer's pieces in a loop of its own."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmarks.contestants import llama
-from benchmarks.loss_data import evaluation_samples, train_samples
+from benchmarks.loss_data import TEXTS, evaluation_samples, train_samples
+from benchmarks.loss_snapshot import Snapshot
 from benchmarks.loss_variants import VARIANTS, Variant
+from benchmarks.rank_threads import MeshOf
 from megazero import zero
 from megazero.comm.codec import Blockwise
 from megazero.config.options.sections import PrecisionConfig
 from megazero.data.sampler import Batches
 from megazero.mesh.grid import INTER
-from megazero.mesh.mesh import create_mesh
+from megazero.mesh.mesh import Mesh
 from megazero.models import Decoder, initializer
 from megazero.train.parallelize import DTYPES
 from megazero.train.schedule.learning_rate import LearningRate
 from megazero.train.schedule.loss_scaling import LossScaling
 from megazero.zero.build import Init
 
-RANKS, NODE = 4, 2  # two nodes of two
+RANKS = 4
 NUDGE = 0.001
-EXACT = 16384  # the flags' default of parameters that are never quantised: here the norms
 CHUNK = 32  # samples of one forward of an evaluation
 TRACE = 8  # steps before a traced one whose master weights are kept, too
 
@@ -40,6 +40,7 @@ TRACE = 8  # steps before a traced one whose master weights are kept, too
 class Settings:
     """What all compared runs share; runs of other settings are not mixed with them.
 
+    text: of loss_data. node: ranks of a node. exact: parameters with at most so many elements are never quantised.
     micro_batch: samples of a rank. peak: of the learning rate, after a linear warm-up, then linearly to 0.
     evaluation: samples after the last step; curve: the first so many of them every ``interval`` steps.
 
@@ -61,6 +62,10 @@ class Settings:
     curve: int = 256
     evaluation: int = 1536
     dtype: str = "bf16"  # of parameters; losses in fp16 are scaled as the trainer's are
+    text: str = "stdlib"
+    node: int = 2
+    exact: int = 16384  # the flags' default: here the norms
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -71,6 +76,10 @@ class Settings:
             if value % whole or value < whole:
                 nearest = max(whole, round(value / whole) * whole)
                 raise ValueError(f"{name} = {value} samples: a multiple of {whole}; nearest: {nearest}")
+        if self.text not in TEXTS:
+            raise ValueError(f"text = {self.text} is none of {', '.join(TEXTS)}")
+        if self.node < 1 or RANKS % self.node:
+            raise ValueError(f"node = {self.node} ranks: it must divide {RANKS}; nearest: 1, 2 or {RANKS}")
         if not 0 < self.warmup < self.steps:
             raise ValueError(
                 f"warmup = {self.warmup} must be shorter than steps = {self.steps}, and at least 1"
@@ -100,10 +109,16 @@ class Run:
 
 
 def shard(
-    settings: Settings, variant: Variant, init: Init | None = None, seed: int = 0
+    mesh_of: MeshOf,
+    settings: Settings,
+    variant: Variant,
+    init: Init | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> tuple[Decoder, zero.Engine]:
-    """The decoder under an engine of its own mesh. init: by default that of ``seed``."""
-    mesh = create_mesh(shards=variant.factors(RANKS, NODE), ranks_per_node=NODE)
+    """The decoder under an engine of its own mesh. init: by default that of ``seed``. options: of ``zero.shard``."""
+    node = settings.node
+    mesh = mesh_of(shards=variant.factors(RANKS, node), ranks_per_node=node, device=settings.device)
     model = settings.decoder()
     codecs = variant.codecs
     coded = [
@@ -114,18 +129,19 @@ def shard(
     policy = zero.Policy(
         block=max([zero.Policy.block, *(codec.form.block for codec in coded)]),
         codecs=codecs,
-        exact_numel=EXACT if variant.quantised else 0,
+        exact_numel=settings.exact if variant.quantised else 0,
         seed=seed,
         loss_scaled=settings.dtype == "fp16",
     )
+    adamw = {"lr": settings.peak, "betas": (0.9, 0.95), "weight_decay": 0.1, **variant.adamw}
     engine = zero.shard(
         model,
         mesh=mesh,
         policy=policy,
         units=model.units(),
-        optimizer=zero.default_adamw(lr=settings.peak, betas=(0.9, 0.95), weight_decay=0.1),
         clip_norm=1.0,
         init=init or initializer(model, seed),
+        **{"optimizer": zero.default_adamw(**adamw), **options},
     )
     return model, engine
 
@@ -151,70 +167,118 @@ def nudged(init: Init, model: Decoder, nudge: int) -> Init:
 class Evaluation:
     """The fixed evaluation set, this rank's share of it in memory."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        rank = dist.get_rank()
-        self.parts = {}
+    def __init__(self, folder: Path, settings: Settings, mesh: Mesh) -> None:
+        self.mesh, self.parts = mesh, {}
         for count in (settings.curve, settings.evaluation):
             share = count // RANKS
-            numbers = range(rank * share, (rank + 1) * share)
-            self.parts[count] = evaluation_samples(folder, settings.sequence, numbers)
+            numbers = range(mesh.rank * share, (mesh.rank + 1) * share)
+            tokens, labels = evaluation_samples(folder, settings.sequence, numbers)
+            self.parts[count] = tokens.to(mesh.device), labels.to(mesh.device)
 
     def __call__(self, model: Decoder, engine: zero.Engine, count: int) -> float:
         """Mean loss in nats per token over the first ``count`` samples, equal on all ranks."""
-        total, (tokens, labels) = torch.zeros((), dtype=torch.float64), self.parts[count]
+        tokens, labels = self.parts[count]
+        total = torch.zeros((), dtype=torch.float64, device=tokens.device)
         with engine.evaluation():
             for x, y in zip(tokens.split(CHUNK), labels.split(CHUNK), strict=True):
                 total += model(x, y).double().sum()
-        dist.all_reduce(total)
-        return total.item() / (count * tokens.shape[1])
+        (whole,) = sum_over_ranks(self.mesh, [total.item()])
+        return whole / (count * tokens.shape[1])
 
 
-def train(folder: Path, settings: Settings, run: Run, trace: Path | None = None) -> dict[str, Any]:
+class Training:
+    """The state of one run, on one rank: what is trained, and what is kept of it."""
+
+    def __init__(self, mesh_of: MeshOf, folder: Path, settings: Settings, run: Run) -> None:
+        self.settings, self.run = settings, run
+        meta = settings.decoder()
+        init = nudged(initializer(meta, run.seed), meta, run.nudge)
+        self.model, self.engine = shard(mesh_of, settings, VARIANTS[run.variant], init, run.seed)
+        self.mesh = self.engine.mesh
+        self.evaluate = Evaluation(folder, settings, self.mesh)
+        self.scaling = LossScaling.of(PrecisionConfig(params_dtype=settings.dtype))
+        self.step = self.sent = self.skipped = 0
+        self.seconds = self.cpu_seconds = 0.0
+        self.curve: list[tuple[int, float]] = []
+        self.errors: dict[str, list[float]] = {}
+
+    def advance(self, batches: Batches) -> None:
+        self.step += 1
+        self.engine.traffic.take()
+        info = one_step(self.settings, self.model, self.engine, batches, self.step, self.scaling)
+        self.skipped += info.skipped
+        for kind, error in info.errors.items():
+            self.errors.setdefault(kind, []).append(error)
+        self.sent += self.engine.traffic.total(INTER)
+
+    def measure(self) -> None:
+        """Add a point to the curve."""
+        self.curve.append((self.step, self.evaluate(self.model, self.engine, self.settings.curve)))
+
+    @property
+    def wants_point(self) -> bool:
+        return self.step % self.settings.interval == 0 or self.step == self.settings.steps
+
+    def record(self) -> dict[str, Any]:
+        settings = self.settings
+        (sent,) = sum_over_ranks(self.mesh, [self.sent])
+        return {
+            **asdict(self.run),
+            "loss": self.evaluate(self.model, self.engine, settings.evaluation),
+            "curve": self.curve,
+            "skipped": self.skipped,
+            "sent": sent / (RANKS // settings.node) / settings.steps,
+            "errors": {kind: fmean(values) for kind, values in self.errors.items()},
+            "digest": digest(whole_master(self.engine)),
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+        }
+
+
+def train(
+    mesh_of: MeshOf,
+    folder: Path,
+    settings: Settings,
+    run: Run,
+    trace: Path | None = None,
+    snapshot: Snapshot | None = None,
+) -> dict[str, Any] | None:
     """Train and evaluate; collective. Returns what is kept of a run: ``loss`` over the whole evaluation set, the
     ``curve`` [step, loss] over its first part, ``sent`` bytes per step from one node, mean relative rounding
-    ``errors``, the final master's ``digest``.
+    ``errors``, the final master's ``digest``, and seconds, of the CPU time those of this process.
 
-    trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end.
+    trace: folder for the master weights of TRACE + 1 consecutive steps at half way and at the end. snapshot: the run
+    goes on from it if it is there; when its time is over, the run is left there and None returned.
     """
     began, cpu = time.perf_counter(), time.process_time()
-    variant = VARIANTS[run.variant]
-    meta = settings.decoder()
-    init = nudged(initializer(meta, run.seed), meta, run.nudge)
-    model, engine = shard(settings, variant, init, run.seed)
-    evaluate = Evaluation(folder, settings)
-    curve = [(0, evaluate(model, engine, settings.curve))]
+    training = Training(mesh_of, folder, settings, run)
+    if snapshot is None or not snapshot.load(training):
+        training.measure()
     keep = _Trace(trace, settings.steps) if trace else None
-    scaling = LossScaling.of(PrecisionConfig(params_dtype=settings.dtype))
-    sent = skipped = 0
-    errors: dict[str, list[float]] = {}
-    data = train_samples(folder, settings.sequence, run.seed, settings.steps * RANKS * settings.micro_batch)
+    before = training.seconds, training.cpu_seconds
+    stride = RANKS * settings.micro_batch
+    data = train_samples(folder, settings.sequence, run.seed, settings.steps * stride)
     with Batches(
-        data, micro_batch_size=settings.micro_batch, rank=engine.mesh.dp_rank, size=RANKS
+        data,
+        micro_batch_size=settings.micro_batch,
+        rank=training.mesh.dp_rank,
+        size=RANKS,
+        consumed=training.step * stride,
     ) as batches:
-        for step in range(1, settings.steps + 1):
-            engine.traffic.take()
-            info = one_step(settings, model, engine, batches, step, scaling)
-            skipped += info.skipped
-            for kind, error in info.errors.items():
-                errors.setdefault(kind, []).append(error)
-            sent += engine.traffic.total(INTER)
+        while training.step < settings.steps:
+            training.advance(batches)
             if keep:
-                keep(step, engine)
-            if step % settings.interval == 0 or step == settings.steps:
-                curve.append((step, evaluate(model, engine, settings.curve)))
-    loss = evaluate(model, engine, settings.evaluation)
-    all_sent, all_cpu = _sum_over_ranks([sent, time.process_time() - cpu])
-    return {
-        **asdict(run),
-        "loss": loss,
-        "curve": curve,
-        "skipped": skipped,
-        "sent": all_sent / (RANKS // NODE) / settings.steps,
-        "errors": {kind: fmean(values) for kind, values in errors.items()},
-        "digest": digest(whole_master(engine)),
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": all_cpu,
-    }
+                keep(training.step, training.engine)
+            if training.wants_point:
+                training.measure()
+                training.seconds = before[0] + time.perf_counter() - began
+                training.cpu_seconds = before[1] + time.process_time() - cpu
+                if snapshot and training.step < settings.steps and snapshot.due(training.mesh):
+                    snapshot.save(training)
+                    return None
+    record = training.record()
+    record |= {"seconds": before[0] + time.perf_counter() - began}
+    return record | {"cpu_seconds": before[1] + time.process_time() - cpu}
 
 
 def one_step(
@@ -231,9 +295,10 @@ def one_step(
     for group in engine.optimizer.torch.param_groups:
         group["lr"] = rate(step - 1 - scaling.skipped(by_samples=False))
     (batch,) = batches.next_step(1)
+    tokens, labels = (batch[key].to(engine.mesh.device) for key in ("tokens", "labels"))
     factor, divisor = scaling.factors(settings.tokens, RANKS)
     engine.begin_step(1, divisor=divisor)
-    (model(batch["tokens"], batch["labels"]).sum() * factor).backward()
+    (model(tokens, labels).sum() * factor).backward()
     info = engine.step()
     scaling.update(info.skipped, RANKS * settings.micro_batch)
     return info
@@ -260,7 +325,7 @@ class _Trace:
         if step not in self.wanted:
             return
         master = whole_master(engine)
-        if dist.get_rank() == 0:
+        if engine.mesh.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file(master, trace_file(self.folder, step))
 
@@ -275,13 +340,14 @@ def trace_file(folder: Path, step: int) -> Path:
 
 
 def whole_master(engine: zero.Engine) -> dict[str, torch.Tensor]:
-    """The master weights by parameter, fp32, on every rank. Slices do not overlap, so adding zeros is exact."""
+    """The master weights by parameter, fp32, on every rank's CPU. Slices do not overlap: adding zeros is exact."""
     assert all(unit.levels.os == unit.levels.all for unit in engine.units), "replicas would be added up"
     whole = {slot.name: torch.zeros(slot.shape) for unit in engine.units for slot in unit.layout.slots}
     for name, low, high, values in own_slices(engine):
         whole[name].view(-1)[low:high] = values
     for tensor in whole.values():
-        dist.all_reduce(tensor)
+        rows = engine.mesh.gather_rows(tensor.view(-1).to(engine.mesh.device))
+        tensor.view(-1).copy_(rows.sum(0))
     return whole
 
 
@@ -303,7 +369,6 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def _sum_over_ranks(values: list[float]) -> list[float]:
-    row = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(row)
-    return row.tolist()
+def sum_over_ranks(mesh: Mesh, values: list[float]) -> list[float]:
+    row = torch.tensor(values, dtype=torch.float64, device=mesh.device)
+    return mesh.gather_rows(row).sum(0).tolist()

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
+
 CONFIDENCE = 0.95  # one-sided
 BySeed = Mapping[int, Sequence[float]]  # losses of the runs of each seed
 
@@ -73,6 +75,38 @@ def difference(baseline: BySeed, other: BySeed) -> Difference:
     freedom = (v + w) ** 2 / (v**2 / base.freedom + w**2 / mine.freedom)  # Welch-Satterthwaite
     half = 100 * t_quantile(CONFIDENCE, freedom) * math.sqrt(v + w) / base.mean
     return Difference(percent, percent - half, percent + half)
+
+
+def effects(losses: Mapping[str, BySeed], baseline: str) -> dict[str, Difference]:
+    """By variant, the difference from the baseline where every run is its variant's mean plus its seed's, plus noise
+    of one deviation for all: least squares, and Student's t.
+
+    Runs of one seed share data and start, so this compares them in pairs. With two variants and a run of each on
+    every seed it is the paired t-test. A variant that shares no seed with the baseline is left out; bounds are
+    infinite where runs are no more than means.
+    """
+    base = losses[baseline]
+    names = [name for name in losses if name != baseline and set(losses[name]) & set(base)]
+    kept = {name: losses[name] for name in (baseline, *names)}
+    seeds = sorted({seed for by_seed in kept.values() for seed in by_seed})
+    rows, values = [], []
+    for name, by_seed in kept.items():
+        for seed, runs in by_seed.items():
+            row = [float(each == name) for each in names] + [float(each == seed) for each in seeds]
+            rows += [row] * len(runs)
+            values += runs
+    design, y = np.array(rows), np.array(values)
+    inverse = np.linalg.pinv(design.T @ design)
+    means = inverse @ design.T @ y
+    freedom = len(y) - int(np.linalg.matrix_rank(design))
+    variance = float(((y - design @ means) ** 2).sum()) / freedom if freedom else math.inf
+    quantile = t_quantile(CONFIDENCE, freedom) if freedom else math.inf
+    whole = fmean(x for runs in base.values() for x in runs)
+    found = {}
+    for i, name in enumerate(names):
+        percent, half = 100 * means[i] / whole, 100 * quantile * math.sqrt(variance * inverse[i, i]) / whole
+        found[name] = Difference(float(percent), float(percent - half), float(percent + half))
+    return found
 
 
 def t_quantile(probability: float, freedom: float) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megazero.comm.codec import Blockwise, Codec, Hadamard
@@ -16,12 +17,13 @@ class Variant:
     """shards: P, G, OS as letters, d for all data-parallel ranks and h for those of a node.
 
     target: the most by which the mean loss may lie above the baseline's, in percent, at the upper 95% bound; 0: bit
-    for bit the same weights; None: reported only.
+    for bit the same weights; None: reported only. adamw: options of AdamW that are not the rig's.
     """
 
     shards: str
     codecs: Codecs
     target: float | None = None
+    adamw: Mapping[str, Any] = field(default_factory=dict)
 
     def factors(self, ranks: int, node: int) -> tuple[int, int, int]:
         p, g, os = ({"d": ranks, "h": node}[letter] for letter in self.shards)
@@ -44,6 +46,11 @@ def _both(weights: Blockwise, gradients: Blockwise, inside: Blockwise | None = N
     )
 
 
+def _moments(first: str, second: str, **adamw: Any) -> Variant:
+    """The baseline with moments that are kept so."""
+    return Variant("ddd", Codecs(), adamw={"exp_avg_dtype": first, "exp_avg_sq_dtype": second, **adamw})
+
+
 def mixing(codec: Blockwise, size: int | None = None) -> Blockwise:
     """The codec after a Hadamard transform of ``size`` elements, by default of its block."""
     return replace(codec, transform=Hadamard(size or codec.form.block))
@@ -58,6 +65,12 @@ VARIANTS: dict[str, Variant] = {
     "qgz": _crossing(INT4),
     "zeropp-int8": Variant("hhd", Codecs(weights=INT8, gradients_inter=INT4), target=0.5),
     "zeropp": Variant("hhd", Codecs(weights=INT4, gradients_inter=INT4, delta=True), target=0.5),
+    # Moments in fewer bits, and with AdamW's default decay of the second one.
+    "moments-bf16": _moments("bf16", "bf16"),
+    "moments-int8": _moments("int8", "int8"),
+    "0.999": _moments("fp32", "fp32", betas=(0.9, 0.999)),
+    "0.999-moments-bf16": _moments("bf16", "bf16", betas=(0.9, 0.999)),
+    "0.999-moments-int8": _moments("int8", "int8", betas=(0.9, 0.999)),
     # Candidates for the gradients' crossing; qgz is the first of them: INT4 to nearest.
     "int4-stochastic": _crossing(Blockwise(4, stochastic=True)),
     "int4-clip": _crossing(Blockwise(4, clip=8)),
@@ -66,6 +79,7 @@ VARIANTS: dict[str, Variant] = {
     "int2-clip": _crossing(CLIPPED),
     "int2-feedback": _crossing(INT2, feedback=True),
     "int4-hadamard": _crossing(mixing(INT4)),
+    "int2-hadamard-clip": _crossing(mixing(CLIPPED)),
     "int2-hadamard-feedback": _crossing(mixing(INT2), feedback=True),
     "int2-hadamard-clip-feedback": _crossing(mixing(CLIPPED), feedback=True),
     # The ladder of bytes, of a step without what is always exact, over 2N: 0.27, 0.20 and 0.14.

@@ -9,9 +9,10 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.loss_data import train_samples
-from benchmarks.loss_run import NODE, RANKS, Settings, one_step, shard
+from benchmarks.loss_run import RANKS, Settings, one_step, shard
 from benchmarks.loss_variants import VARIANTS
 from megazero.data.sampler import Batches
+from megazero.mesh.mesh import create_mesh
 
 ROUNDS, STEPS = 5, 5  # turns that count, steps of a turn
 
@@ -19,8 +20,8 @@ ROUNDS, STEPS = 5, 5  # turns that count, steps of a turn
 def measure(folder: Path, settings: Settings, names: list[str], rate: str) -> dict[str, Any]:
     """'rate', and by variant 'seconds' per step of each turn. Raises LabUnavailable, RuntimeError if a rank fails."""
     (seconds,) = (
-        harness.run(compare, str(folder.resolve()), asdict(settings), names, ranks=NODE, lab=lab)
-        for lab in harness.labs_at([rate], RANKS // NODE)
+        harness.run(compare, str(folder.resolve()), asdict(settings), names, ranks=settings.node, lab=lab)
+        for lab in harness.labs_at([rate], RANKS // settings.node)
     )
     return {"rate": rate, "seconds": seconds}
 
@@ -33,7 +34,7 @@ def compare(folder: str, values: dict[str, Any], names: list[str]) -> dict[str, 
     with ExitStack() as stack:
         turns = {}
         for name in names:
-            model, engine = shard(settings, VARIANTS[name], seed=1)
+            model, engine = shard(create_mesh, settings, VARIANTS[name], seed=1)
             mine = Batches(
                 data, micro_batch_size=settings.micro_batch, rank=engine.mesh.dp_rank, size=RANKS, limit=count
             )

@@ -19,7 +19,7 @@ LEFT_OUT = {
     "site-packages",
     "dist-packages",
     "__pycache__",
-}  # of the standard library
+}  # of a folder of sources
 
 
 def find_inputs(inputs: Sequence[str], pattern: str = "*") -> tuple[str, ...]:
@@ -119,7 +119,11 @@ def stdlib_sources() -> list[Path]:
 
     They are about 660 files and 12 MB on Python 3.11.
     """
-    root = Path(sysconfig.get_path("stdlib"))
+    return text_sources(Path(sysconfig.get_path("stdlib")))
+
+
+def text_sources(root: Path) -> list[Path]:
+    """Return the UTF-8 .py files below a folder, sorted, without tests and without installed packages in it."""
     found = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
     return sorted(path for path in found if path.is_file() and _is_text(path))
 

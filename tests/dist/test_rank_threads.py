@@ -1,0 +1,38 @@
+"""Ranks as threads of one process (benchmarks/rank_threads.py) train to the bits of gloo's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import loss_data
+from benchmarks.loss_run import RANKS, Run, Settings, train
+from benchmarks.rank_threads import run_threads
+from megazero.data.text import stdlib_sources
+from megazero.mesh.mesh import create_mesh
+from tests.dist.pool import run_ranks
+
+TINY = Settings(
+    layers=1, hidden=32, ffn=64, heads=2, vocabulary=384, sequence=16, micro_batch=2, steps=3, warmup=1, interval=2,
+    curve=128, evaluation=128, exact=256,
+)  # fmt: skip
+# Gathers and quantised hops inside nodes too; residuals and differences; one rank a node; all that is exact.
+CASES = [("sdp4bit", 2), ("zeropp-0.20", 1), ("zero3", 2), ("hpz", 2)]
+
+
+def by_gloo(folder: Path, cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [train(create_mesh, folder, replace(TINY, node=node), Run(name, 1)) or {} for name, node in cases]
+
+
+def test_threads_train_to_gloos_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:40])
+    folder = loss_data.prepare(tmp_path, "stdlib", TINY.vocabulary)
+    same = ("loss", "curve", "errors", "digest", "sent", "skipped")
+    for (name, node), gloo in zip(
+        CASES, run_ranks(RANKS, by_gloo, folder, CASES, timeout=300)[0], strict=True
+    ):
+        here = run_threads(RANKS, train, folder, replace(TINY, node=node), Run(name, 1))[0]
+        assert {key: here[key] for key in same} == {key: gloo[key] for key in same}, name

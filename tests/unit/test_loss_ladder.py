@@ -1,0 +1,222 @@
+"""benchmarks/loss.py --ladder: ranks as threads, runs that go on, the study's order, statistics and page."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import loss_data, loss_ladder, rounding_noise
+from benchmarks.harness import DOCS
+from benchmarks.loss import ladder_report
+from benchmarks.loss_data import differing, prepare, train_samples
+from benchmarks.loss_ladder import FIRST, NO_RUNS, Rung, following, halve
+from benchmarks.loss_ladder_report import HALF, LadderReport, known, with_known
+from benchmarks.loss_plan import Runs
+from benchmarks.loss_run import RANKS, Run, Settings, train
+from benchmarks.loss_snapshot import Snapshot
+from benchmarks.loss_statistics import effects, t_quantile
+from benchmarks.rank_threads import MeshOf, run_threads
+from benchmarks.rounding_errors import GRADIENTS
+from megazero.data.text import stdlib_sources
+
+TINY = Settings(
+    layers=1, hidden=32, ffn=64, heads=2, vocabulary=384, sequence=16, micro_batch=2, steps=6, warmup=2, interval=2,
+    curve=128, evaluation=128, exact=256,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of 40 files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_data, "sources", lambda name: stdlib_sources()[:40])
+        return prepare(tmp_path_factory.mktemp("text"), "stdlib", TINY.vocabulary)
+
+
+# -- ranks as threads ------------------------------------------------------------------------------------
+
+
+def exchanged(mesh_of: MeshOf) -> tuple[list[float], list[float]]:
+    mesh = mesh_of(shards=(2, 2, 4), ranks_per_node=2)
+    row = torch.tensor([float(mesh.rank)])
+    return mesh.gather_rows(row).view(-1).tolist(), mesh.gather_data_rows(row).view(-1).tolist()
+
+
+def test_every_rank_sees_all_rows() -> None:
+    assert run_threads(4, exchanged) == [([0.0, 1.0, 2.0, 3.0],) * 2] * 4
+
+
+def fail_on_rank_2(mesh_of: MeshOf) -> None:
+    mesh = mesh_of(shards=(1, 1, 4), ranks_per_node=1)
+    if mesh.rank == 2:
+        raise KeyError("rank 2")
+    mesh.gather_rows(torch.zeros(1))
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    with pytest.raises(KeyError, match="rank 2"):
+        run_threads(4, fail_on_rank_2)
+
+
+@pytest.mark.parametrize("variant", ["zero3", "zeropp-0.20"])
+def test_a_run_that_stops_goes_on_to_the_same_bits(variant: str, folder: Path, tmp_path: Path) -> None:
+    """With differences, residuals and a step's measurements under way, at every point of the curve."""
+    settings, run = replace(TINY, node=1), Run(variant, 1, 1)
+    whole = run_threads(RANKS, train, folder, settings, run)[0]
+    pieces = 0
+    while (
+        record := run_threads(RANKS, train, folder, settings, run, None, Snapshot(tmp_path, 0.0))[0]
+    ) is None:
+        pieces += 1
+    assert pieces == 2
+    same = ("loss", "curve", "errors", "digest")  # bytes not: the order of gathers is learned anew
+    assert {key: record[key] for key in same} == {key: whole[key] for key in same}
+    assert whole["loss"] < whole["curve"][0][1]
+
+
+def test_half_a_snapshot_is_none(folder: Path, tmp_path: Path) -> None:
+    run = Run("zero3", 1)
+    assert run_threads(RANKS, train, folder, TINY, run, None, Snapshot(tmp_path, 0.0))[0] is None
+    (tmp_path / "rank-3.pt").unlink()
+    snapshot = Snapshot(tmp_path, time.monotonic() + 1e6)
+    assert run_threads(RANKS, train, folder, TINY, run, None, snapshot)[0]["curve"][0][0] == 0
+
+
+def test_a_text_is_not_repeated(folder: Path) -> None:
+    with pytest.raises(ValueError, match="the text has"):
+        train_samples(folder, TINY.sequence, 1, 10**9)
+
+
+def test_texts_that_differ_are_named() -> None:
+    row: dict[str, Any] = {"name": "torch", "version": "2", "files": 1, "bytes": 10, "digest": "a"}
+    assert differing([row], [row]) == []
+    assert differing([row], [{**row, "version": "3"}]) == ["torch 2 of 10 bytes here, 3 of 10 there"]
+    assert differing([row], []) == ["torch 2 of 10 bytes here, none of 0 there"]
+
+
+# -- the order of runs -----------------------------------------------------------------------------------
+
+RUNG = Rung("0.3M", 1, (1e-3, 2e-3, 4e-3), ("qgz", "int4-hadamard"), seeds=2, nudged=1, halved=1)
+LOSSES = {"qgz": 0.02, "int4-hadamard": 0.01}
+
+
+def filled(store: Runs, rungs: list[Rung], count: int = 10**9) -> list[tuple[Settings, Run]]:
+    """Do ``count`` runs, as the program does: the middle peak is the best."""
+    done = []
+    while len(done) < count and (piece := following(rungs, store)):
+        settings, run = piece
+        loss = 4 + abs(settings.peak - 2e-3) + 0.1 * run.seed + 0.001 * run.nudge + LOSSES.get(run.variant, 0)
+        rest = {"curve": [], "errors": {"gradients": 0.1}, "sent": 1.0, "skipped": 0, "cpu_seconds": 36.0}
+        store.add(settings, {**asdict(run), "loss": loss, "digest": "", **rest})
+        done.append(piece)
+    return done
+
+
+def test_the_peak_is_sought_first_and_its_run_counts(tmp_path: Path) -> None:
+    done = filled(Runs(tmp_path / "runs"), [RUNG])
+    assert [(s.peak, run) for s, run in done[:3]] == [(peak, FIRST) for peak in RUNG.peaks]
+    assert {s.peak for s, _ in done[3:]} == {2e-3}
+    best = replace(RUNG.settings(), peak=2e-3)
+    assert [run for s, run in done if s == best][1:] == [
+        Run("qgz", 1), Run("int4-hadamard", 1), Run("zero3", 2), Run("qgz", 2), Run("int4-hadamard", 2),
+        Run("zero3", 1, 1),
+    ]  # fmt: skip
+    assert done[-1] == (halve(best), FIRST)
+
+
+def test_a_rung_that_is_done_gives_way(tmp_path: Path) -> None:
+    other = replace(RUNG, share=2)
+    done = filled(Runs(tmp_path / "runs"), [RUNG, other])
+    assert len(done) == len(set(done)) == 2 * len(RUNG.left(NO_RUNS))
+    assert {s.steps for s, _ in done[: len(done) // 2]} == {RUNG.settings().steps}
+
+
+def test_the_plan_counts_what_is_left(tmp_path: Path) -> None:
+    store = Runs(tmp_path / "runs")
+    assert "| 0.3M x 1 | 315,280 | 308 x 1,024 | 3 + 7 |" in loss_ladder.plan([RUNG], store)
+    filled(store, [RUNG], 4)
+    row = next(line for line in loss_ladder.plan([RUNG], store).splitlines() if line.startswith("| 0.3M"))
+    assert row.split(" | ")[6] == "4"
+    filled(store, [RUNG])
+    assert "| 0.00 |" in loss_ladder.plan([RUNG], store).splitlines()[-1]
+
+
+def test_the_study_is_planned_within_eight_hours() -> None:
+    hours = loss_ladder.plan(loss_ladder.LADDER, NO_RUNS).splitlines()[-1].split(" | ")[5]
+    assert float(hours) <= 8
+
+
+# -- statistics and page ---------------------------------------------------------------------------------
+
+
+def test_two_variants_are_compared_in_pairs() -> None:
+    base = {1: [3.00], 2: [3.20], 3: [3.05]}
+    other = {1: [3.02], 2: [3.21], 3: [3.09]}
+    found = effects({"exact": base, "other": other}, "exact")["other"]
+    pairs = [other[seed][0] - base[seed][0] for seed in base]
+    whole = fmean(runs[0] for runs in base.values())
+    half = t_quantile(0.95, 2) * stdev(pairs) / math.sqrt(3)
+    expected = [100 * x / whole for x in (fmean(pairs), fmean(pairs) - half, fmean(pairs) + half)]
+    assert [found.percent, found.lower, found.upper] == pytest.approx(expected)
+
+
+def test_runs_that_are_only_means_have_no_bounds() -> None:
+    found = effects({"exact": {1: [3.0]}, "other": {1: [3.3]}, "alone": {2: [1.0]}}, "exact")
+    assert list(found) == ["other"] and found["other"].percent == pytest.approx(10)
+    assert not math.isfinite(found["other"].upper)
+
+
+def test_page_of_runs(tmp_path: Path) -> None:
+    store = Runs(tmp_path / "runs")
+    filled(store, [RUNG])
+    text = [{"name": "torch", "version": "2", "files": 3, "bytes": 4000, "digest": ""}]
+    report = LadderReport([RUNG, replace(RUNG, share=2)], store, text, [])
+    page = report.markdown("command")
+    base = fmean(r["loss"] for r in report.results[RUNG].of("zero3"))
+    assert f"| {100 * 0.02 / base:+.2f} |" in page and HALF in page and "| torch | 2 | 3 | 4,000 |" in page
+    assert "any model of more than 1.3M" in page
+    report.chart(tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_first_paragraph_of_loss_md_is_of_the_runs() -> None:
+    page = (DOCS / "loss.md").read_text()
+    assert page == with_known(page, known(ladder_report(DOCS)))
+
+
+# -- rounding beside noise -------------------------------------------------------------------------------
+
+
+def test_noise_of_known_draws() -> None:
+    torch.manual_seed(0)
+    mean = torch.randn(4096)
+    squares, spread = rounding_noise.noise(mean + 3 * torch.randn(64, 4096))
+    assert squares == pytest.approx(float(mean.square().sum()), rel=0.1)
+    assert spread == pytest.approx(9 * 4096, rel=0.05)
+
+
+def test_rounding_of_pure_noise_adds_its_square() -> None:
+    """Where draws have no common part and rounding has no bias, noise grows by error^2."""
+    torch.manual_seed(0)
+    draws = torch.randn(32, 64 * 256)
+    found = rounding_noise.compare([draws], GRADIENTS["INT4 + H"])
+    assert found.error == pytest.approx(0.107, abs=0.005)
+    assert found.added == pytest.approx(found.error**2, rel=0.2)
+
+
+def test_rounding_of_one_gradient_is_bias() -> None:
+    draws = torch.randn(64 * 64).expand(4, -1).contiguous()
+    found = rounding_noise.compare([draws + 1e-6 * torch.randn(4, 64 * 64)], GRADIENTS["INT4"])
+    assert found.bias == pytest.approx(found.error, rel=1e-3)
+
+
+def test_grouped_gradients_are_means() -> None:
+    draws = {"a": torch.arange(8.0).view(4, 2)}
+    assert rounding_noise.grouped(draws, 2)["a"].tolist() == [[1.0, 2.0], [5.0, 6.0]]
